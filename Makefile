@@ -1,0 +1,45 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test up lint types proto bench chaos soak clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Baton needs Python 3.11 or newer: set PYTHON=/path/to/python3.11")'
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test]"
+	touch $@
+
+demo: setup
+	$(BIN)/python -m tools.demo
+
+up: setup
+	$(BIN)/baton up
+
+test: setup lint types
+	$(BIN)/python -m pytest -q
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+proto: setup
+	$(BIN)/python -m tools.generate_stubs
+
+bench: setup
+	$(BIN)/python -m benchmarks all
+
+chaos: setup
+	$(BIN)/python -m pytest -q -m chaos tests/chaos --chaos-rounds=200
+
+soak: setup
+	$(BIN)/python -m pytest -q tests/soak --soak
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,43 @@
+"""BlockHash: the name of a full block's contents, equal in every process that computes it.
+
+SHA-256 chained over typed, length-prefixed fields, so that no two different inputs can be spelled the same way.
+A hash names the whole prefix up to and including its block.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NewType
+
+from baton.kv_layout import KVLayout
+
+BlockHash = NewType("BlockHash", bytes)  # 32 bytes
+
+
+def _field(tag: bytes, value: bytes) -> bytes:
+    return struct.pack(">B", len(tag)) + tag + struct.pack(">Q", len(value)) + value
+
+
+def root_hash(model_digest: bytes, layout: KVLayout, salt: bytes) -> BlockHash:
+    """The parent of a first block: what must agree before any tokens can."""
+    digest = hashlib.sha256(_field(b"baton.kv", b"1"))
+    digest.update(_field(b"model", model_digest))
+    for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
+        digest.update(_field(name.encode(), struct.pack(">Q", getattr(layout, name))))
+    digest.update(_field(b"dtype", layout.dtype.encode()))
+    digest.update(_field(b"salt", salt))
+    return BlockHash(digest.digest())
+
+
+def block_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
+    """Name of the block that holds `tokens` (token ids below 2**32) after `parent`."""
+    packed = struct.pack(f">{len(tokens)}I", *tokens)
+    return BlockHash(hashlib.sha256(_field(b"parent", parent) + _field(b"tokens", packed)).digest())
+
+
+def chain(root: BlockHash, tokens: Sequence[int], block_size: int) -> Iterator[BlockHash]:
+    """Hashes of the full blocks of `tokens`, first to last."""
+    parent = root
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        parent = block_hash(parent, tokens[start : start + block_size])
+        yield parent

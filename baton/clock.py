@@ -1,0 +1,21 @@
+"""Time. Pure cores take `now` as an argument; shells get it here. Steady clock only: wall time is for logs."""
+
+import time
+from collections.abc import Callable
+
+Clock = Callable[[], float]  # seconds on a steady clock with an arbitrary origin
+
+steady: Clock = time.monotonic
+
+
+class FakeClock:
+    """A clock that a test turns by hand."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds

@@ -1,0 +1,200 @@
+"""Every error that leaves a component, in one tree.
+
+    BatonError
+     + Rejected         the caller's fault; nothing was allocated
+     |   InvalidRequest 400, TooLong 400, Unauthenticated 401, NotFound 404, Overloaded 429, Draining 503, Unavailable 503
+     + HandoffFailed    a hand-off that did not commit: placed again, else 503
+     |   PeerGone, LayoutMismatch, Incomplete, ChecksumMismatch, Stale, LeaseExpired, Refused
+     + NodeFailed       a node could not go on: placed again, else 503
+     |   OutOfBlocks, OutOfMemory, Stalled, Preempted, NodeGone
+     + DeadlineExceeded 504
+     + Cancelled        499
+     + ConfigError      start-up only: one line with cause and fix, exit code 2
+
+A message names the value, the bound and the knob. Foreign exceptions (zmq, grpc, torch, OSError) are translated at the
+one boundary where they enter: kv_transfer's transports, the two links, the engine, `segment.py`.
+"""
+
+from typing import ClassVar
+
+
+class BatonError(Exception):
+    """Root. `http_status` and `grpc_code` (a name of grpc.StatusCode) are the outside view of the class."""
+
+    http_status: ClassVar[int] = 500
+    grpc_code: ClassVar[str] = "INTERNAL"
+    type: ClassVar[str] = "server_error"  # OpenAI's error.type
+    code: ClassVar[str] = "internal_error"  # OpenAI's error.code; also the name on Baton's own wire
+    replaceable: ClassVar[bool] = False  # may the coordinator place the request again?
+
+    def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.retry_after = retry_after
+
+
+class Rejected(BatonError):
+    http_status = 400
+    grpc_code = "INVALID_ARGUMENT"
+    type = "invalid_request_error"
+    code = "invalid_request"
+
+
+class InvalidRequest(Rejected):
+    pass
+
+
+class TooLong(Rejected):
+    code = "context_length_exceeded"
+
+
+class TooLarge(Rejected):
+    http_status = 413
+    code = "request_too_large"
+
+
+class Unauthenticated(Rejected):
+    http_status = 401
+    grpc_code = "UNAUTHENTICATED"
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class NotFound(Rejected):
+    http_status = 404
+    grpc_code = "NOT_FOUND"
+    code = "not_found"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+class NotAvailable(Rejected):
+    http_status = 501
+    grpc_code = "UNIMPLEMENTED"
+    code = "not_available"
+
+
+class Overloaded(Rejected):
+    http_status = 429
+    grpc_code = "RESOURCE_EXHAUSTED"
+    type = "rate_limit_error"
+    code = "overloaded"
+
+
+class Draining(Rejected):
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
+    type = "server_error"
+    code = "draining"
+
+
+class Unavailable(Rejected):
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
+    type = "server_error"
+    code = "unavailable"
+
+
+class SlowReader(BatonError):
+    """The client read so slowly that its bounded buffer filled."""
+
+    grpc_code = "RESOURCE_EXHAUSTED"
+    code = "slow_reader"
+
+
+class HandoffFailed(BatonError):
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
+    code = "handoff_failed"
+    replaceable = True
+
+
+class PeerGone(HandoffFailed):
+    code = "peer_gone"
+
+
+class LayoutMismatch(HandoffFailed):
+    code = "layout_mismatch"
+
+
+class Incomplete(HandoffFailed):
+    code = "incomplete"
+
+
+class ChecksumMismatch(HandoffFailed):
+    code = "checksum_mismatch"
+
+
+class Stale(HandoffFailed):
+    code = "stale"
+
+
+class LeaseExpired(HandoffFailed):
+    code = "lease_expired"
+
+
+class NodeFailed(BatonError):
+    http_status = 503
+    grpc_code = "UNAVAILABLE"
+    code = "node_failed"
+    replaceable = True
+
+
+class OutOfBlocks(NodeFailed):
+    code = "out_of_blocks"
+
+
+class OutOfMemory(NodeFailed):
+    code = "out_of_memory"
+
+
+class Stalled(NodeFailed):
+    code = "stalled"
+
+
+class Preempted(NodeFailed):
+    code = "preempted"
+
+
+class NodeGone(NodeFailed):
+    code = "node_gone"
+
+
+class DeadlineExceeded(BatonError):
+    http_status = 504
+    grpc_code = "DEADLINE_EXCEEDED"
+    type = "timeout_error"
+    code = "deadline_exceeded"
+
+
+class Cancelled(BatonError):
+    http_status = 499
+    grpc_code = "CANCELLED"
+    type = "cancelled"
+    code = "cancelled"
+
+
+class ConfigError(BatonError):
+    """A start-up error. Printed as one line, `cause: fix`, and the process exits with 2."""
+
+    code = "config"
+
+
+def _tree(root: type[BatonError]) -> dict[str, type[BatonError]]:
+    found: dict[str, type[BatonError]] = {}
+    for child in root.__subclasses__():
+        found.update(_tree(child))
+        if "code" in vars(child):
+            found[child.code] = child
+    return found
+
+
+BY_CODE: dict[str, type[BatonError]] = _tree(BatonError)
+
+
+def from_code(code: str, message: str, param: str | None = None) -> BatonError:
+    """Rebuild an error that crossed Baton's own wire. An unknown code becomes a plain BatonError."""
+    return BY_CODE.get(code, BatonError)(message, param=param)

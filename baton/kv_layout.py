@@ -1,0 +1,47 @@
+"""Geometry of the KV cache. Two nodes may exchange KV only if their layouts are equal."""
+
+from dataclasses import dataclass, fields
+
+from baton.errors import LayoutMismatch
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """Memory order `[block][layer][k|v][kv_head][token][dim]`: a block is contiguous, and so is one layer's piece of
+    it (a *slab*), and so is a range of heads inside K or V."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int  # tokens
+    dtype: str  # a key of DTYPE_BYTES
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of one layer's K and V of one block."""
+        return 2 * self.num_kv_heads * self.block_size * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        return self.num_layers * self.slab_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        return self.block_bytes // self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def slab_offset(self, block_offset: int, layer: int) -> int:
+        """Byte offset of a layer's slab, given the byte offset of its block in the segment."""
+        return block_offset + layer * self.slab_bytes
+
+    def require_equal(self, other: "KVLayout", whose: str) -> None:
+        """Raise LayoutMismatch naming the first field that differs and both values."""
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if mine != theirs:
+                raise LayoutMismatch(f"KV layout of {whose}: {field.name} is {theirs!r}, the cluster has {mine!r}")

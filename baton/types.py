@@ -1,0 +1,141 @@
+"""The nouns of the system. One meaning each; docs/architecture.md has the table of owners.
+
+*Request* is what the client asked: frozen, crosses the wire. *Attempt* is one try at serving it; everything that
+happens inside the cluster is keyed by `AttemptKey`, and messages of other attempts are dropped. *Ticket* is the
+decode node's promise "write these blocks, here, for so long". A node's own work on an attempt is a `Sequence`
+(node_engine/core/sequence.py) and never leaves the process.
+"""
+
+import secrets
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, NewType
+
+RequestId = NewType("RequestId", str)  # 128 random bits in hex, minted by the coordinator, never by a client
+TicketId = NewType("TicketId", str)  # 128 random bits in hex, minted by the decode node
+Incarnation = NewType("Incarnation", str)  # 64 random bits in hex, minted by the coordinator at each join
+NodeName = NewType("NodeName", str)
+BlockIndex = NewType("BlockIndex", int)  # index of a block in this process's arena
+
+
+def mint_id(bits: int = 128) -> str:
+    """A random id in hex from the operating system's generator."""
+    return secrets.token_hex(bits // 8)
+
+
+class Role(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class FinishReason(Enum):
+    """Why a generation ended well. Everything else is an error."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class AttemptKey(NamedTuple):
+    """What tokens, tickets, sequences and cancels are keyed by."""
+
+    request: RequestId
+    attempt: int
+    choice: int
+
+    def __str__(self) -> str:
+        return f"{self.request}/{self.attempt}.{self.choice}"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen; validated at admission (baton/limits.py) and again by the node.
+
+    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1.0 switch those filters off. `seed` is always set: the
+    coordinator mints one when the client gave none, so that a resumed attempt draws the same noise.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the client asked. `timeout` is seconds left at the moment of sending: clocks are never compared."""
+
+    id: RequestId
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    timeout: float
+    cache_salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One attempt as a node receives it. `emitted` are tokens that the client already has: they are part of the
+    context, count towards max_tokens and are never sent again."""
+
+    key: AttemptKey
+    request: Request
+    emitted: tuple[int, ...] = ()
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        """Every token whose KV must exist before the next token can be computed."""
+        return self.request.prompt + self.emitted
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAddress:
+    """A node as another node sees it. Identity is the incarnation; the address alone never is."""
+
+    name: NodeName
+    incarnation: Incarnation
+    host_id: str
+    transfer_endpoint: str  # "tcp://host:port" of the node's transfer socket
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRef:
+    """A shared-memory segment on the wire: its file name in the segment folder and the incarnation that holds it."""
+
+    name: str
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """Decode's promise: this writer may write these blocks, for so long.
+
+    Logical blocks `first_block .. first_block + len(offsets)` of the context are to be written; those before
+    `first_block` are already on the decode node. `offsets` are byte offsets of those blocks in the decode arena
+    `segment`. `ttl` is seconds from receipt. `fence` is the byte of the arena's fence file that a one-sided writer
+    locks for as long as it may write (docs/protocol.md). `transport` names the backend that decode chose.
+    """
+
+    id: TicketId
+    key: AttemptKey
+    decode: PeerAddress
+    writer: Incarnation
+    first_block: int
+    offsets: tuple[int, ...]
+    num_tokens: int
+    ttl: float
+    transport: str
+    segment: SegmentRef
+    fence: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One generated token. `index` is its place in the request's output, so that a gap or a repeat is seen."""
+
+    key: AttemptKey
+    index: int
+    token: int
+    finish: FinishReason | None = None

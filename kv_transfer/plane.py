@@ -1,0 +1,206 @@
+"""The transfer plane as the two roles see it. Implemented by `inbound_plane.py` and `outbound_plane.py`.
+
+Each side runs its own thread. Methods are called on the node's compute thread and never block; what happened comes back
+as an event through the `emit` callback that the plane was built with, which must be thread-safe and quick (it puts
+the event on the compute thread's inbox). The plane never touches a block pool: it is told which blocks it may write or
+read, and says when it is done with them.
+
+    prefill (outbound)                                    decode (inbound)
+      open(key, ...)                                        grant(ticket)
+      layer_ready(key, layer, ...)*  == Write(layer) ==>      Started(ticket)
+      ticket(key, ticket)                                     (landing, checked, invisible)
+      seal(key, seal)                == Seal(manifest) =>     Sealed(ticket, seal): everything landed and checked
+                                                            commit(ticket)
+      Committed(key, report)         <== Committed ========
+      or Aborted(key, error)         <== Refused/Abort ====   Lost(ticket, error), later Fenced(ticket)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.errors import BatonError
+from baton.types import AttemptKey, BlockIndex, Incarnation, Ticket, TicketId
+
+
+@dataclass(frozen=True, slots=True)
+class SealInfo:
+    """What Seal carries beside the manifest: the tokens of this request's output so far. All else derives from the
+    Request, so that a decode-to-decode move can use the same message."""
+
+    emitted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OutboundReport:
+    """Figures of one committed hand-off, on the sender's steady clock, in seconds and bytes."""
+
+    bytes_sent: int
+    slabs_sent: int
+    slabs_landed_before_last_layer: int  # landed before the forward pass of the last chunk ended
+    exposed_seconds: float  # from the last layer computed to the last slab landed
+    commit_seconds: float  # from the last slab landed to Committed
+
+
+# events, decode side
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The first Write of a ticket has been seen."""
+
+    ticket: TicketId
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """Every (layer, block) of the ticket has landed, once, with the right checksum, and no writer can write any more.
+    The compute thread answers with `commit` or `revoke`."""
+
+    ticket: TicketId
+    seal: SealInfo
+    bytes_landed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The hand-off will not commit. `fenced` says whether its blocks may be reused now; if not they are to be
+    QUARANTINED until `Fenced` follows. Emitted exactly once per granted ticket that does not commit, whether it
+    expired, failed, or was revoked by the compute thread."""
+
+    ticket: TicketId
+    error: BatonError
+    fenced: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fenced:
+    """Proof is in hand that the writer of a lost ticket can write no more: its blocks may be reused."""
+
+    ticket: TicketId
+
+
+InboundEvent = Started | Sealed | Lost | Fenced
+
+
+class InboundPlane(Protocol):
+    """Decode's side: lets granted writers land slabs in the arena."""
+
+    @property
+    def endpoint(self) -> str:
+        """Where writers connect: goes into PeerAddress.transfer_endpoint."""
+        ...
+
+    def rejoin(self, incarnation: Incarnation) -> None:
+        """A new incarnation of this node: every open ticket is lost (Stale), later frames for them are refused."""
+        ...
+
+    def choose_transport(self, writer_host_id: str) -> str:
+        """The backend for a writer on that host, by configuration and proof of the same host."""
+        ...
+
+    def mint_fence(self) -> int:
+        """A fence byte for a new ticket; never reused in the life of this arena."""
+        ...
+
+    def grant(self, ticket: Ticket) -> None:
+        """Accept writes under `ticket` from now on. Called before the ticket leaves the node."""
+        ...
+
+    def commit(self, ticket: TicketId) -> None:
+        """After Sealed: the blocks are in use; tell the writer."""
+        ...
+
+    def revoke(self, ticket: TicketId, error: BatonError) -> None:
+        """Stop accepting; ends in Lost. Unknown or ended tickets are a counted no-op."""
+        ...
+
+    def peer_gone(self, writer: Incarnation) -> None:
+        """The coordinator says that this incarnation is no more: its tickets are lost."""
+        ...
+
+    def counters(self) -> dict[str, float]: ...
+
+    def close(self) -> None:
+        """Stop the thread; every open ticket ends in Lost first."""
+        ...
+
+
+# events, prefill side
+
+
+@dataclass(frozen=True, slots=True)
+class LayerLanded:
+    """Decode has acknowledged layer `layer` of blocks [first, last) of the hand-off."""
+
+    key: AttemptKey
+    layer: int
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Decode has committed. The source blocks are no longer needed."""
+
+    key: AttemptKey
+    report: OutboundReport
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """The hand-off is over and did not commit. The plane reads the source blocks no more. Exactly one of Committed and
+    Aborted ends every open()."""
+
+    key: AttemptKey
+    error: BatonError
+
+
+OutboundEvent = LayerLanded | Committed | Aborted
+
+
+class OutboundPlane(Protocol):
+    """Prefill's side: reads computed slabs from the arena and writes them to the peer, layer by layer."""
+
+    @property
+    def endpoint(self) -> str: ...
+
+    def rejoin(self, incarnation: Incarnation) -> None:
+        """A new incarnation of this node: every open hand-off is Aborted (Stale)."""
+        ...
+
+    def open(self, key: AttemptKey, num_tokens: int) -> None:
+        """Begin a hand-off of `num_tokens` tokens of KV, perhaps before its ticket is known. The caller holds a
+        reference on every source block until Committed or Aborted."""
+        ...
+
+    def ticket(self, key: AttemptKey, ticket: Ticket) -> None:
+        """The destination is known; slabs that are ready begin to flow. Unknown keys are a counted no-op."""
+        ...
+
+    def layer_ready(self, key: AttemptKey, layer: int, first: int, source: Sequence[BlockIndex]) -> None:
+        """Layer `layer` of logical blocks first .. first + len(source) is final in the arena's blocks `source`. Called
+        from the forward pass, between layers: it only enqueues."""
+        ...
+
+    def seal(self, key: AttemptKey, info: SealInfo) -> None:
+        """Everything was announced by layer_ready. Sealing more or less than num_tokens of blocks is a programming
+        error and aborts the hand-off with Incomplete."""
+        ...
+
+    def abort(self, key: AttemptKey, error: BatonError) -> None:
+        """Give up; ends in Aborted. Unknown or ended keys are a counted no-op."""
+        ...
+
+    def peer_gone(self, decode: Incarnation) -> None:
+        """The coordinator says that this incarnation is no more: hand-offs to it are aborted."""
+        ...
+
+    def wait_landed(self, key: AttemptKey, layer: int, timeout: float) -> bool:
+        """Block until every announced slab of `layer` has landed (a failpoint uses it to prove layer streaming).
+        False when `timeout` seconds passed or the hand-off ended first."""
+        ...
+
+    def counters(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...

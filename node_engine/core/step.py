@@ -1,0 +1,84 @@
+"""One step of a node as plain data: what the scheduler decides and what an engine answers.
+
+```
+tokens   0          start            start+len(tokens)
+         |-- in KV --|-- this slice --|-- later slices --|
+blocks   [block_table .............................. ]
+```
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+from baton.kv_layout import KVLayout
+from baton.types import BlockIndex, SamplingParams
+
+SequenceId = NewType("SequenceId", int)  # process-local, never reused
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """How to draw the token that follows a slice. `position` is the token's absolute index in prompt + output, which
+    with `seed` and `choice` fixes the noise. `forbidden` are ids that may not be drawn (EOS before min_tokens)."""
+
+    params: SamplingParams
+    choice: int
+    position: int
+    forbidden: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One sequence's share of a step: compute KV of `tokens` at positions start.. and, if `sample` is set, draw the
+    next token from the logits of the last one. `block_table` covers at least positions 0 .. start + len(tokens)."""
+
+    sequence: SequenceId
+    tokens: tuple[int, ...]
+    start: int
+    block_table: Sequence[BlockIndex]
+    sample: SampleSpec | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """Slices of one step, decode slices (one token, sampled) and prefill chunks mixed. `copies` are whole-block
+    copies (source, destination) to be made before the forward pass: copy on write."""
+
+    slices: tuple[Slice, ...]
+    copies: tuple[tuple[BlockIndex, BlockIndex], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(piece.tokens) for piece in self.slices)
+
+
+OnLayer = Callable[[int], None]  # called with k when the KV of layer k is in the arena for every slice of the step
+
+
+class Engine(Protocol):
+    """A model, or something that behaves like one, over one arena of blocks. Called on the compute thread only."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def model_digest(self) -> bytes:
+        """Digest of weights, architecture and revision: two nodes may exchange KV only if it is equal."""
+        ...
+
+    def bind(self, arena: memoryview, num_blocks: int) -> None:
+        """Adopt the cache memory: `num_blocks * layout.block_bytes` writable bytes, layout as in KVLayout."""
+        ...
+
+    def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[int | None, ...]:
+        """One forward pass. Returns, per slice, the drawn token id, or None where `sample` was None.
+
+        Raises OutOfMemory when the device has no memory left; the cache is then unchanged outside the batch's blocks.
+        """
+        ...
