@@ -1,0 +1,161 @@
+"""Named points where a test may make Baton misbehave. Unarmed, a hit costs one dictionary look-up.
+
+Armed by BATON_FAILPOINTS or, when the cluster runs with `--failpoints-rpc`, by the control stream. Grammar, entries
+separated by `;`:
+
+    NAME=ACTION[(ARGUMENT)][@PROBABILITY][+SKIP][*TIMES]
+
+    transfer.write.before=delay(0.5)*1          once, half a second
+    decode.commit.before=error@0.1              one in ten, HandoffFailed
+    prefill.layer.after=exit+3                  the fourth hit kills the process
+
+Actions: delay(seconds), error, drop, duplicate, corrupt, exit, stop (SIGSTOP to itself). `drop`, `duplicate` and `corrupt`
+are returned for the call site to carry out; a site that cannot refuses to be armed with them.
+"""
+
+import os
+import random
+import re
+import signal
+import threading
+from dataclasses import dataclass
+from enum import Enum
+
+from baton.errors import ConfigError, HandoffFailed
+
+
+class Action(Enum):
+    DELAY = "delay"
+    ERROR = "error"
+    DROP = "drop"
+    DUPLICATE = "duplicate"
+    CORRUPT = "corrupt"
+    EXIT = "exit"
+    STOP = "stop"
+
+
+_SIMPLE = frozenset({Action.DELAY, Action.ERROR, Action.EXIT, Action.STOP})
+_FRAME = _SIMPLE | {Action.DROP, Action.DUPLICATE, Action.CORRUPT}
+
+# Every point there is, and what it can do. A test walks this table.
+POINTS: dict[str, frozenset[Action]] = {
+    "decode.allocate.before": _SIMPLE,
+    "decode.allocate.after": _SIMPLE,
+    "decode.commit.before": _SIMPLE,
+    "decode.commit.after": _SIMPLE,
+    "decode.first_token.before": _SIMPLE,
+    "decode.first_token.after": _SIMPLE,
+    "decode.step.before": _SIMPLE,
+    "decode.step.after": _SIMPLE,
+    "decode.free.before": _SIMPLE,
+    "decode.free.after": _SIMPLE,
+    "prefill.allocate.before": _SIMPLE,
+    "prefill.allocate.after": _SIMPLE,
+    "prefill.layer.before": _SIMPLE,
+    "prefill.layer.after": _SIMPLE,
+    "prefill.layer.landed": frozenset({Action.DELAY}),  # hold the next layer until this one has landed
+    "prefill.seal.before": _SIMPLE,
+    "prefill.seal.after": _SIMPLE,
+    "prefill.free.before": _SIMPLE,
+    "prefill.free.after": _SIMPLE,
+    "transfer.write.before": _FRAME,
+    "transfer.write.after": _SIMPLE,
+    "transfer.land.before": _FRAME,
+    "transfer.land.after": _SIMPLE,
+    "transfer.seal.before": _FRAME,
+    "transfer.seal.after": _SIMPLE,
+    "transfer.commit.before": _FRAME,
+    "transfer.commit.after": _SIMPLE,
+    "link.node.send": frozenset({Action.DELAY, Action.DROP, Action.DUPLICATE, Action.EXIT}),
+    "link.coordinator.send": frozenset({Action.DELAY, Action.DROP, Action.DUPLICATE, Action.EXIT}),
+}
+
+_ENTRY = re.compile(
+    r"(?P<name>[a-z_.]+)=(?P<action>[a-z]+)(\((?P<argument>[0-9.]+)\))?(@(?P<probability>[0-9.]+))?"
+    r"(\+(?P<skip>\d+))?(\*(?P<times>\d+))?$"
+)
+
+
+@dataclass(slots=True)
+class _Armed:
+    action: Action
+    argument: float
+    probability: float
+    skip: int
+    times: int  # left; -1 is unlimited
+
+
+class Failpoints:
+    """The armed points of one process. Thread-safe: points are hit on the event loop, compute and transfer threads."""
+
+    def __init__(self, spec: str = "", seed: int = 0) -> None:
+        self._armed: dict[str, _Armed] = {}
+        self._lock = threading.Lock()
+        self._random = random.Random(seed)  # noqa: S311 (chance of a fault, not a secret)
+        self._resume = threading.Event()
+        self.arm(spec)
+
+    def arm(self, spec: str) -> None:
+        """Replace what is armed. Raises ConfigError naming the bad entry."""
+        parsed = dict(_parse(entry.strip()) for entry in spec.split(";") if entry.strip())
+        with self._lock:
+            self._armed = parsed
+
+    def armed(self, name: str) -> bool:
+        return name in self._armed
+
+    def hit(self, name: str) -> Action | None:
+        """Act on the calling thread. Returns DROP, DUPLICATE or CORRUPT for the caller to carry out, else None."""
+        if not self._armed:
+            return None
+        due = self._due(name)
+        if due is None:
+            return None
+        match due.action:
+            case Action.DELAY:
+                self._resume.wait(due.argument)
+            case Action.ERROR:
+                raise HandoffFailed(f"failpoint {name}")
+            case Action.EXIT:
+                os._exit(70)
+            case Action.STOP:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case frame_action:
+                return frame_action
+        return None
+
+    def _due(self, name: str) -> _Armed | None:
+        with self._lock:
+            armed = self._armed.get(name)
+            if armed is None or armed.times == 0:
+                return None
+            if armed.skip > 0:
+                armed.skip -= 1
+                return None
+            if self._random.random() >= armed.probability:
+                return None
+            if armed.times > 0:
+                armed.times -= 1
+            return armed
+
+
+def _parse(entry: str) -> tuple[str, _Armed]:
+    match = _ENTRY.match(entry)
+    if match is None:
+        raise ConfigError(f"failpoint {entry!r} is not NAME=ACTION[(ARGUMENT)][@PROBABILITY][+SKIP][*TIMES]")
+    name = match["name"]
+    if name not in POINTS:
+        raise ConfigError(f"there is no failpoint {name!r}: known are {', '.join(sorted(POINTS))}")
+    allowed = {action.value: action for action in POINTS[name]}
+    if match["action"] not in allowed:
+        raise ConfigError(f"failpoint {name} cannot {match['action']!r}: it can {', '.join(sorted(allowed))}")
+    return name, _Armed(
+        action=allowed[match["action"]],
+        argument=float(match["argument"] or 0.0),
+        probability=float(match["probability"] or 1.0),
+        skip=int(match["skip"] or 0),
+        times=int(match["times"]) if match["times"] else -1,
+    )
+
+
+FAILPOINTS = Failpoints(os.environ.get("BATON_FAILPOINTS", ""), int(os.environ.get("BATON_FAILPOINTS_SEED", "0")))
