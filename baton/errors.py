@@ -2,11 +2,13 @@
 
     BatonError
      + Rejected         the caller's fault; nothing was allocated
-     |   InvalidRequest 400, TooLong 400, Unauthenticated 401, NotFound 404, Overloaded 429, Draining 503, Unavailable 503
+     |   InvalidRequest 400, TooLong 400, TooLarge 413, Unauthenticated 401, NotFound 404, NotAvailable 501,
+     |   Overloaded 429, Draining 503, Unavailable 503
      + HandoffFailed    a hand-off that did not commit: placed again, else 503
-     |   PeerGone, LayoutMismatch, Incomplete, ChecksumMismatch, Stale, LeaseExpired, Refused
+     |   PeerGone, LayoutMismatch, Incomplete, ChecksumMismatch, Stale, LeaseExpired
      + NodeFailed       a node could not go on: placed again, else 503
      |   OutOfBlocks, OutOfMemory, Stalled, Preempted, NodeGone
+     + SlowReader       the client read too slowly; its stream was cut
      + DeadlineExceeded 504
      + Cancelled        499
      + ConfigError      start-up only: one line with cause and fix, exit code 2

@@ -9,8 +9,8 @@ separated by `;`:
     decode.commit.before=error@0.1              one in ten, HandoffFailed
     prefill.layer.after=exit+3                  the fourth hit kills the process
 
-Actions: delay(seconds), error, drop, duplicate, corrupt, exit, stop (SIGSTOP to itself). `drop`, `duplicate` and `corrupt`
-are returned for the call site to carry out; a site that cannot refuses to be armed with them.
+Actions: delay(seconds), error, drop, duplicate, corrupt, exit, stop (SIGSTOP to itself). `drop`, `duplicate` and
+`corrupt` are returned for the call site to carry out; a site that cannot refuses to be armed with them.
 """
 
 import os
@@ -91,7 +91,7 @@ class Failpoints:
     def __init__(self, spec: str = "", seed: int = 0) -> None:
         self._armed: dict[str, _Armed] = {}
         self._lock = threading.Lock()
-        self._random = random.Random(seed)  # noqa: S311 (chance of a fault, not a secret)
+        self._random = random.Random(seed)
         self._resume = threading.Event()
         self.arm(spec)
 

@@ -1,0 +1,177 @@
+"""One table of every setting, and the one place where flag, environment, file and default meet.
+
+Every field is `--field-name`, `BATON_FIELD_NAME` and a TOML key `field_name`; flag > environment > file > default. A
+`Config` is frozen: "auto" is resolved where it is used and logged there.
+"""
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from baton.errors import ConfigError
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+def _help(text: str) -> Meta:
+    return Meta(description=text)
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of every process. A process ignores what does not concern it."""
+
+    # the model
+    model: Annotated[str, _help("Model folder, or a Hugging Face id")] = ""
+    served_model_name: Annotated[str, _help("Name clients use; the folder's name by default")] = ""
+    engine: Annotated[Literal["model", "paced"], _help("paced waits as a cost model says instead of computing")] = (
+        "model"
+    )
+    load_format: Annotated[Literal["auto", "dummy"], _help("dummy: seeded random weights")] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    threads: Annotated[str, _help("Compute threads of a node: a number, or auto")] = "auto"
+
+    # the cluster
+    prefill: Annotated[Count, _help("Prefill nodes that `up` starts; 0 is colocated")] = 1
+    decode: Annotated[Positive, _help("Decode nodes that `up` starts")] = 1
+    mode: Literal["disaggregated", "colocated", "auto"] = "disaggregated"
+    max_model_len: Annotated[Count, _help("Longest prompt plus output in tokens; 0 takes the model's own")] = 0
+    kv_memory: Annotated[str, _help("Cache memory of a node: 4GiB, or a share such as 0.5; auto")] = "auto"
+    block_size: Annotated[int, Meta(ge=1, le=256), _help("Tokens of a KV block")] = 16
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096), _help("Sequences that a node runs at once")] = 64
+    max_batched_tokens: Annotated[int, Meta(ge=16, le=65536), _help("Tokens that a node computes in one step")] = 512
+    request_timeout: Annotated[Seconds, _help("Seconds a request may take when its client gives no deadline")] = 600.0
+    max_queue: Annotated[Positive, _help("Requests that may wait; more are refused with 429")] = 1024
+
+    # where things listen
+    host: Annotated[str, _help("Address of the three client ports")] = "127.0.0.1"
+    port: Annotated[Port, _help("HTTP port; 0 picks a free one")] = 8000
+    grpc_port: Annotated[Port, _help("gRPC port; 0 picks a free one")] = 50051
+    admin_host: Annotated[str, _help("Address of the admin port")] = "127.0.0.1"
+    admin_port: Annotated[Port, _help("Admin HTTP port; 0 picks a free one")] = 9000
+    cluster_host: Annotated[str, _help("Address where nodes dial the coordinator")] = "127.0.0.1"
+    cluster_port: Annotated[Port, _help("Port where nodes dial the coordinator; 0 picks a free one")] = 0
+    state_dir: Annotated[str, _help("Folder of `up`: ports in use, pids, logs of detached clusters")] = ""
+
+    # who may do what
+    api_key: Annotated[str, _help("Key that clients send as a bearer token; @FILE reads it from a file")] = ""
+    cluster_token: Annotated[str, _help("Secret shared by the cluster's processes; @FILE reads it from a file")] = ""
+    admin_token: Annotated[str, _help("Token for the admin port and Cluster RPCs from other hosts; @FILE")] = ""
+    insecure: Annotated[bool, _help("Allow non-loopback binds without keys")] = False
+    failpoints_rpc: Annotated[bool, _help("Let Cluster.ArmFailpoints inject faults (tests)")] = False
+
+    # a node
+    coordinator: Annotated[str, _help("HOST:PORT of the coordinator's cluster port")] = ""
+    name: Annotated[str, _help("Name of this node; minted when empty")] = ""
+    listen: Annotated[str, _help("HOST:PORT of this node's transfer socket; port 0 is ephemeral")] = "127.0.0.1:0"
+    advertise: Annotated[str, _help("Host that peers dial for this node; that of --listen by default")] = ""
+    health_port: Annotated[int, Meta(ge=-1, le=65535), _help("gRPC health port of a node; -1 is none")] = 0
+    host_id: Annotated[str, _help("Nodes of equal host id share memory; proven by a file when empty")] = ""
+    segment_dir: Annotated[str, _help("Folder of shared-memory segments")] = "/dev/shm"
+    transport: Literal["auto", "shm", "zmq"] = "auto"
+    layers_per_message: Annotated[Count, _help("Layers in one transfer message; 0 adapts")] = 0
+
+    # patience
+    heartbeat: Annotated[Seconds, _help("Seconds between heartbeats")] = 1.0
+    silence: Annotated[Seconds, _help("Seconds without a message after which a node is given up")] = 5.0
+    stall: Annotated[Seconds, _help("Seconds without progress after which a busy node is given up")] = 15.0
+    ticket_ttl: Annotated[Seconds, _help("Seconds a ticket lives without renewal")] = 10.0
+    progress_timeout: Annotated[Seconds, _help("Seconds a started hand-off may stand still")] = 10.0
+    max_attempts: Annotated[Positive, _help("Placements of one request before it fails")] = 8
+    drain_timeout: Annotated[Seconds, _help("Seconds a stopping cluster waits for its requests")] = 30.0
+
+    # the paced engine's cost model
+    paced_prefill_us_per_token: Annotated[float, Meta(ge=0)] = 50.0
+    paced_step_ms: Annotated[float, Meta(ge=0)] = 2.0
+    paced_vocab_size: Positive = 32000
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Annotated[Literal["auto", "json", "console"], _help("auto: console on a terminal, else json")] = "auto"
+
+
+SECRETS = frozenset({"api_key", "cluster_token", "admin_token"})
+_HINTS: dict[str, Any] = get_type_hints(Config, include_extras=True)
+
+
+def description(field: str) -> str:
+    """The help text of a field, "" if it has none."""
+    return next((m.description for m in getattr(_HINTS[field], "__metadata__", ()) if m.description), "")
+
+
+def choices(field: str) -> tuple[str, ...]:
+    """The words a field accepts, () if it is not a choice."""
+    hint = _HINTS[field]
+    literal = getattr(hint, "__origin__", hint)
+    found = get_args(literal)
+    return tuple(found) if all(isinstance(word, str) for word in found) else ()
+
+
+def resolve(flags: Mapping[str, object], *, environ: Mapping[str, str] = os.environ, file: str | None = None) -> Config:
+    """Merge flags (those given), BATON_* variables, the TOML file and the defaults.
+
+    Raises ConfigError naming the field, the value and where it came from.
+    """
+    merged: dict[str, object] = {}
+    sources: dict[str, str] = {}
+    path = file or environ.get("BATON_CONFIG")
+    layers = [(_from_file(path), f"file {path}")] if path else []
+    layers += [(_from_environ(environ), "environment"), (dict(flags), "command line")]
+    for values, source in layers:
+        for key, value in values.items():
+            if key not in Config.__struct_fields__:
+                raise ConfigError(f"there is no setting {key!r} ({source})")
+            merged[key], sources[key] = value, source
+    for key in merged:
+        try:
+            merged[key] = msgspec.convert(merged[key], _HINTS[key], strict=False)
+        except msgspec.ValidationError as error:
+            shown = "(secret)" if key in SECRETS else repr(merged[key])
+            raise ConfigError(f"{key} is {shown}: {error} ({sources[key]})", param=key) from None
+    for key in SECRETS & merged.keys():
+        merged[key] = read_secret(str(merged[key]), key)
+    return Config(**merged)  # type: ignore[arg-type]
+
+
+def parse_assignment(text: str) -> tuple[str, str]:
+    """`--set KEY=VALUE`."""
+    key, separator, value = text.partition("=")
+    if not separator:
+        raise ConfigError(f"--set {text!r} is not KEY=VALUE")
+    return key.strip().replace("-", "_"), value
+
+
+def read_secret(value: str, field: str) -> str:
+    """A secret itself, or the first line of the file that `@FILE` names."""
+    if not value.startswith("@"):
+        return value
+    try:
+        return Path(value[1:]).read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"{field} names {value[1:]!r}, which cannot be read: {error.strerror}") from None
+
+
+def _from_file(path: str) -> dict[str, object]:
+    try:
+        return tomllib.loads(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {path!r} cannot be read: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"--config {path!r} is not TOML: {error}") from None
+
+
+def _from_environ(environ: Mapping[str, str]) -> dict[str, object]:
+    fields = set(Config.__struct_fields__)
+    found: dict[str, object] = {}
+    for key, value in environ.items():
+        field = key.removeprefix("BATON_").lower()
+        if key.startswith("BATON_") and field in fields:
+            found[field] = value
+    return found

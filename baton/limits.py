@@ -1,0 +1,87 @@
+"""The bounds table: every number a client can send, and what it may be. Checked by the coordinator, and again by nodes."""
+
+import math
+from dataclasses import dataclass
+
+from baton.errors import InvalidRequest, TooLong
+from baton.types import SamplingParams
+
+MAX_BODY_BYTES = 4 << 20
+MAX_STOP_TOKEN_IDS = 64
+MAX_TEMPERATURE = 2.0
+MAX_SEED = 2**63 - 1
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+
+
+@dataclass(frozen=True, slots=True)
+class ModelBounds:
+    """What the served model and the cluster's cache allow."""
+
+    vocab_size: int
+    max_model_len: int  # prompt plus output, tokens
+    cache_tokens: int  # tokens that the smallest node's cache can hold
+
+    @property
+    def max_context(self) -> int:
+        return min(self.max_model_len, self.cache_tokens)
+
+
+def check_prompt(prompt: tuple[int, ...], bounds: ModelBounds) -> None:
+    """Raises InvalidRequest for an empty prompt or an id out of range, TooLong for one that leaves no room."""
+    if not prompt:
+        raise InvalidRequest("prompt is empty: it needs at least one token", param="prompt")
+    worst = max(prompt)
+    if min(prompt) < 0 or worst >= bounds.vocab_size:
+        bad = worst if worst >= bounds.vocab_size else min(prompt)
+        raise InvalidRequest(f"prompt has token id {bad}: ids are 0 to {bounds.vocab_size - 1}", param="prompt")
+    if len(prompt) >= bounds.max_context:
+        raise TooLong(
+            f"prompt has {len(prompt)} tokens: with at least one token of output the limit is "
+            f"{bounds.max_context - 1} ({_limit(bounds)})",
+            param="prompt",
+        )
+
+
+def check_sampling(params: SamplingParams, prompt_tokens: int, bounds: ModelBounds) -> None:
+    """Raises InvalidRequest or TooLong naming the field, the value and the bound."""
+    if params.max_tokens < 1:
+        raise InvalidRequest(f"max_tokens is {params.max_tokens}: it must be at least 1", param="max_tokens")
+    if prompt_tokens + params.max_tokens > bounds.max_context:
+        raise TooLong(
+            f"max_tokens is {params.max_tokens} after a prompt of {prompt_tokens}: together the limit is "
+            f"{bounds.max_context} ({_limit(bounds)})",
+            param="max_tokens",
+        )
+    _within("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
+    if not (math.isfinite(params.top_p) and 0.0 < params.top_p <= 1.0):
+        raise InvalidRequest(f"top_p is {params.top_p}: it must be above 0 and at most 1", param="top_p")
+    if not 0 <= params.top_k <= bounds.vocab_size:
+        raise InvalidRequest(f"top_k is {params.top_k}: it must be 0 (off) to {bounds.vocab_size}", param="top_k")
+    if not -MAX_SEED - 1 <= params.seed <= MAX_SEED:
+        raise InvalidRequest(f"seed is {params.seed}: it must fit 64 bits", param="seed")
+    if not 0 <= params.min_tokens <= params.max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {params.min_tokens}: it must be 0 to max_tokens ({params.max_tokens})",
+            param="min_tokens",
+        )
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(
+            f"stop_token_ids has {len(params.stop_token_ids)} ids: at most {MAX_STOP_TOKEN_IDS}",
+            param="stop_token_ids",
+        )
+    for token in params.stop_token_ids:
+        if not 0 <= token < bounds.vocab_size:
+            raise InvalidRequest(
+                f"stop_token_ids has {token}: ids are 0 to {bounds.vocab_size - 1}", param="stop_token_ids"
+            )
+
+
+def _within(field: str, value: float, low: float, high: float) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        raise InvalidRequest(f"{field} is {value}: it must be {low:g} to {high:g}", param=field)
+
+
+def _limit(bounds: ModelBounds) -> str:
+    if bounds.cache_tokens < bounds.max_model_len:
+        return f"the cache holds {bounds.cache_tokens} tokens: raise --kv-memory"
+    return "raise --max-model-len if the model allows it"

@@ -1,0 +1,174 @@
+"""Types to protobuf and back. Nobody else reads a field of a message that carries these types."""
+
+from baton.errors import BatonError, from_code
+from baton.kv_layout import KVLayout
+from baton.pb import cluster_pb2, common_pb2
+from baton.types import (
+    AttemptKey,
+    FinishReason,
+    Incarnation,
+    NodeName,
+    PeerAddress,
+    Request,
+    RequestId,
+    SamplingParams,
+    SegmentRef,
+    Ticket,
+    TicketId,
+    TokenEvent,
+    Work,
+)
+
+PROTOCOL_VERSION = 1
+
+FINISH_TO_PB = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}
+_FINISH_FROM_PB: dict[int, FinishReason] = {value: key for key, value in FINISH_TO_PB.items()}
+_SEED_MASK = (1 << 64) - 1
+
+
+def key_to_pb(key: AttemptKey) -> cluster_pb2.AttemptKey:
+    return cluster_pb2.AttemptKey(request_id=key.request, attempt=key.attempt, choice=key.choice)
+
+
+def key_from_pb(message: cluster_pb2.AttemptKey) -> AttemptKey:
+    return AttemptKey(RequestId(message.request_id), message.attempt, message.choice)
+
+
+def error_to_pb(error: BatonError) -> common_pb2.Error:
+    return common_pb2.Error(code=error.code, message=error.message, param=error.param or "")
+
+
+def error_from_pb(message: common_pb2.Error) -> BatonError:
+    return from_code(message.code, message.message, message.param or None)
+
+
+def layout_to_pb(layout: KVLayout) -> cluster_pb2.Layout:
+    return cluster_pb2.Layout(
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        block_size=layout.block_size,
+        dtype=layout.dtype,
+    )
+
+
+def layout_from_pb(message: cluster_pb2.Layout) -> KVLayout:
+    return KVLayout(
+        num_layers=message.num_layers,
+        num_kv_heads=message.num_kv_heads,
+        head_dim=message.head_dim,
+        block_size=message.block_size,
+        dtype=message.dtype,
+    )
+
+
+def work_to_pb(work: Work) -> cluster_pb2.Work:
+    params = work.request.sampling
+    return cluster_pb2.Work(
+        key=key_to_pb(work.key),
+        prompt=common_pb2.TokenIds(ids=work.request.prompt),
+        emitted=common_pb2.TokenIds(ids=work.emitted),
+        sampling=cluster_pb2.Sampling(
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            seed=params.seed & _SEED_MASK,
+            min_tokens=params.min_tokens,
+            ignore_eos=params.ignore_eos,
+            stop_token_ids=params.stop_token_ids,
+        ),
+        timeout_seconds=work.request.timeout,
+        cache_salt=work.request.cache_salt,
+    )
+
+
+def work_from_pb(message: cluster_pb2.Work) -> Work:
+    params = message.sampling
+    key = key_from_pb(message.key)
+    sampling = SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        seed=params.seed,
+        min_tokens=params.min_tokens,
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=tuple(params.stop_token_ids),
+    )
+    request = Request(
+        id=key.request,
+        prompt=tuple(message.prompt.ids),
+        sampling=sampling,
+        timeout=message.timeout_seconds,
+        cache_salt=message.cache_salt,
+    )
+    return Work(key=key, request=request, emitted=tuple(message.emitted.ids))
+
+
+def peer_to_pb(peer: PeerAddress) -> cluster_pb2.Peer:
+    return cluster_pb2.Peer(
+        name=peer.name,
+        incarnation=peer.incarnation,
+        host_id=peer.host_id,
+        transfer_endpoint=peer.transfer_endpoint,
+    )
+
+
+def peer_from_pb(message: cluster_pb2.Peer) -> PeerAddress:
+    return PeerAddress(
+        name=NodeName(message.name),
+        incarnation=Incarnation(message.incarnation),
+        host_id=message.host_id,
+        transfer_endpoint=message.transfer_endpoint,
+    )
+
+
+def ticket_to_pb(ticket: Ticket) -> cluster_pb2.Ticket:
+    return cluster_pb2.Ticket(
+        id=ticket.id,
+        key=key_to_pb(ticket.key),
+        decode=peer_to_pb(ticket.decode),
+        writer=ticket.writer,
+        first_block=ticket.first_block,
+        offsets=ticket.offsets,
+        num_tokens=ticket.num_tokens,
+        ttl_seconds=ticket.ttl,
+        transport=ticket.transport,
+        segment=ticket.segment.name,
+        fence=ticket.fence,
+    )
+
+
+def ticket_from_pb(message: cluster_pb2.Ticket) -> Ticket:
+    decode = peer_from_pb(message.decode)
+    return Ticket(
+        id=TicketId(message.id),
+        key=key_from_pb(message.key),
+        decode=decode,
+        writer=Incarnation(message.writer),
+        first_block=message.first_block,
+        offsets=tuple(message.offsets),
+        num_tokens=message.num_tokens,
+        ttl=message.ttl_seconds,
+        transport=message.transport,
+        segment=SegmentRef(message.segment, decode.incarnation),
+        fence=message.fence,
+    )
+
+
+def token_to_pb(event: TokenEvent) -> cluster_pb2.Token:
+    finish = FINISH_TO_PB[event.finish] if event.finish else common_pb2.FINISH_REASON_UNSPECIFIED
+    return cluster_pb2.Token(key=key_to_pb(event.key), index=event.index, token=event.token, finish=finish)
+
+
+def token_from_pb(message: cluster_pb2.Token) -> TokenEvent:
+    return TokenEvent(
+        key=key_from_pb(message.key),
+        index=message.index,
+        token=message.token,
+        finish=_FINISH_FROM_PB.get(message.finish),
+    )

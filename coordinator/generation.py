@@ -1,0 +1,70 @@
+"""What the front doors (HTTP, gRPC) see of the brain. Implemented by `dispatcher.py`.
+
+A generation ends exactly once: with `Done`, or by raising a BatonError out of the iteration. After either it yields
+nothing more. Leaving the iteration early without `cancel()` is a programming error.
+"""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.limits import ModelBounds
+from baton.pb.common_pb2 import Timeline
+from baton.types import FinishReason, RequestId, SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A validated request before it has an id. `timeout` in seconds; `cache_salt` comes from the credential, never
+    from the body."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    timeout: float
+    cache_salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens that one message brought, in order: never empty."""
+
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The one good end."""
+
+    reason: FinishReason
+    cached_tokens: int  # prompt tokens that the first placement did not have to compute
+    timeline: Timeline
+
+
+Event = Delta | Done
+
+
+class Generation(Protocol):
+    """One request's stream of events. Its buffer is bounded: a reader too slow for it gets SlowReader and the request
+    is cancelled."""
+
+    @property
+    def id(self) -> RequestId: ...
+
+    def __aiter__(self) -> AsyncIterator[Event]: ...
+
+    def cancel(self) -> None:
+        """The client is gone. Idempotent; compute stops within one step on both nodes."""
+        ...
+
+
+class Generator(Protocol):
+    """The brain's public face. Everything runs on the coordinator's one event loop."""
+
+    def bounds(self) -> ModelBounds:
+        """Of the joined cluster. Raises Unavailable (with retry_after) while no node has joined."""
+        ...
+
+    async def submit(self, submission: Submission) -> Generation:
+        """Admit a request. Raises Overloaded when the queue is full, Unavailable when no node could serve it for 1 s,
+        Draining at shutdown, InvalidRequest/TooLong when it could never fit."""
+        ...

@@ -1,0 +1,29 @@
+"""Generate baton/pb from proto/. `make proto` runs it; a test holds the checked-in stubs to its output.
+
+The files are given to protoc under the virtual path baton/pb/, so that the generated imports are absolute and unique.
+"""
+
+import sys
+from pathlib import Path
+
+from grpc_tools import protoc
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = ("common", "generation", "cluster")
+
+
+def generate(out: Path) -> None:
+    """Write the stubs below `out`/baton/pb. Raises SystemExit when protoc finds a fault."""
+    files = [f"baton/pb/{name}.proto" for name in NAMES]
+    arguments = [
+        f"-Ibaton/pb={ROOT / 'proto'}",
+        f"--python_out={out}",
+        f"--pyi_out={out}",
+        f"--grpc_python_out={out}",
+    ]
+    if protoc.main(["protoc", *arguments, *files]) != 0:
+        sys.exit("protoc failed")
+
+
+if __name__ == "__main__":
+    generate(ROOT)
