@@ -1,4 +1,4 @@
-"""The bounds table: every number a client can send, and what it may be. Checked by the coordinator, and again by nodes."""
+"""The bounds table: every number a client can send, and what it may be. Checked by the coordinator, again by nodes."""
 
 import math
 from dataclasses import dataclass
