@@ -10,6 +10,12 @@ MAX_BODY_BYTES = 4 << 20
 MAX_STOP_TOKEN_IDS = 64
 MAX_TEMPERATURE = 2.0
 MAX_SEED = 2**63 - 1
+MAX_LINK_MESSAGE_BYTES = 16 << 20  # between coordinator and node: a prompt of a million tokens fits
+MAX_UNSENT = 8192  # messages waiting on one internal stream before its reader is given up
+LINK_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_LINK_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_LINK_MESSAGE_BYTES),
+)
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 
 

@@ -1,0 +1,59 @@
+"""What the coordinator can ask of a node, as the compute thread sees it: a closed union beside the transfer plane's own
+events. `node_engine/host/coordinator_link.py` is the only translator from the wire."""
+
+from dataclasses import dataclass
+
+from baton.errors import BatonError
+from baton.types import AttemptKey, Incarnation, PeerAddress, Ticket, Work
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A (new) incarnation: what was held for the one before is dropped."""
+
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorLost:
+    """No coordinator for too long: what is held for it is dropped, the cache is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Serve this attempt. `writer` brings the KV of the context; without one, compute it here."""
+
+    work: Work
+    writer: PeerAddress | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """Compute this attempt's context and hand it over; with `alone` the answer is one token and nobody follows."""
+
+    work: Work
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GiveTicket:
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    key: AttemptKey
+    reason: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGone:
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerQuery:
+    query: int
+
+
+Command = Joined | CoordinatorLost | Submit | Prefill | GiveTicket | Cancel | PeerGone | LedgerQuery

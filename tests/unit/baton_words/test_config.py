@@ -1,0 +1,69 @@
+"""Flag over environment over file over default; every mistake names the field and where it came from."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from baton.config import SECRETS, Config, choices, description, parse_assignment, resolve
+from baton.errors import ConfigError
+
+
+def test_precedence(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text("port = 1\ngrpc_port = 2\nadmin_port = 3\n")
+    environ = {"BATON_GRPC_PORT": "20", "BATON_ADMIN_PORT": "30", "BATON_CONFIG": str(file), "BATON_UNRELATED": "x"}
+    config = resolve({"admin_port": "300"}, environ=environ)
+    assert (config.port, config.grpc_port, config.admin_port) == (1, 20, 300)
+    assert config.block_size == 16
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "words"),
+    [
+        ({"port": "70000"}, {}, ["port", "70000", "65535", "command line"]),
+        ({"mode": "sideways"}, {}, ["mode", "sideways"]),
+        ({"heartbeat": "0"}, {}, ["heartbeat"]),
+        ({"no_such": "1"}, {}, ["no_such"]),
+        ({}, {"BATON_BLOCK_SIZE": "many"}, ["block_size", "many", "environment"]),
+        ({}, {"BATON_CONFIG": "/nowhere.toml"}, ["/nowhere.toml"]),
+        ({"api_key": "@/nowhere"}, {}, ["api_key", "/nowhere"]),
+    ],
+)
+def test_mistakes_are_named(flags: dict[str, object], environ: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve(flags, environ=environ)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_secret_from_file_and_never_in_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text("s3cret\n")
+    assert resolve({"api_key": f"@{file}"}, environ={}).api_key == "s3cret"
+    with pytest.raises(ConfigError) as caught:
+        resolve({"api_key": ["s3cret"]}, environ={})
+    assert "s3cret" not in str(caught.value)
+
+
+def test_bad_toml(tmp_path: Path) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text("port = = 1")
+    with pytest.raises(ConfigError, match="not TOML"):
+        resolve({}, environ={}, file=str(file))
+
+
+def test_assignment() -> None:
+    assert parse_assignment("max-model-len=7") == ("max_model_len", "7")
+    with pytest.raises(ConfigError):
+        parse_assignment("max-model-len")
+
+
+def test_the_table_describes_itself() -> None:
+    assert choices("mode") == ("disaggregated", "colocated", "auto")
+    assert choices("port") == ()
+    assert "Tokens of a KV block" in description("block_size")
+    assert set(Config.__struct_fields__) >= SECRETS
+    with pytest.raises(AttributeError):
+        Config().port = 1  # type: ignore[misc]
+    assert msgspec.structs.asdict(Config())["mode"] == "disaggregated"

@@ -1,0 +1,36 @@
+import pytest
+
+from baton.errors import ConfigError, HandoffFailed
+from baton.failpoints import POINTS, Action, Failpoints
+
+
+def test_unarmed_points_do_nothing() -> None:
+    points = Failpoints()
+    assert all(points.hit(name) is None for name in POINTS)
+
+
+def test_skip_and_times() -> None:
+    points = Failpoints("transfer.write.before=drop+2*2")
+    assert [points.hit("transfer.write.before") for _ in range(5)] == [None, None, Action.DROP, Action.DROP, None]
+
+
+def test_error_is_a_failed_handoff() -> None:
+    with pytest.raises(HandoffFailed, match=r"decode\.commit\.before"):
+        Failpoints("decode.commit.before=error").hit("decode.commit.before")
+
+
+def test_probability_is_seeded() -> None:
+    def draws(seed: int) -> list[Action | None]:
+        points = Failpoints("transfer.write.before=corrupt@0.5", seed)
+        return [points.hit("transfer.write.before") for _ in range(50)]
+
+    assert draws(1) == draws(1) != draws(2)
+    assert 10 < draws(1).count(Action.CORRUPT) < 40
+
+
+@pytest.mark.parametrize(
+    "spec", ["nonsense", "no.such.point=drop", "decode.commit.before=drop", "transfer.write.before=fly"]
+)
+def test_bad_specs_are_refused(spec: str) -> None:
+    with pytest.raises(ConfigError):
+        Failpoints(spec)

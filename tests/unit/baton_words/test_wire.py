@@ -1,0 +1,81 @@
+"""Types survive the wire, whatever is in them."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton import wire
+from baton.errors import BY_CODE, BatonError, from_code
+from baton.kv_layout import KVLayout
+from baton.types import (
+    AttemptKey,
+    FinishReason,
+    Incarnation,
+    NodeName,
+    PeerAddress,
+    Request,
+    RequestId,
+    SamplingParams,
+    SegmentRef,
+    Ticket,
+    TicketId,
+    TokenEvent,
+    Work,
+)
+
+tokens = st.integers(0, 2**32 - 1)
+keys = st.builds(AttemptKey, st.text(max_size=40).map(RequestId), st.integers(0, 2**31), st.integers(0, 16))
+sampling = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 2**31),
+    temperature=st.floats(0, 2),
+    top_k=st.integers(0, 2**31),
+    top_p=st.floats(0.001, 1),
+    seed=st.integers(0, 2**64 - 1),
+    min_tokens=st.integers(0, 2**31),
+    ignore_eos=st.booleans(),
+    stop_token_ids=st.lists(tokens, max_size=4).map(tuple),
+)
+peers = st.builds(
+    PeerAddress, st.text(max_size=9).map(NodeName), st.text(max_size=9).map(Incarnation), st.text(), st.text()
+)
+
+
+@st.composite
+def works(draw: st.DrawFn) -> Work:
+    key = draw(keys)
+    prompt = tuple(draw(st.lists(tokens, max_size=20)))
+    salt = draw(st.binary(max_size=8))
+    request = Request(key.request, prompt, draw(sampling), draw(st.floats(0, 1e6)), salt)
+    return Work(key, request, tuple(draw(st.lists(tokens, max_size=5))))
+
+
+@given(works())
+def test_work(work: Work) -> None:
+    assert wire.work_from_pb(wire.work_to_pb(work)) == work
+    assert work.context == work.request.prompt + work.emitted
+
+
+@given(keys, peers, st.lists(st.integers(0, 2**63), max_size=9), st.floats(0, 1e3))
+def test_ticket(key: AttemptKey, peer: PeerAddress, offsets: list[int], ttl: float) -> None:
+    segment = SegmentRef("baton-x", peer.incarnation)
+    ticket = Ticket(TicketId("t"), key, peer, Incarnation("w"), 3, tuple(offsets), 77, ttl, "shm", segment, 2**40)
+    assert wire.ticket_from_pb(wire.ticket_to_pb(ticket)) == ticket
+
+
+@given(keys, st.sampled_from([None, *FinishReason]))
+def test_token(key: AttemptKey, finish: FinishReason | None) -> None:
+    event = TokenEvent(key, 5, 17, finish)
+    assert wire.token_from_pb(wire.token_to_pb(event)) == event
+
+
+def test_layout() -> None:
+    layout = KVLayout(24, 2, 64, 16, "bfloat16")
+    assert wire.layout_from_pb(wire.layout_to_pb(layout)) == layout
+
+
+def test_every_error_survives() -> None:
+    for code, kind in BY_CODE.items():
+        error = wire.error_from_pb(wire.error_to_pb(kind("what", param="prompt")))
+        assert type(error) is kind
+        assert (error.code, error.message, error.param) == (code, "what", "prompt")
+    assert type(from_code("from the future", "x")) is BatonError

@@ -1,0 +1,145 @@
+"""The shape of the project, enforced: who may import whom, what a pure core may not touch, how long a file is."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# folder -> folders of ours that it may import, beside itself
+ARROWS: dict[str, frozenset[str]] = {
+    "baton": frozenset(),
+    "kv_kernels": frozenset(),
+    "kv_transfer": frozenset({"baton", "kv_kernels"}),
+    "node_engine": frozenset({"baton", "kv_kernels"}),
+    "prefill_node": frozenset({"baton", "node_engine", "kv_transfer"}),
+    "decode_node": frozenset({"baton", "node_engine", "kv_transfer"}),
+    "coordinator": frozenset({"baton"}),
+    "benchmarks": frozenset(
+        {"baton", "kv_kernels", "kv_transfer", "node_engine", "prefill_node", "decode_node", "coordinator"}
+    ),
+}
+OURS = frozenset(ARROWS) | {"tests", "tools"}
+
+# A core decides; it does not do. The clock is handed to it.
+IMPURE = frozenset(
+    {"torch", "triton", "zmq", "grpc", "asyncio", "threading", "time", "socket", "subprocess", "queue", "uvloop"}
+)
+# Words that every process imports cost no torch.
+FORBIDDEN: dict[str, frozenset[str]] = {
+    "baton": frozenset({"torch", "transformers", "triton", "numpy"}),
+    "coordinator": frozenset({"torch", "triton", "numpy"}),
+    "node_engine": frozenset({"transformers", "zmq"}),
+    "kv_kernels": frozenset({"transformers", "zmq", "grpc"}),
+    "prefill_node": frozenset({"transformers"}),
+    "decode_node": frozenset({"transformers"}),
+}
+DANGEROUS_IMPORTS = frozenset({"pickle", "dill", "cloudpickle", "marshal", "shelve"})
+DANGEROUS_CALLS = frozenset({"eval", "exec", "recv_pyobj", "send_pyobj"})
+MAX_LINES = 400
+
+
+def package_dir(package: str) -> Path:
+    return ROOT / "kernels" / package if package == "kv_kernels" else ROOT / package
+
+
+def sources(package: str) -> list[Path]:
+    return sorted(path for path in package_dir(package).rglob("*.py") if "pb" not in path.relative_to(ROOT).parts)
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every dotted name that the file imports, wherever in it the statement stands."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+
+
+ALL = [(package, path) for package in ARROWS for path in sources(package)]
+IDS = [str(path.relative_to(ROOT)) for _, path in ALL]
+
+
+@pytest.mark.parametrize(("package", "path"), ALL, ids=IDS)
+def test_imports_point_down(package: str, path: Path) -> None:
+    tops = {name.split(".")[0] for name in imports(path)}
+    allowed = ARROWS[package] | {package}
+    assert tops & OURS <= allowed, f"{path.name} imports {tops & OURS - allowed}"
+    assert not tops & FORBIDDEN.get(package, frozenset())
+    assert not tops & DANGEROUS_IMPORTS
+
+
+@pytest.mark.parametrize(
+    "path", [path for _, path in ALL if "core" in path.relative_to(ROOT).parts], ids=lambda path: path.name
+)
+def test_cores_are_pure(path: Path) -> None:
+    assert not {name.split(".")[0] for name in imports(path)} & IMPURE
+    shells = {name for name in imports(path) if name.split(".")[0] in OURS - {"baton"} and ".core" not in name}
+    assert not shells, f"a core imports a shell: {shells}"
+
+
+@pytest.mark.parametrize("path", [path for _, path in ALL], ids=IDS)
+def test_files_stay_small(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) <= MAX_LINES
+    if path.name == "__init__.py":
+        assert not text.strip()
+
+
+@pytest.mark.parametrize("path", [path for _, path in ALL], ids=IDS)
+def test_nothing_executes_what_it_receives(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            is_method = isinstance(node.func, ast.Attribute)
+            assert name not in DANGEROUS_CALLS or (is_method and name in {"eval", "exec"}), f"{path}: {name}()"
+            keywords = {keyword.arg: keyword.value for keyword in node.keywords}
+            if name == "load" and "weights_only" in keywords:
+                assert ast.literal_eval(keywords["weights_only"]) is True
+
+
+def test_no_file_imports_in_a_circle() -> None:
+    graph: dict[str, set[str]] = {}
+    for package, path in ALL:
+        base = package_dir(package).parent
+        module = ".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__")
+        graph[module] = {name for name in imports(path) if name.split(".")[0] in ARROWS}
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join((*trail, module))
+        if module in done or module not in graph:
+            return
+        for target in graph[module]:
+            visit(target, (*trail, module))
+        done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def test_only_the_launchers_name_both_roles() -> None:
+    for package, path in ALL:
+        if package not in {"benchmarks"} and path.name != "__main__.py":
+            tops = {name.split(".")[0] for name in imports(path)}
+            assert not {"prefill_node", "decode_node"} <= tops | {package}, path
+
+
+@pytest.mark.parametrize("name", ["kernels", "proto"])
+def test_generic_folders_shadow_nobody(name: str) -> None:
+    """`transformers` looks for a package called kernels, and proto-plus owns proto."""
+    assert not (ROOT / name / "__init__.py").exists()
+    spec = find_spec(name)
+    assert spec is None or spec.origin is None or "site-packages" in spec.origin
+
+
+def test_transformers_loads_models_from_the_checkout(tmp_path: Path) -> None:
+    import subprocess
+
+    code = "from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2ForCausalLM"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=100)
