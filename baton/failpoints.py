@@ -34,7 +34,8 @@ class Action(Enum):
     STOP = "stop"
 
 
-_SIMPLE = frozenset({Action.DELAY, Action.ERROR, Action.EXIT, Action.STOP})
+_PASSING = frozenset({Action.DELAY, Action.EXIT, Action.STOP})  # where nothing may fail, only end or wait
+_SIMPLE = _PASSING | {Action.ERROR}
 _FRAME = _SIMPLE | {Action.DROP, Action.DUPLICATE, Action.CORRUPT}
 
 # Every point there is, and what it can do. A test walks this table.
@@ -42,22 +43,22 @@ POINTS: dict[str, frozenset[Action]] = {
     "decode.allocate.before": _SIMPLE,
     "decode.allocate.after": _SIMPLE,
     "decode.commit.before": _SIMPLE,
-    "decode.commit.after": _SIMPLE,
-    "decode.first_token.before": _SIMPLE,
-    "decode.first_token.after": _SIMPLE,
+    "decode.commit.after": _PASSING,
+    "decode.first_token.before": _PASSING,
+    "decode.first_token.after": _PASSING,
     "decode.step.before": _SIMPLE,
     "decode.step.after": _SIMPLE,
-    "decode.free.before": _SIMPLE,
-    "decode.free.after": _SIMPLE,
+    "decode.free.before": _PASSING,
+    "decode.free.after": _PASSING,
     "prefill.allocate.before": _SIMPLE,
     "prefill.allocate.after": _SIMPLE,
     "prefill.layer.before": _SIMPLE,
     "prefill.layer.after": _SIMPLE,
     "prefill.layer.landed": frozenset({Action.DELAY}),  # hold the next layer until this one has landed
     "prefill.seal.before": _SIMPLE,
-    "prefill.seal.after": _SIMPLE,
-    "prefill.free.before": _SIMPLE,
-    "prefill.free.after": _SIMPLE,
+    "prefill.seal.after": _PASSING,
+    "prefill.free.before": _PASSING,
+    "prefill.free.after": _PASSING,
     "transfer.write.before": _FRAME,
     "transfer.write.after": _SIMPLE,
     "transfer.land.before": _FRAME,
@@ -123,6 +124,11 @@ class Failpoints:
             case frame_action:
                 return frame_action
         return None
+
+    def argument(self, name: str) -> float | None:
+        """The argument of an armed point whose site gives it a meaning of its own; None if it is not armed."""
+        armed = self._armed.get(name)
+        return armed.argument if armed is not None else None
 
     def _due(self, name: str) -> _Armed | None:
         with self._lock:

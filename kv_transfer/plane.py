@@ -1,7 +1,7 @@
 """The transfer plane as the two roles see it. Implemented by `inbound_plane.py` and `outbound_plane.py`.
 
-Each side runs its own thread. Methods are called on the node's compute thread and never block; what happened comes back
-as an event through the `emit` callback that the plane was built with, which must be thread-safe and quick (it puts
+Each side runs its own thread. Methods may be called from any thread and never block; calls of one thread take effect in
+their order. What happened comes back as an event through the `emit` callback that the plane was built with, which must be thread-safe and quick (it puts
 the event on the compute thread's inbox). The plane never touches a block pool: it is told which blocks it may write or
 read, and says when it is done with them.
 
@@ -35,6 +35,7 @@ class SealInfo:
 class OutboundReport:
     """Figures of one committed hand-off, on the sender's steady clock, in seconds and bytes."""
 
+    transport: str
     bytes_sent: int
     slabs_sent: int
     slabs_landed_before_last_layer: int  # landed before the forward pass of the last chunk ended

@@ -1,0 +1,99 @@
+"""The compute thread: the only one that touches block pool, sequences and engine. Its loop is the node."""
+
+import os
+import threading
+import traceback
+from dataclasses import dataclass
+
+from baton import log
+from baton.clock import Clock
+from baton.errors import BatonError
+from baton.failpoints import FAILPOINTS
+from node_engine.core.messages import Command, LedgerQuery
+from node_engine.core.step import StepBatch
+from node_engine.host.inbox import Inbox
+from node_engine.role import NodeParts, RolePolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The last item of an inbox."""
+
+
+class ComputeThread:
+    """Runs `receive, decide, compute, deliver` until told to stop. A step that raises fails its own attempts; an error
+    anywhere else is a defect of ours, and the process ends at once so that nothing wrong can be served."""
+
+    def __init__(self, parts: NodeParts, inbox: Inbox[Command | object], clock: Clock) -> None:
+        self._parts = parts
+        self._inbox = inbox
+        self._clock = clock
+        self._role: RolePolicy | None = None
+        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+        self._log = log.get("compute")
+        self._progress_at: float | None = None  # of a thread at work; None while it waits for something to do
+
+    def start(self, role: RolePolicy) -> None:
+        self._role = role
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let the current step end and the thread with it."""
+        self._inbox.put(Stop())
+        self._thread.join()
+
+    @property
+    def progress_age(self) -> float:
+        """Seconds since the thread last got anywhere; 0 while it has nothing to do. Read by any thread."""
+        since = self._progress_at
+        return 0.0 if since is None else self._clock() - since
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException:
+            self._log.error("compute thread failed", traceback=traceback.format_exc())
+            os._exit(1)
+
+    def _loop(self) -> None:
+        assert self._role is not None
+        idle = True
+        while self._receive(wait=idle):
+            plan = self._parts.scheduler.next_step()
+            if plan.outcomes:
+                self._role.deliver(plan.outcomes)
+            if plan.batch is not None:
+                self._step(plan.batch)
+            idle = plan.batch is None and not plan.outcomes
+
+    def _receive(self, *, wait: bool) -> bool:
+        """Handle what has arrived; False once the thread is to end."""
+        assert self._role is not None
+        if wait:
+            self._progress_at = None
+        items = self._inbox.drain(wait=wait)
+        self._progress_at = self._clock()
+        for item in items:
+            match item:
+                case Stop():
+                    return False
+                case LedgerQuery(query):
+                    self._parts.report.ledger(query, self._parts.pool.ledger())
+                case _:
+                    self._role.handle(item)
+        return True
+
+    def _step(self, batch: StepBatch) -> None:
+        assert self._role is not None
+        started = self._clock()
+        try:
+            FAILPOINTS.hit("decode.step.before")
+            self._role.before_step(batch)
+            tokens = self._parts.engine.run(batch, self._role.on_layer)
+            FAILPOINTS.hit("decode.step.after")
+        except (BatonError, RuntimeError) as error:
+            self._log.error("step failed", error=str(error), kind=type(error).__name__)
+            self._role.step_failed(batch, error)
+            return
+        outcomes = self._parts.scheduler.update(batch, tokens)
+        self._role.after_step(batch, outcomes, self._clock() - started)

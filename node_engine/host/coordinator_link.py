@@ -1,0 +1,186 @@
+"""The node's end of its one stream to the coordinator: join, heartbeat, commands in, reports out, and joining again.
+
+The life of a link:
+
+    dial -> Join -> Welcome(incarnation) -> commands and reports ... -> broken or silent -> dial again
+                 -> Refusal: the process ends with one line saying which field differs
+
+A stream that broke is dialled again at once, then with growing pauses. The work of the old incarnation is dropped when
+the new Welcome arrives, or after `silence` seconds without one, whichever is first. Everything here runs on the
+node's event loop; grpc errors go no further than this file.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import grpc
+
+from baton import log, wire
+from baton.errors import ConfigError
+from baton.failpoints import FAILPOINTS, Action
+from baton.limits import LINK_OPTIONS, MAX_UNSENT
+from baton.pb import cluster_pb2, cluster_pb2_grpc
+from baton.types import Incarnation
+from node_engine.core import messages
+
+TOKEN_METADATA = "baton-cluster-token"
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between dials
+_REFUSED_CODES = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED})
+
+
+class CoordinatorLink:
+    """Owns the stream. `deliver` puts a command on the compute thread's inbox; `join` describes this node now;
+    `stats` is what a heartbeat carries."""
+
+    def __init__(
+        self,
+        *,
+        address: str,
+        token: str,
+        silence: float,
+        join: Callable[[], cluster_pb2.Join],
+        stats: Callable[[], cluster_pb2.NodeStats],
+        deliver: Callable[[messages.Command], None],
+    ) -> None:
+        self._address = address
+        self._metadata = ((TOKEN_METADATA, token),)
+        self._silence = silence
+        self._join = join
+        self._stats = stats
+        self._deliver = deliver
+        self._incarnation = Incarnation("")
+        self._unsent: asyncio.Queue[cluster_pb2.NodeMessage] = asyncio.Queue(MAX_UNSENT)
+        self._call: grpc.aio.StreamStreamCall | None = None
+        self._lost: asyncio.TimerHandle | None = None
+        self._log = log.get("link")
+
+    @property
+    def joined(self) -> bool:
+        return bool(self._incarnation)
+
+    def send(self, message: cluster_pb2.NodeMessage) -> None:
+        """Queue a report. One that speaks for an incarnation that is over is dropped."""
+        if not self.joined or message.incarnation != self._incarnation:
+            return
+        action = FAILPOINTS.hit("link.node.send")
+        if action is Action.DROP:
+            return
+        for _ in range(2 if action is Action.DUPLICATE else 1):
+            try:
+                self._unsent.put_nowait(message)
+            except asyncio.QueueFull:
+                self._log.error("coordinator reads too slowly", unsent=MAX_UNSENT)
+                if self._call is not None:
+                    self._call.cancel()
+
+    async def run(self) -> None:
+        """Keep the stream until cancelled. Raises ConfigError when the coordinator refuses this node."""
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                async with grpc.aio.insecure_channel(self._address, options=LINK_OPTIONS) as channel:
+                    self._call = cluster_pb2_grpc.NodeLinkStub(channel).Attach(metadata=self._metadata)
+                    await self._session(self._call)
+            except grpc.aio.AioRpcError as error:
+                if error.code() in _REFUSED_CODES:
+                    raise ConfigError(f"coordinator {self._address}: {error.details()}: check --cluster-token") from None
+                self._log.warning("coordinator unreachable", address=self._address, code=error.code().name)
+            except TimeoutError:
+                self._log.warning("coordinator silent", address=self._address, seconds=self._silence)
+            if self.joined:
+                self._disconnected()
+                pause = _FIRST_PAUSE
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # a redial's pause, not a poll
+            pause = min(pause * 2, _LONGEST_PAUSE)
+
+    def _disconnected(self) -> None:
+        self._incarnation = Incarnation("")
+        loop = asyncio.get_running_loop()
+        self._lost = loop.call_later(self._silence, self._deliver, messages.CoordinatorLost())
+
+    async def _session(self, call: grpc.aio.StreamStreamCall) -> None:
+        """One stream from Join to its end. Raises AioRpcError or TimeoutError when it ends."""
+        try:
+            await call.write(cluster_pb2.NodeMessage(join=self._join()))
+            heartbeat = await self._welcome(call)
+            async with asyncio.TaskGroup() as tasks:
+                writing = tasks.create_task(self._write(call))
+                beating = tasks.create_task(self._beat(heartbeat))
+                await self._read(call)
+                writing.cancel()
+                beating.cancel()
+        except* grpc.aio.AioRpcError as group:
+            raise _first(group) from None
+        except* TimeoutError as group:
+            raise _first(group) from None
+        finally:
+            call.cancel()
+
+    async def _welcome(self, call: grpc.aio.StreamStreamCall) -> float:
+        async with asyncio.timeout(self._silence):
+            first = await call.read()
+        if first is grpc.aio.EOF:
+            raise TimeoutError
+        if first.WhichOneof("message") == "refusal":
+            raise ConfigError(f"the coordinator refused this node: {first.refusal.error.message}")
+        while not self._unsent.empty():
+            self._unsent.get_nowait()
+        if self._lost is not None:
+            self._lost.cancel()
+        self._silence = first.welcome.silence_seconds
+        self._incarnation = Incarnation(first.welcome.incarnation)
+        self._deliver(messages.Joined(self._incarnation))
+        self._log.info("joined", incarnation=self._incarnation)
+        heartbeat: float = first.welcome.heartbeat_seconds
+        return heartbeat
+
+    async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
+        while True:
+            async with asyncio.timeout(self._silence):
+                message = await call.read()
+            if message is grpc.aio.EOF:
+                return
+            command = command_from_pb(message)
+            if command is not None:
+                self._deliver(command)
+
+    async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+        while True:
+            await call.write(await self._unsent.get())
+
+    async def _beat(self, seconds: float) -> None:
+        while True:
+            beat = cluster_pb2.Heartbeat(stats=self._stats())
+            self.send(cluster_pb2.NodeMessage(incarnation=self._incarnation, heartbeat=beat))
+            await asyncio.sleep(seconds)  # the heartbeat's own period
+
+
+def command_from_pb(message: cluster_pb2.CoordinatorMessage) -> messages.Command | None:
+    """The compute thread's view of a message; None for those that end here (Ping, Arm)."""
+    match message.WhichOneof("message"):
+        case "submit":
+            writer = wire.peer_from_pb(message.submit.writer) if message.submit.HasField("writer") else None
+            return messages.Submit(wire.work_from_pb(message.submit.work), writer)
+        case "prefill":
+            return messages.Prefill(wire.work_from_pb(message.prefill.work), message.prefill.alone)
+        case "ticket":
+            return messages.GiveTicket(wire.ticket_from_pb(message.ticket.ticket))
+        case "cancel":
+            return messages.Cancel(wire.key_from_pb(message.cancel.key), wire.error_from_pb(message.cancel.reason))
+        case "peer_gone":
+            return messages.PeerGone(Incarnation(message.peer_gone.incarnation))
+        case "ledger_query":
+            return messages.LedgerQuery(message.ledger_query.query)
+        case "arm":
+            FAILPOINTS.arm(message.arm.spec)
+        case _:
+            pass
+    return None
+
+
+def _first(group: BaseExceptionGroup) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,74 @@
+"""Which engine a node runs, and how much memory its cache gets. torch is imported only where a model needs it."""
+
+import os
+import shutil
+
+from baton import log
+from baton.config import Config
+from baton.errors import ConfigError
+from node_engine.core.step import Engine
+
+_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_DEFAULT_MEMORY = 1 << 30
+_DEFAULT_SHARE = 0.1  # of the segment folder's free space
+
+
+def build_engine(config: Config) -> Engine:
+    """Load what `--engine` names. Takes seconds; raises ConfigError for a model that cannot be served."""
+    if config.engine == "paced":
+        from node_engine.paced import PacedCosts, PacedEngine
+
+        costs = PacedCosts(
+            prefill_seconds_per_token=config.paced_prefill_us_per_token / 1e6,
+            step_seconds=config.paced_step_ms / 1e3,
+        )
+        return PacedEngine(
+            costs=costs,
+            block_size=config.block_size,
+            vocab_size=config.paced_vocab_size,
+            max_model_len=config.max_model_len,
+        )
+    from node_engine.model.engine import ModelEngine
+
+    return ModelEngine.load(
+        config.model,
+        dtype=config.dtype,
+        device=config.device,
+        block_size=config.block_size,
+        max_model_len=config.max_model_len,
+        threads=compute_threads(config),
+        load_format=config.load_format,
+    )
+
+
+def compute_threads(config: Config) -> int:
+    """Threads of the forward pass: `auto` is every core that this process may use, less one core for the rest."""
+    if config.threads == "auto":
+        return max(1, len(os.sched_getaffinity(0)) - 1)
+    if not config.threads.isdigit() or int(config.threads) < 1:
+        raise ConfigError(f"threads is {config.threads!r}: it must be auto or a number from 1")
+    return int(config.threads)
+
+
+def cache_blocks(config: Config, block_bytes: int) -> int:
+    """How many blocks fit in --kv-memory. Raises ConfigError when not even a few do."""
+    memory = parse_memory(config.kv_memory, shutil.disk_usage(config.segment_dir).free)
+    blocks = memory // block_bytes
+    if blocks < 4:
+        raise ConfigError(f"kv_memory {config.kv_memory!r} holds {blocks} blocks of {block_bytes} bytes: give it more")
+    log.get("engine").info("cache sized", bytes=memory, blocks=blocks)
+    return blocks
+
+
+def parse_memory(text: str, free: int) -> int:
+    """`4GiB`, `512MiB`, a plain number of bytes, a share of `free` bytes such as 0.5, or auto."""
+    if text == "auto":
+        return min(_DEFAULT_MEMORY, int(_DEFAULT_SHARE * free))
+    try:
+        for unit, size in _UNITS.items():
+            if text.endswith(unit):
+                return int(float(text.removesuffix(unit)) * size)
+        number = float(text)
+    except ValueError:
+        raise ConfigError(f"kv_memory is {text!r}: say 4GiB, 512MiB, a share such as 0.5, or auto") from None
+    return int(number * free) if 0.0 < number < 1.0 else int(number)

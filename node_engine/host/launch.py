@@ -1,0 +1,33 @@
+"""What both launchers do: settings from the command line, then a process that hosts the role."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from baton import config_flags, log, runtime
+from baton.errors import ConfigError
+from baton.types import Role
+from node_engine.host.process import MakeRole, host_node
+
+NODE_FIELDS = (
+    *("coordinator", "cluster_token", "name", "listen", "advertise", "health_port", "host_id", "segment_dir"),
+    *("model", "engine", "load_format", "device", "dtype", "threads", "max_model_len", "kv_memory", "block_size"),
+    *("max_num_seqs", "max_batched_tokens", "transport", "layers_per_message", "silence", "ticket_ttl"),
+    *("progress_timeout", "drain_timeout", "paced_prefill_us_per_token", "paced_step_ms", "paced_vocab_size"),
+    *("log_level", "log_format"),
+)
+
+
+def launch(role: Role, make_role: MakeRole, argv: Sequence[str] | None = None) -> int:
+    """Run a node until it is told to stop; returns the exit code of the process."""
+    supervisor = os.environ.get("BATON_SUPERVISOR_PID")
+    if supervisor:
+        runtime.die_with(int(supervisor))
+    prog = f"python -m {role.value}_node"
+    try:
+        config = config_flags.load(argv, prog=prog, description=f"A {role.value} node of Baton.", fields=NODE_FIELDS)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return runtime.EXIT_USAGE
+    log.configure(config.log_level, config.log_format)
+    return runtime.run(lambda stop: host_node(config, role, make_role, stop))

@@ -1,0 +1,186 @@
+"""The process that hosts a role. Start: engine, arena, role, compute thread, health, link. Stop: say so, let what is
+held end, then take everything down in the opposite order.
+
+Two kinds of thread meet here: the event loop (the coordinator's stream, health) and the compute thread; a role's
+transfer plane brings threads of its own.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from baton import log, wire
+from baton.clock import steady
+from baton.config import Config
+from baton.errors import ConfigError
+from baton.pb import cluster_pb2
+from baton import segment as segments
+from baton.segment import Segment
+from baton.types import NodeName, Role, mint_id
+from node_engine.core.block_pool import BlockPool
+from node_engine.core.messages import Command
+from node_engine.core.scheduler import Scheduler, SchedulerLimits
+from node_engine.core.sequence import SequenceState
+from node_engine.core.step import Engine
+from node_engine.host.compute import ComputeThread
+from node_engine.host.coordinator_link import CoordinatorLink
+from node_engine.host.engines import build_engine, cache_blocks
+from node_engine.host.inbox import Inbox
+from node_engine.reporter import Reporter
+from node_engine.role import NodeParts, RolePolicy
+
+_DRAIN_CHECK = 0.05  # seconds between looks at whether anything is still held, while leaving
+
+MakeRole = Callable[[NodeParts], RolePolicy]
+
+
+async def host_node(config: Config, role: Role, make_role: MakeRole, stop: asyncio.Event) -> None:
+    """Run one node until `stop` is set. Raises ConfigError for what a restart would not mend."""
+    if not config.coordinator:
+        raise ConfigError("coordinator is not set: give --coordinator HOST:PORT")
+    name = NodeName(config.name or f"{role.value}-{mint_id(32)}")
+    log.configure(config.log_level, config.log_format, node=name)
+    engine = await asyncio.to_thread(build_engine, config)
+    folder, block_bytes = Path(config.segment_dir), engine.layout.block_bytes
+    segments.sweep(folder)
+    num_blocks = cache_blocks(config, block_bytes)
+    size = segments.segment_bytes(num_blocks * block_bytes, block_bytes)
+    arena = await asyncio.to_thread(segments.create, folder, "arena", size)
+    try:
+        engine.bind(arena.view, num_blocks)
+        node = _Node(config, role, name, engine, arena, num_blocks, make_role)
+        await node.run(stop)
+    finally:
+        arena.close()
+
+
+class _Node:
+    def __init__(
+        self,
+        config: Config,
+        role: Role,
+        name: NodeName,
+        engine: Engine,
+        arena: Segment,
+        num_blocks: int,
+        make_role: MakeRole,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._config, self._role_name, self._name, self._engine = config, role, name, engine
+        self._host_id = config.host_id or segments.host_id(Path(config.segment_dir))
+        self._inbox: Inbox[Command | object] = Inbox()
+        self._pool = BlockPool(num_blocks, engine.layout.block_size, steady)
+        limits = SchedulerLimits(config.max_num_seqs, config.max_batched_tokens, engine.max_model_len)
+        self._link = CoordinatorLink(
+            address=config.coordinator,
+            token=config.cluster_token,
+            silence=config.silence,
+            join=self._join,
+            stats=self._stats,
+            deliver=self._deliver,
+        )
+        self._parts = NodeParts(
+            config=config,
+            name=name,
+            host_id=self._host_id,
+            engine=engine,
+            arena=arena,
+            pool=self._pool,
+            scheduler=Scheduler(self._pool, limits, engine.eos_token_ids),
+            report=Reporter(name, lambda message: _soon(loop, self._link.send, message)),
+            clock=steady,
+            emit=self._inbox.put,
+        )
+        self._role = make_role(self._parts)
+        self._compute = ComputeThread(self._parts, self._inbox, steady)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        self._compute.start(self._role)
+        health_port = await _serve_health(self._config)
+        log.get("node").info("serving", role=self._role_name.value, health_port=health_port, pid=os.getpid())
+        link = asyncio.create_task(self._link.run())
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({link, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if link.done():
+                link.result()
+            await self._leave()
+        finally:
+            stopping.cancel()
+            link.cancel()
+            await asyncio.gather(link, stopping, return_exceptions=True)
+            await asyncio.to_thread(self._compute.stop)
+            await asyncio.to_thread(self._role.close)
+
+    async def _leave(self) -> None:
+        """Tell the coordinator, and let what is held here end: hand-offs, not only responses."""
+        leaving = cluster_pb2.Leaving(reason="stopping")
+        self._link.send(cluster_pb2.NodeMessage(incarnation=self._parts.report.incarnation, leaving=leaving))
+        deadline = steady() + self._config.drain_timeout
+        while self._role.holding and self._link.joined and steady() < deadline:
+            await asyncio.sleep(_DRAIN_CHECK)
+
+    def _deliver(self, command: Command) -> None:
+        self._role.preview(command)
+        self._inbox.put(command)
+
+    def _join(self) -> cluster_pb2.Join:
+        return cluster_pb2.Join(
+            protocol_version=wire.PROTOCOL_VERSION,
+            name=self._name,
+            role=self._role_name.value,
+            host_id=self._host_id,
+            transfer_endpoint=self._role.transfer_endpoint,
+            pid=os.getpid(),
+            model_digest=self._engine.model_digest.hex(),
+            layout=wire.layout_to_pb(self._engine.layout),
+            num_blocks=self._pool.total,
+            max_num_seqs=self._config.max_num_seqs,
+            max_batched_tokens=self._config.max_batched_tokens,
+            max_model_len=self._engine.max_model_len,
+            vocab_size=self._engine.vocab_size,
+            eos_token_ids=self._engine.eos_token_ids,
+            engine=self._config.engine,
+            rejoining=self._parts.report.incarnation,
+        )
+
+    def _stats(self) -> cluster_pb2.NodeStats:
+        """A snapshot read without a lock: each figure is right, their sum may be one step old."""
+        load = self._parts.scheduler.load()
+        live = load.sequences
+        counts = {f"blocks_{state.value}": count for state, count in self._pool.counts().items()}
+        return cluster_pb2.NodeStats(
+            blocks_total=self._pool.total,
+            waiting=live[SequenceState.WAITING] + live[SequenceState.PREFILLING],
+            running=live[SequenceState.RUNNING],
+            queued_tokens=load.queued_tokens,
+            progress_age_seconds=self._compute.progress_age,
+            counters=self._role.counters(),
+            **counts,
+        )
+
+
+def _soon(
+    loop: asyncio.AbstractEventLoop, send: Callable[[cluster_pb2.NodeMessage], None], message: cluster_pb2.NodeMessage
+) -> None:
+    """From the compute thread to the loop. A loop that has ended has nobody left to tell."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(send, message)
+
+
+async def _serve_health(config: Config) -> int:
+    """grpc.health.v1 on the node's own port; returns the port, -1 when switched off."""
+    if config.health_port < 0:
+        return -1
+    server = grpc.aio.server()
+    servicer = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    host = config.listen.rpartition(":")[0]
+    port: int = server.add_insecure_port(f"{host}:{config.health_port}")
+    await server.start()
+    await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    return port

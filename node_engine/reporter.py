@@ -1,0 +1,65 @@
+"""What a node says to the coordinator. Called on the compute thread; the message leaves on the event loop. Every message
+is stamped with the incarnation under which its work was given, so that a late one is recognised and dropped."""
+
+from collections.abc import Callable, Sequence
+
+from baton import wire
+from baton.errors import BatonError
+from baton.pb import cluster_pb2, common_pb2
+from baton.types import AttemptKey, Incarnation, Ticket, TokenEvent
+from node_engine.core.ledger import Ledger
+
+
+class Reporter:
+    def __init__(self, name: str, send: Callable[[cluster_pb2.NodeMessage], None]) -> None:
+        self._name = name
+        self._send = send
+        self.incarnation = Incarnation("")
+
+    def reserved(self, key: AttemptKey, ticket: Ticket | None, held_tokens: int) -> None:
+        message = cluster_pb2.Reserved(key=wire.key_to_pb(key), held_tokens=held_tokens)
+        if ticket is not None:
+            message.ticket.CopyFrom(wire.ticket_to_pb(ticket))
+        self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, reserved=message))
+
+    def refused(self, key: AttemptKey, needed: int, free: int) -> None:
+        message = cluster_pb2.Refused(key=wire.key_to_pb(key), needed=needed, free=free)
+        self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, refused=message))
+
+    def tokens(self, events: Sequence[TokenEvent]) -> None:
+        message = cluster_pb2.Tokens(tokens=[wire.token_to_pb(event) for event in events])
+        self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, tokens=message))
+
+    def failed(self, key: AttemptKey, error: BatonError) -> None:
+        message = cluster_pb2.AttemptFailed(key=wire.key_to_pb(key), error=wire.error_to_pb(error))
+        self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, failed=message))
+
+    def prefill_ended(self, key: AttemptKey, computed: int, cached: int, seconds: float) -> None:
+        message = cluster_pb2.PrefillEnded(
+            key=wire.key_to_pb(key), computed_tokens=computed, cached_tokens=cached, compute_seconds=seconds
+        )
+        self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, prefill_ended=message))
+
+    def handed_off(self, key: AttemptKey, report: common_pb2.HandoffReport) -> None:
+        message = cluster_pb2.HandedOff(key=wire.key_to_pb(key), report=report)
+        self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, handed_off=message))
+
+    def admitted(self, key: AttemptKey, *, computed: int, cached: int, received: int) -> None:
+        message = cluster_pb2.Admitted(
+            key=wire.key_to_pb(key), computed_tokens=computed, cached_tokens=cached, received_tokens=received
+        )
+        self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, admitted=message))
+
+    def ledger(self, query: int, snapshot: Ledger) -> None:
+        ledger = common_pb2.Ledger(
+            node=self._name,
+            incarnation=self.incarnation,
+            total=snapshot.total,
+            owners=[
+                common_pb2.LedgerOwner(owner=e.owner, state=e.state.value, blocks=e.blocks, age_seconds=e.age)
+                for e in snapshot.entries
+            ],
+            **{state.value: count for state, count in snapshot.counts.items()},
+        )
+        reply = cluster_pb2.LedgerReply(query=query, ledger=ledger)
+        self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, ledger=reply))

@@ -1,0 +1,76 @@
+"""A role is a policy object: what a node does with what it is told and with what its steps produce. The process that
+hosts it (node_engine/host) knows no role; prefill_node and decode_node each bring one."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.clock import Clock
+from baton.config import Config
+from baton.segment import Segment
+from node_engine.core.block_pool import BlockPool
+from node_engine.core.messages import Command
+from node_engine.core.scheduler import Outcome, Scheduler
+from node_engine.core.step import Engine, StepBatch
+from node_engine.reporter import Reporter
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """What the host gives a role. Pool, scheduler and engine belong to the compute thread."""
+
+    config: Config
+    name: str
+    host_id: str
+    engine: Engine
+    arena: Segment
+    pool: BlockPool
+    scheduler: Scheduler
+    report: Reporter
+    clock: Clock
+    emit: Callable[[object], None]  # puts an event of the role's own on the compute thread's inbox; thread-safe
+
+
+class RolePolicy(Protocol):
+    """Called on the compute thread only, except `preview`, `counters` and `close`."""
+
+    @property
+    def transfer_endpoint(self) -> str:
+        """Where peers reach this node's transfer plane; "" if nobody needs to."""
+        ...
+
+    @property
+    def holding(self) -> int:
+        """Attempts that this node still holds something for: 0 means that it may leave."""
+        ...
+
+    def preview(self, command: Command) -> None:
+        """Every command, on the event loop, in the order of the stream and before `handle` sees it: for what must not
+        wait until the step in progress has ended."""
+        ...
+
+    def handle(self, item: Command | object) -> None:
+        """A command of the coordinator, or an event that the role emitted to itself."""
+        ...
+
+    def before_step(self, batch: StepBatch) -> None: ...
+
+    def on_layer(self, layer: int) -> None:
+        """KV of `layer` is in the arena for every slice of the current step. Must not block."""
+        ...
+
+    def after_step(self, batch: StepBatch, outcomes: Iterable[Outcome], seconds: float) -> None:
+        """The step took `seconds`; `outcomes` is what became of its sequences."""
+        ...
+
+    def deliver(self, outcomes: Iterable[Outcome]) -> None:
+        """What the scheduler decided without computing: who was preempted, dropped or refused."""
+        ...
+
+    def step_failed(self, batch: StepBatch, error: Exception) -> None:
+        """The forward pass raised: every attempt in the batch is over."""
+        ...
+
+    def counters(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...
