@@ -55,9 +55,7 @@ class PacedCosts:
                 decoding = True
                 micros += self.decode_per_sequence + self.decode_per_resident_token * piece.start
             else:
-                micros += (
-                    self.prefill_per_token * len(piece.tokens) + self.prefill_per_cached_token * piece.start
-                )
+                micros += self.prefill_per_token * len(piece.tokens) + self.prefill_per_cached_token * piece.start
         return (micros + (self.decode_base if decoding else 0.0)) * 1e-6
 
 
@@ -159,9 +157,7 @@ class PacedEngine:
         first = (piece.start - 1) // self._layout.block_size if known else 0
         records = self._gather(piece.block_table, first, piece.start)
         tokens = records[:, 0, 0, 0, 0].astype(np.uint64)
-        digests = records[:, 0, 0, 0, 1].astype(np.uint64) | records[:, 0, 0, 0, 2].astype(
-            np.uint64
-        ) << np.uint64(32)
+        digests = records[:, 0, 0, 0, 1].astype(np.uint64) | records[:, 0, 0, 0, 2].astype(np.uint64) << np.uint64(32)
         wrong = (records ^ self._records(tokens, digests)).astype(np.uint64) * (self._site | np.uint64(1))
         steps = np.diff(digests, prepend=np.uint64(0)) - _mix_tokens(tokens, first * self._layout.block_size)
         if first > 0:
@@ -178,9 +174,7 @@ class PacedEngine:
     def _records(self, tokens: _Longs, digests: _Longs) -> _Words:
         """What belongs in the arena for these tokens: [token][layer][k|v][kv_head][word]."""
         base = _mix(digests ^ _mix(tokens))
-        records = ((base[:, None, None, None, None] ^ self._site) * self._site >> np.uint64(32)).astype(
-            np.uint32
-        )
+        records = ((base[:, None, None, None, None] ^ self._site) * self._site >> np.uint64(32)).astype(np.uint32)
         records[..., 0] = tokens.astype(np.uint32)[:, None, None, None]
         records[..., 1] = digests.astype(np.uint32)[:, None, None, None]
         records[..., 2] = (digests >> np.uint64(32)).astype(np.uint32)[:, None, None, None]
@@ -197,9 +191,7 @@ class PacedEngine:
             position = stop
 
     def _draw(self, digest: int, sample: SampleSpec) -> int:
-        return _draw(
-            digest, sample.position, self._vocab_size, self._eos, self._eos_probability, sample.forbidden
-        )
+        return _draw(digest, sample.position, self._vocab_size, self._eos, self._eos_probability, sample.forbidden)
 
 
 def paced_reference(

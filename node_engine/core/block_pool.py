@@ -74,9 +74,7 @@ class BlockPool:
         self._state = [BlockState.FREE] * num_blocks
         self._refs = [0] * num_blocks
         self._count = dict.fromkeys(BlockState, 0) | {BlockState.FREE: num_blocks}
-        self._free = [
-            BlockIndex(block) for block in range(num_blocks)
-        ]  # a heap: lowest first keeps runs together
+        self._free = [BlockIndex(block) for block in range(num_blocks)]  # a heap: lowest first keeps runs together
         self._cached: OrderedDict[BlockIndex, None] = OrderedDict()  # least recently used first
         self._holdings: dict[str, _Holding] = {}
         self._promises: dict[TicketId, _Promise] = {}
@@ -118,9 +116,7 @@ class BlockPool:
                 del self._cached[block]
                 self._move(block, BlockState.CACHED, BlockState.IN_USE)
             elif self._state[block] is not BlockState.IN_USE:
-                raise LedgerError(
-                    f"block {block} is {self._state[block].value}: only committed blocks are shared"
-                )
+                raise LedgerError(f"block {block} is {self._state[block].value}: only committed blocks are shared")
         self._hold(shared, owner)
 
     def release(self, blocks: Sequence[BlockIndex], owner: str) -> None:
@@ -138,9 +134,7 @@ class BlockPool:
 
     # prefixes
 
-    def match_prefix(
-        self, chain: HashChain, max_tokens: int, owner: str, *, allow_partial: bool = True
-    ) -> PrefixMatch:
+    def match_prefix(self, chain: HashChain, max_tokens: int, owner: str, *, allow_partial: bool = True) -> PrefixMatch:
         """The longest beginning of `chain.tokens`, at most `max_tokens` long, whose KV is here; references
         are taken."""
         blocks = self._find_blocks(chain, max_tokens)
@@ -241,9 +235,7 @@ class BlockPool:
                 refs[block] += 1
         assert refs == self._refs, "references"
         promised = {block: promise.state for promise in self._promises.values() for block in promise.blocks}
-        assert len(promised) == sum(len(promise.blocks) for promise in self._promises.values()), (
-            "promised twice"
-        )
+        assert len(promised) == sum(len(promise.blocks) for promise in self._promises.values()), "promised twice"
         assert len(set(self._free)) == len(self._free), "free twice"
         free = set(self._free)
         for number, state in enumerate(self._state):

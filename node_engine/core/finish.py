@@ -10,9 +10,7 @@ def stop_ids(params: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[int,
     return params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)
 
 
-def forbidden_ids(
-    params: SamplingParams, eos_token_ids: Sequence[int], num_generated: int
-) -> tuple[int, ...]:
+def forbidden_ids(params: SamplingParams, eos_token_ids: Sequence[int], num_generated: int) -> tuple[int, ...]:
     """Ids that may not be drawn next, after `num_generated` tokens of output (those of earlier attempts
     included)."""
     return stop_ids(params, eos_token_ids) if num_generated < params.min_tokens else ()

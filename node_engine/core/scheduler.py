@@ -132,9 +132,7 @@ class Scheduler:
 
         Raises TooLong or OutOfBlocks if it can never fit; nothing is then kept."""
         sequence = self._new(work, root, hand_off=False)
-        match = self.pool.match_prefix(
-            sequence.chain, sequence.context_len - 1, sequence.owner, allow_partial=False
-        )
+        match = self.pool.match_prefix(sequence.chain, sequence.context_len - 1, sequence.owner, allow_partial=False)
         needed = self._residency.blocks_for(sequence.context_len) - len(match.blocks)
         blocks = None
         if self.free_slots and needed <= self.free_blocks:
@@ -156,9 +154,7 @@ class Scheduler:
         continued."""
         sequence = self._table.require(key, AWAITING_KV)
         if sequence.ticket is None or len(sampled) > 1:
-            raise LedgerError(
-                f"sequence {key}: ticket {sequence.ticket}, {len(sampled)} tokens drawn elsewhere"
-            )
+            raise LedgerError(f"sequence {key}: ticket {sequence.ticket}, {len(sampled)} tokens drawn elsewhere")
         sequence.block_table.extend(self.pool.commit(sequence.ticket))
         sequence.ticket, sequence.promised = None, ()
         sequence.num_computed = sequence.context_len + len(sampled) - 1
@@ -244,9 +240,7 @@ class Scheduler:
             )
         needed = self._residency.blocks_for(len(tokens))
         if needed > self.pool.total:
-            raise OutOfBlocks(
-                f"{work.key} needs {needed} blocks, the cache has {self.pool.total}: raise --kv-memory"
-            )
+            raise OutOfBlocks(f"{work.key} needs {needed} blocks, the cache has {self.pool.total}: raise --kv-memory")
         chain = HashChain(root, tokens, self.pool.block_size)
         return Sequence(SequenceId(next(self._ids)), work, tokens, chain, hand_off)
 
