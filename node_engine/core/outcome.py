@@ -1,0 +1,53 @@
+"""What became of sequences in a step: a closed union that the shell turns into messages."""
+
+from dataclasses import dataclass
+
+from baton.errors import BatonError
+from baton.types import TokenEvent
+from node_engine.core.sequence import Sequence
+from node_engine.core.step import StepBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """A token for the client. If `event.finish` is set the sequence is FINISHED and holds nothing."""
+
+    sequence: Sequence
+    event: TokenEvent
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCompleted:
+    """The KV of the whole context is computed and the first token is sampled. The sequence is HANDING_OFF and
+    keeps its blocks until it is released, also when `event.finish` says that nothing is left to decode."""
+
+    sequence: Sequence
+    event: TokenEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """A speculative sequence lost its blocks and is WAITING again. Nothing that was announced of it is valid
+    any more: the hand-off has to be aborted; it will start over."""
+
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The sequence is FINISHED without an answer and holds nothing: Preempted, OutOfBlocks or TooLong."""
+
+    sequence: Sequence
+    error: BatonError
+
+
+Outcome = Emitted | PrefillCompleted | Dropped | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What `Scheduler.next_step` decided. `batch` is None when there is nothing to compute; the outcomes hold
+    either way."""
+
+    batch: StepBatch | None
+    outcomes: tuple[Outcome, ...]

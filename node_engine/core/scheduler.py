@@ -1,0 +1,327 @@
+"""One scheduler for both roles: which sequences compute what in the next step.
+
+A step has a budget of tokens. Running sequences take one each; the rest goes to prompts in chunks that end on
+block boundaries (except a prompt's last), the firm before the speculative, older before younger. All blocks
+of a context are allocated at admission, so that a half-computed prompt never waits for memory; a running
+sequence grows block by block.
+
+    for ever:  plan = next_step();  sampled = engine.run(plan.batch);  outcomes = update(plan.batch, sampled)
+
+Every other method may be called at any time, also between `next_step` and `update`: a sequence that ends
+there takes no further part, but its blocks return in `update`, because until then the engine may be writing
+them.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from itertools import count
+
+from baton.block_hash import BlockHash
+from baton.errors import ConfigError, OutOfBlocks, TooLong
+from baton.types import AttemptKey, TicketId, TokenEvent, Work
+from node_engine.core.block_pool import BlockPool
+from node_engine.core.finish import finish_reason, forbidden_ids
+from node_engine.core.hash_chain import HashChain
+from node_engine.core.ledger import LedgerError
+from node_engine.core.outcome import Emitted, Outcome, PrefillCompleted, StepPlan
+from node_engine.core.residency import Residency
+from node_engine.core.sequence import Sequence, SequenceState
+from node_engine.core.sequence_table import SequenceTable
+from node_engine.core.step import SampleSpec, SequenceId, Slice, StepBatch
+
+WAITING, PREFILLING, HANDING_OFF = SequenceState.WAITING, SequenceState.PREFILLING, SequenceState.HANDING_OFF
+AWAITING_KV, RUNNING = SequenceState.AWAITING_KV, SequenceState.RUNNING
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """`max_num_seqs` bounds the sequences that compute or are about to, `max_batched_tokens` the tokens of a
+    step, `max_model_len` prompt and output together."""
+
+    max_num_seqs: int
+    max_batched_tokens: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Nothing was reserved: blocks needed, blocks to be had, and free places for sequences."""
+
+    needed_blocks: int
+    free_blocks: int
+    free_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Live sequences by state, and tokens of context that are still to be computed here."""
+
+    sequences: dict[SequenceState, int]
+    queued_tokens: int
+
+
+class Scheduler:
+    """Called on the compute thread only. At most one live sequence per attempt key."""
+
+    def __init__(self, pool: BlockPool, limits: SchedulerLimits, eos_token_ids: tuple[int, ...] = ()) -> None:
+        least = limits.max_num_seqs - 1 + pool.block_size
+        if limits.max_num_seqs < 1 or limits.max_batched_tokens < least:
+            raise ConfigError(
+                f"max_batched_tokens is {limits.max_batched_tokens}, but max_num_seqs {limits.max_num_seqs} with"
+                f" block_size {pool.block_size} needs {least}: raise --max-batched-tokens or lower --max-num-seqs"
+            )
+        self.pool = pool
+        self.limits = limits
+        self._eos = eos_token_ids
+        self._ids = count()
+        self._table = SequenceTable()
+        self._residency = Residency(pool, self._table)
+        self._in_flight: StepBatch | None = None
+        self._computing: dict[SequenceId, Sequence] = {}  # of the step in flight
+
+    # what there is
+
+    def get(self, key: AttemptKey) -> Sequence | None:
+        return self._table.get(key)
+
+    def sequences(self) -> tuple[Sequence, ...]:
+        return tuple(self._table)
+
+    def computing(self, sequence: SequenceId) -> Sequence:
+        """The sequence of a slice of the step in flight."""
+        return self._computing[sequence]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `next_step` may find something to compute."""
+        return any(self._table.within(state) for state in (WAITING, PREFILLING, RUNNING))
+
+    @property
+    def free_slots(self) -> int:
+        taken = sum(len(self._table.within(state)) for state in (PREFILLING, RUNNING, AWAITING_KV))
+        return max(0, self.limits.max_num_seqs - taken)
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks for new work: one is kept back for each running sequence, so that admission does not
+        preempt."""
+        return self._residency.free_blocks
+
+    def load(self) -> Load:
+        queued = sum(
+            sequence.context_len - sequence.num_computed
+            for state in (WAITING, PREFILLING)
+            for sequence in self._table.within(state).values()
+        )
+        return Load({state: len(self._table.within(state)) for state in SequenceState}, queued)
+
+    # sequences come and go
+
+    def add(self, work: Work, root: BlockHash, *, hand_off: bool = False) -> Sequence:
+        """Compute the context of `work` here, then decode it or, with `hand_off`, stop after the first token.
+
+        Raises TooLong or OutOfBlocks if it can never fit; nothing is then kept."""
+        sequence = self._new(work, root, hand_off)
+        self._table.enter(sequence)
+        return sequence
+
+    def expect(self, work: Work, root: BlockHash, ticket: TicketId) -> Sequence | Refusal:
+        """Another node will write the KV of `work`: match what is here and reserve the rest under `ticket`.
+        The answer comes at once. Afterwards `block_table` is what was matched and `promised` what is to be
+        written behind it.
+
+        Raises TooLong or OutOfBlocks if it can never fit; nothing is then kept."""
+        sequence = self._new(work, root, hand_off=False)
+        match = self.pool.match_prefix(sequence.chain, sequence.context_len - 1, sequence.owner, allow_partial=False)
+        needed = self._residency.blocks_for(sequence.context_len) - len(match.blocks)
+        blocks = None
+        if self.free_slots and needed <= self.free_blocks:
+            blocks = self.pool.reserve(needed, ticket, sequence.owner)
+        if blocks is None:
+            self.pool.release(match.blocks, sequence.owner)
+            return Refusal(needed, self.free_blocks, self.free_slots)
+        sequence.ticket, sequence.promised = ticket, blocks
+        sequence.block_table = list(match.blocks)
+        sequence.num_sealed = len(match.blocks)
+        sequence.num_cached = sequence.num_computed = match.num_tokens
+        self._table.enter(sequence)
+        self._table.move(sequence, AWAITING_KV)
+        return sequence
+
+    def adopt(self, key: AttemptKey, sampled: tuple[int, ...] = ()) -> list[Outcome]:
+        """The hand-off is complete: commit its blocks and decode on. `sampled` is the first token, if the
+        other node has drawn it; without it the last token of the context is run here, as when a decode is
+        continued."""
+        sequence = self._table.require(key, AWAITING_KV)
+        if sequence.ticket is None or len(sampled) > 1:
+            raise LedgerError(f"sequence {key}: ticket {sequence.ticket}, {len(sampled)} tokens drawn elsewhere")
+        sequence.block_table.extend(self.pool.commit(sequence.ticket))
+        sequence.ticket, sequence.promised = None, ()
+        sequence.num_computed = sequence.context_len + len(sampled) - 1
+        self._seal(sequence)
+        self._table.move(sequence, RUNNING)
+        return [self._accept(sequence, token) for token in sampled]
+
+    def ticket_arrived(self, key: AttemptKey) -> None:
+        """Somebody has promised room for this prefill: it is speculative no more."""
+        self._table.require(key, WAITING, PREFILLING, HANDING_OFF).has_ticket = True
+
+    def stop(self, key: AttemptKey) -> None:
+        """Compute no more for a prefill whose blocks a sender may be reading: HANDING_OFF until `release`."""
+        sequence = self._table.require(key, WAITING, PREFILLING, HANDING_OFF)
+        sequence.stopped = True
+        if sequence.state is not HANDING_OFF:
+            self._table.move(sequence, HANDING_OFF)
+
+    def release(self, key: AttemptKey) -> None:
+        """The sender reads the blocks of this HANDING_OFF sequence no more."""
+        self._residency.finish(self._table.require(key, HANDING_OFF))
+
+    def cancel(self, key: AttemptKey) -> bool:
+        """End a sequence in whatever state it is; False if there is none. Every block that it holds returns;
+        `promised` blocks are the ticket's and return when that is fenced."""
+        sequence = self._table.get(key)
+        if sequence is not None:
+            self._residency.finish(sequence)
+        return sequence is not None
+
+    # steps
+
+    def next_step(self) -> StepPlan:
+        """Decide the next step. If there is a batch, `update` or `abandon` has to follow."""
+        if self._in_flight is not None:
+            raise LedgerError("the step in flight has not been updated")
+        budget = self.limits.max_batched_tokens
+        chosen = [(sequence, 1) for sequence in self._growing()]
+        budget -= len(chosen)
+        self._admit(budget)
+        for sequence in sorted(self._table.within(PREFILLING).values(), key=lambda each: each.rank):
+            length = self._chunk(sequence, budget)
+            if length:
+                chosen.append((sequence, length))
+                budget -= length
+        outcomes = tuple(self._residency.take_outcomes())
+        return StepPlan(self._launch(chosen) if chosen else None, outcomes)
+
+    def update(self, batch: StepBatch, sampled: SequenceOf[int | None]) -> list[Outcome]:
+        """The step has run: `sampled` holds a token per slice, None where none was asked for."""
+        self._require_in_flight(batch)
+        outcomes: list[Outcome] = []
+        for piece, token in zip(batch.slices, sampled, strict=True):
+            sequence = self._computing[piece.sequence]
+            if sequence.state not in (PREFILLING, RUNNING):
+                continue  # cancelled or stopped meanwhile
+            sequence.num_computed += len(piece.tokens)
+            self._residency.copy_done(sequence)
+            self._seal(sequence)
+            if piece.sample is not None:
+                if token is None:
+                    raise LedgerError(f"sequence {sequence.key}: no token was drawn")
+                outcomes.append(self._accept(sequence, token))
+        self._land()
+        return outcomes
+
+    def abandon(self, batch: StepBatch) -> None:
+        """The step failed: nothing was computed. Its sequences are as before `next_step`, and may be tried
+        again."""
+        self._require_in_flight(batch)
+        self._land()
+
+    # the steps underneath
+
+    def _new(self, work: Work, root: BlockHash, hand_off: bool) -> Sequence:
+        tokens = list(work.context)
+        if not tokens:
+            raise LedgerError(f"{work.key} has an empty context")
+        if len(tokens) >= self.limits.max_model_len:
+            raise TooLong(
+                f"{work.key} has {len(tokens)} tokens, max_model_len is {self.limits.max_model_len}: raise"
+                " --max-model-len or shorten the prompt"
+            )
+        needed = self._residency.blocks_for(len(tokens))
+        if needed > self.pool.total:
+            raise OutOfBlocks(f"{work.key} needs {needed} blocks, the cache has {self.pool.total}: raise --kv-memory")
+        chain = HashChain(root, tokens, self.pool.block_size)
+        return Sequence(SequenceId(next(self._ids)), work, tokens, chain, hand_off)
+
+    def _growing(self) -> list[Sequence]:
+        """The running sequences that have room for their next token, oldest first; younger ones may be
+        preempted."""
+        running = self._table.within(RUNNING)
+        ready: list[Sequence] = []
+        for sequence_id in sorted(running):
+            sequence = running.get(sequence_id)
+            if sequence is not None and self._residency.grow(sequence):
+                ready.append(sequence)
+        return ready
+
+    def _admit(self, budget: int) -> None:
+        """Admit waiting sequences in order, as long as the work before the next one leaves it a share of the
+        step."""
+        waiting, prefilling = self._table.within(WAITING), self._table.within(PREFILLING)
+        while waiting and self.free_slots:
+            head = min(waiting.values(), key=lambda each: each.rank)
+            ahead = (each for each in prefilling.values() if each.rank < head.rank)
+            left = budget - sum(each.context_len - each.num_computed for each in ahead)
+            if left < min(self.pool.block_size, head.context_len) or not self._residency.admit(head):
+                return
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """Tokens of a prompt that fit the budget: all that are left, or up to a block boundary."""
+        start, end = sequence.num_computed, sequence.context_len
+        if end - start > budget:
+            end = (start + budget) // self.pool.block_size * self.pool.block_size
+        return max(0, end - start)
+
+    def _launch(self, chosen: list[tuple[Sequence, int]]) -> StepBatch:
+        copies = tuple(sequence.copy for sequence, _ in chosen if sequence.copy is not None)
+        batch = StepBatch(tuple(self._slice(sequence, length) for sequence, length in chosen), copies)
+        self._in_flight = batch
+        self._computing = {sequence.id: sequence for sequence, _ in chosen}
+        self._residency.step_begins(frozenset(self._computing))
+        return batch
+
+    def _slice(self, sequence: Sequence, length: int) -> Slice:
+        start = sequence.num_computed
+        end = start + length
+        sample = None
+        if end == len(sequence.tokens):
+            params = sequence.work.request.sampling
+            forbidden = forbidden_ids(params, self._eos, sequence.num_generated)
+            sample = SampleSpec(params, sequence.key.choice, end, forbidden)
+        return Slice(sequence.id, tuple(sequence.tokens[start:end]), start, sequence.block_table, sample)
+
+    def _seal(self, sequence: Sequence) -> None:
+        for number in range(sequence.num_sealed, sequence.num_computed // self.pool.block_size):
+            self.pool.seal_block(sequence.block_table[number], sequence.chain, number)
+            sequence.num_sealed = number + 1
+
+    def _accept(self, sequence: Sequence, token: int) -> Outcome:
+        """One more token of output, and what follows from it."""
+        sequence.tokens.append(token)
+        finish = finish_reason(
+            sequence.work.request.sampling,
+            self._eos,
+            self.limits.max_model_len,
+            last_token=token,
+            num_generated=sequence.num_generated,
+            num_tokens=len(sequence.tokens),
+        )
+        event = TokenEvent(sequence.key, sequence.num_generated - 1, token, finish)
+        if sequence.hand_off:
+            self._table.move(sequence, HANDING_OFF)
+            return PrefillCompleted(sequence, event)
+        if finish is not None:
+            self._residency.finish(sequence)
+        elif sequence.state is PREFILLING:
+            self._table.move(sequence, RUNNING)
+        return Emitted(sequence, event)
+
+    def _land(self) -> None:
+        self._in_flight = None
+        self._computing = {}
+        self._residency.step_ended()
+
+    def _require_in_flight(self, batch: StepBatch) -> None:
+        if batch is not self._in_flight:
+            raise LedgerError("this is not the step in flight")

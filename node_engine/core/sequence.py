@@ -1,0 +1,110 @@
+"""One node's work on one attempt. The scheduler owns it; it never leaves the process.
+
+    add ------> WAITING --admitted--> PREFILLING --first token--> RUNNING ---+
+                   ^                      |  |                       ^       | finished, failed,
+                   |                      |  +-first token-+         |       | preempted, cancelled
+                   +---- dropped ---------+     or stop    v         |       v
+                   +---- dropped ------------------ HANDING_OFF -----|--> FINISHED <-- any state
+                                                        release      |
+    expect ---> AWAITING_KV ---------------adopt---------------------+
+
+The left column is where a sequence begins: `add` for a prompt that this node computes, `expect` for one whose
+KV another node writes. A sequence that hands off ends its prefill in HANDING_OFF and keeps its blocks until
+the shell releases them.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.types import AttemptKey, BlockIndex, TicketId, Work
+from node_engine.core.hash_chain import HashChain
+from node_engine.core.ledger import LedgerError
+from node_engine.core.step import SequenceId
+
+
+class SequenceState(Enum):
+    WAITING = "waiting"  # no blocks yet
+    PREFILLING = "prefilling"  # has every block of its context, computes it in chunks
+    HANDING_OFF = "handing_off"  # computes nothing any more; its blocks are being read by the sender
+    AWAITING_KV = "awaiting_kv"  # a ticket for the blocks that it lacks is out
+    RUNNING = "running"  # one token per step
+    FINISHED = "finished"  # holds nothing
+
+
+_LEGAL: dict[SequenceState, frozenset[SequenceState]] = {
+    SequenceState.WAITING: frozenset(
+        {
+            SequenceState.PREFILLING,
+            SequenceState.HANDING_OFF,
+            SequenceState.AWAITING_KV,
+            SequenceState.FINISHED,
+        }
+    ),
+    SequenceState.PREFILLING: frozenset(
+        {SequenceState.WAITING, SequenceState.HANDING_OFF, SequenceState.RUNNING, SequenceState.FINISHED}
+    ),
+    SequenceState.HANDING_OFF: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
+    SequenceState.AWAITING_KV: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
+    SequenceState.RUNNING: frozenset({SequenceState.FINISHED}),
+    SequenceState.FINISHED: frozenset(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """`tokens` are context and then what was sampled here. KV of the first `num_computed` of them is in the
+    blocks of `block_table`, which only grows until the sequence ends or is dropped."""
+
+    id: SequenceId
+    work: Work
+    tokens: list[int]
+    chain: HashChain
+    hand_off: bool  # prefill only: end with the first token
+    has_ticket: bool = False  # somebody has promised room for what is handed off
+    stopped: bool = False  # hands off nothing more; blocks wait for the sender to let go
+    ticket: TicketId | None = None  # under which another node writes `promised`
+    promised: tuple[BlockIndex, ...] = ()
+    state: SequenceState = SequenceState.WAITING
+    block_table: list[BlockIndex] = field(default_factory=list)
+    num_computed: int = 0
+    num_cached: int = 0  # tokens of the context that this node's own cache had
+    num_sealed: int = 0  # blocks offered to the prefix index
+    copy: tuple[BlockIndex, BlockIndex] | None = None  # copy on write that the next step has to make
+    owner: str = ""
+
+    def __post_init__(self) -> None:
+        self.owner = str(self.work.key)
+
+    @property
+    def key(self) -> AttemptKey:
+        return self.work.key
+
+    @property
+    def context_len(self) -> int:
+        """Tokens whose KV must exist before the first token can be sampled."""
+        return len(self.work.request.prompt) + len(self.work.emitted)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of output, those of earlier attempts included."""
+        return len(self.tokens) - len(self.work.request.prompt)
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        """Every token of output so far, those of earlier attempts included: what Seal carries."""
+        return tuple(self.tokens[len(self.work.request.prompt) :])
+
+    @property
+    def speculative(self) -> bool:
+        """Prefill for a hand-off that nobody has promised room for yet: its blocks are the first to go."""
+        return self.hand_off and not self.has_ticket and not self.stopped
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Who goes first: the firm before the speculative, then by arrival."""
+        return self.speculative, self.id
+
+    def become(self, state: SequenceState) -> None:
+        if state not in _LEGAL[self.state]:
+            raise LedgerError(f"sequence {self.key} is {self.state.value}: it cannot become {state.value}")
+        self.state = state

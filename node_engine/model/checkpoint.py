@@ -1,0 +1,83 @@
+"""Safetensors files of a Hugging Face folder: which tensors there are, and their memory-mapped contents."""
+
+import json
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from baton.errors import ConfigError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+class Checkpoint:
+    """Open files of one folder. Tensors are views of the mapped files: valid while they are referenced."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError that names the file."""
+        self._stack = ExitStack()
+        self._home: dict[str, safe_open] = {}
+        with ExitStack() as opening:
+            for path in _shards(folder):
+                try:
+                    shard = opening.enter_context(safe_open(path, framework="pt"))
+                except (OSError, SafetensorError) as error:
+                    raise ConfigError(
+                        f"{path}: cannot be read as safetensors: {error}: download it again"
+                    ) from None
+                for name in shard.keys():  # noqa: SIM118: not a mapping
+                    if name in self._home:
+                        raise ConfigError(
+                            f"{path}: tensor {name} is in another shard as well: download the model again"
+                        )
+                    self._home[name] = shard
+            self._stack = opening.pop_all()
+
+    def __enter__(self) -> "Checkpoint":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._home)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._home[name].get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._home[name].get_tensor(name)
+        return tensor
+
+
+def _shards(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ConfigError(f"{index}: no usable weight_map ({error!r}): download it again") from None
+        outside = [name for name in names if Path(name).name != name]
+        missing = [name for name in names if not (folder / name).is_file()]
+        if outside or missing:
+            raise ConfigError(
+                f"{index}: names shards that are not in {folder}: {outside or missing}: download them"
+            )
+        return [folder / name for name in names]
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
+    if pickled:
+        raise ConfigError(
+            f"{folder}: weights are pickled ({', '.join(pickled)}), which can run code: convert them to safetensors"
+        )
+    raise ConfigError(
+        f"{folder}: neither {SINGLE} nor {INDEX}: use --load-format dummy to run without weights"
+    )

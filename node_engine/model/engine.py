@@ -1,0 +1,186 @@
+"""ModelEngine: a Hugging Face folder as the engine of a node (node_engine/core/step.py)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from baton.errors import ConfigError, OutOfMemory
+from baton.kv_layout import KVLayout
+from kv_kernels.dispatch import kernels_for
+from kv_kernels.torch_kernels import TorchKernels
+from node_engine.core.step import OnLayer, StepBatch
+from node_engine.model.config import ModelConfig, load_config
+from node_engine.model.plan import Planner
+from node_engine.model.sampler import sample
+from node_engine.model.transformer import Transformer
+from node_engine.model.weights import dummy_weights, load_weights
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+DType = Literal["auto", "float32", "bfloat16"]
+Device = Literal["auto", "cpu", "cuda"]
+LoadFormat = Literal["auto", "dummy"]
+
+
+class ModelEngine:
+    """One model over one arena. Not thread-safe: the compute thread alone calls it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        model: Transformer,
+        kernels: TorchKernels,
+        layout: KVLayout,
+        device: torch.device,
+        max_model_len: int,
+        digest: bytes,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._kernels = kernels
+        self._layout = layout
+        self._device = device
+        self._max_model_len = max_model_len
+        self._digest = digest
+        self._arena: torch.Tensor | None = None
+        self._planner: Planner | None = None
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        dtype: DType = "auto",
+        device: Device = "auto",
+        block_size: int = 16,
+        max_model_len: int | None = None,
+        threads: int | None = None,
+        load_format: LoadFormat = "auto",
+    ) -> "ModelEngine":
+        """Build from a Hugging Face folder. `threads` is torch's intra-op thread count, left alone when None.
+
+        Raises ConfigError naming what in the folder or the arguments cannot be served.
+        """
+        if threads is not None:
+            torch.set_num_threads(threads)
+        folder = Path(path)
+        config = load_config(folder)
+        where = _resolve_device(device)
+        kernels = kernels_for(where)
+        layout = KVLayout(
+            config.num_layers, config.num_kv_heads, config.head_dim, block_size, _resolve_dtype(dtype, config)
+        )
+        kind = _DTYPES[layout.dtype]
+        with torch.inference_mode():
+            if load_format == "dummy":
+                weights = dummy_weights(config, kind, where, kernels)
+            else:
+                weights = load_weights(folder, config, kind, where, kernels)
+            model = Transformer(config, weights, kernels)
+        return cls(
+            config, model, kernels, layout, where, _resolve_length(max_model_len, config), weights.digest
+        )
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._layout
+
+    @property
+    def vocab_size(self) -> int:
+        return self._config.vocab_size
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        return self._config.eos_token_ids
+
+    @property
+    def max_model_len(self) -> int:
+        return self._max_model_len
+
+    @property
+    def model_digest(self) -> bytes:
+        return self._digest
+
+    @property
+    def device(self) -> str:
+        """The resolved device, for logs."""
+        return self._device.type
+
+    def bind(self, arena: memoryview, num_blocks: int) -> None:
+        """Adopt the cache memory. Raises ValueError when it is read-only or of another size."""
+        layout = self._layout
+        if arena.readonly or arena.nbytes != num_blocks * layout.block_bytes:
+            raise ValueError(
+                f"arena of {arena.nbytes} bytes (read-only: {arena.readonly}): {num_blocks} blocks need "
+                f"{num_blocks * layout.block_bytes} writable bytes"
+            )
+        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        self._arena = torch.frombuffer(arena, dtype=_DTYPES[layout.dtype]).view(shape)
+        self._planner = Planner(self._kernels, self._arena, self._arena.dtype)
+
+    def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[int | None, ...]:
+        """One forward pass; see Engine.run. Raises OutOfMemory, and NodeFailed when logits are not finite."""
+        if self._arena is None or self._planner is None:
+            raise RuntimeError("run() before bind()")
+        tokens: list[int | None] = [None] * len(batch.slices)
+        with torch.inference_mode(), _memory_errors():
+            if batch.copies:
+                source, target = torch.tensor(batch.copies, device=self._device).unbind(1)
+                self._kernels.copy_blocks(self._arena, source, target)
+            if not batch.slices:
+                return ()
+            plan = self._planner.plan(batch)
+            if len(plan.begun):
+                self._kernels.clear_blocks(self._arena, plan.begun)
+            logits = self._model.forward(plan, self._arena, on_layer)
+            if logits is not None:
+                for place, token in zip(plan.places, sample(logits, plan.samplers), strict=True):
+                    tokens[place] = token
+        return tuple(tokens)
+
+
+@contextmanager
+def _memory_errors() -> Iterator[None]:
+    """torch's two ways of saying that memory is gone, as ours."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"the device has no memory left for this step: {error}: lower --max-batched-tokens"
+        ) from error
+    except RuntimeError as error:
+        if "allocate memory" not in str(error):
+            raise
+        raise OutOfMemory(f"no memory left for this step: {error}: lower --max-batched-tokens") from error
+
+
+def _resolve_device(device: Device) -> torch.device:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda: torch sees no NVIDIA GPU here: use --device cpu")
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(device)
+
+
+def _resolve_dtype(dtype: DType, config: ModelConfig) -> str:
+    """float16 folders run in bfloat16 unless float32 is asked for: the cache has no float16."""
+    if dtype != "auto":
+        return dtype
+    stored = config.stored_dtype.removeprefix("torch.")
+    if stored not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"dtype {config.stored_dtype!r} in config.json: choose --dtype float32 or bfloat16")
+    return "float32" if stored == "float32" else "bfloat16"
+
+
+def _resolve_length(asked: int | None, config: ModelConfig) -> int:
+    longest = config.max_position_embeddings
+    if asked is None:
+        return longest
+    if not 1 <= asked <= longest:
+        raise ConfigError(
+            f"--max-model-len {asked}: the model's max_position_embeddings allows 1 to {longest}"
+        )
+    return asked

@@ -1,0 +1,86 @@
+"""Rotary frequencies: the `default` and `llama3` types, in the spellings of transformers 4 and 5."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from baton.errors import ConfigError
+
+TYPES = ("default", "llama3")
+_LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """`theta` is the base; the rest is read by `llama3` alone."""
+
+    type: str
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 1.0
+    original_max_positions: int = 0
+
+
+def parse_rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
+    """Read `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` (before). Raises ConfigError."""
+    if (partial := raw.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ConfigError(f"partial_rotary_factor {partial!r}: only whole heads are rotated")
+    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    scaling = raw.get(key) or {}
+    if not isinstance(scaling, Mapping):
+        raise ConfigError(f"{key} {scaling!r} in config.json: must be an object")
+    if any(isinstance(value, Mapping) for value in scaling.values()):
+        raise ConfigError(f"{key} differs between layer types {sorted(scaling)}: one for all layers is built")
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind not in TYPES:
+        raise ConfigError(f"{key} of type {kind!r}: only {', '.join(TYPES)} are built")
+    theta = (
+        _number(scaling, key, "rope_theta")
+        if "rope_theta" in scaling
+        else float(raw.get("rope_theta", 10000.0))
+    )
+    if kind == "default":
+        return RopeConfig(kind, theta)
+    given = dict(scaling)
+    given.setdefault("original_max_position_embeddings", max_positions)
+    factor, low, high, original = (_number(given, key, name) for name in _LLAMA3_KEYS)
+    if low >= high:
+        raise ConfigError(f"{key}: low_freq_factor {low} must be below high_freq_factor {high}")
+    return RopeConfig(kind, theta, factor, low, high, int(original))
+
+
+def _number(scaling: Mapping[str, Any], key: str, name: str) -> float:
+    value = scaling.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+        raise ConfigError(f"{key}.{name} {value!r} in config.json: must be a number above 0")
+    return float(value)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+    """Radians per position of each pair of dimensions, fp32 [head_dim // 2].
+
+    `llama3` (Llama 3.1): wavelengths beyond original / low_freq_factor are stretched by `factor`, those below
+    original / high_freq_factor are kept, those between are blended.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.type == "default":
+        return frequencies
+    turns = rope.original_max_positions * frequencies / (2 * math.pi)  # rotations within the trained context
+    kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
+    return (1.0 - kept) * frequencies / rope.factor + kept * frequencies
+
+
+def angles(
+    frequencies: torch.Tensor,  # fp32 [head_dim // 2]
+    positions: torch.Tensor,  # int64 [tokens]
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine [tokens, 1, head_dim] and sine [tokens, 1, head_dim // 2], as kv_kernels' rotary takes them."""
+    radians = positions.to(torch.float32)[:, None, None] * frequencies
+    cosine = radians.cos().to(dtype)
+    return torch.cat((cosine, cosine), -1), radians.sin().to(dtype)

@@ -1,0 +1,212 @@
+"""From named tensors to a model's weights: checked, fused, packed, digested."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from baton.errors import ConfigError
+from kv_kernels.linear import Linear
+from kv_kernels.torch_kernels import TorchKernels
+from node_engine.model.checkpoint import Checkpoint
+from node_engine.model.config import ModelConfig
+
+DUMMY_SEED = 0
+_DUMMY_STD = 0.02
+_SHOWN = 5  # names in an error message
+# Buffers that old checkpoints carry and nobody reads.
+_IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
+# What the digest covers of the configuration: everything that the arithmetic depends on.
+_NOT_DIGESTED = ("stored_dtype", "eos_token_ids", "max_position_embeddings")
+
+Source = Callable[[str], torch.Tensor]  # name -> tensor as stored
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    attention_norm: torch.Tensor  # [hidden]
+    qkv: Linear  # hidden -> (heads + 2 * kv_heads) * head_dim
+    output: Linear  # heads * head_dim -> hidden
+    mlp_norm: torch.Tensor  # [hidden]
+    gate_up: Linear  # hidden -> 2 * intermediate
+    down: Linear  # intermediate -> hidden
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    embedding: torch.Tensor  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    norm: torch.Tensor  # [hidden]
+    head: Linear  # hidden -> vocab
+    digest: bytes  # 32 bytes, over the architecture and every tensor
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of this architecture has, in the order of loading."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.num_layers):
+        prefix = f"model.layers.{layer}."
+        linears = (
+            ("self_attn.q_proj", query, hidden, config.qkv_bias),
+            ("self_attn.k_proj", kv, hidden, config.qkv_bias),
+            ("self_attn.v_proj", kv, hidden, config.qkv_bias),
+            ("self_attn.o_proj", hidden, query, config.output_bias),
+            ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+            ("mlp.up_proj", inner, hidden, config.mlp_bias),
+            ("mlp.down_proj", hidden, inner, config.mlp_bias),
+        )
+        for name, rows, columns, bias in linears:
+            shapes[f"{prefix}{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"{prefix}{name}.bias"] = (rows,)
+        shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
+        shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tied_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    return shapes
+
+
+def load_weights(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: TorchKernels
+) -> ModelWeights:
+    """Read, check and pack the folder's safetensors. Raises ConfigError that names the tensor."""
+    with Checkpoint(folder) as checkpoint:
+        shapes = expected_shapes(config)
+        _require_match(folder, checkpoint, shapes, config)
+        digest = _Digest(config, "safetensors")
+
+        def source(name: str) -> torch.Tensor:
+            tensor = checkpoint.tensor(name)
+            digest.add(name, tensor)
+            return tensor.to(device, dtype)
+
+        weights = _assemble(config, source, kernels)
+    return ModelWeights(*weights, digest=digest.finish())
+
+
+def dummy_weights(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: TorchKernels
+) -> ModelWeights:
+    """Random weights, the same in every process, for measurements without a download."""
+    generator = torch.Generator().manual_seed(DUMMY_SEED)
+    shapes = expected_shapes(config)
+
+    def source(name: str) -> torch.Tensor:
+        shape = shapes[name]
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=dtype, device=device)
+        return torch.empty(shape).normal_(0.0, _DUMMY_STD, generator=generator).to(device, dtype)
+
+    weights = _assemble(config, source, kernels)
+    return ModelWeights(*weights, digest=_Digest(config, f"dummy {DUMMY_SEED}").finish())
+
+
+def _require_match(
+    folder: Path, checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], config: ModelConfig
+) -> None:
+    ignored = {name for name in checkpoint.names if name.endswith(_IGNORED_SUFFIXES)}
+    if config.tied_embeddings:
+        ignored.add("lm_head.weight")
+    _complain(folder, "lacks tensors", sorted(shapes.keys() - checkpoint.names))
+    _complain(
+        folder,
+        "has tensors that its config.json does not explain",
+        sorted(checkpoint.names - shapes.keys() - ignored),
+    )
+    wrong = [
+        f"{name} {checkpoint.shape(name)} instead of {shape}"
+        for name, shape in shapes.items()
+        if checkpoint.shape(name) != shape
+    ]
+    _complain(folder, "has tensors of the wrong shape for its config.json", wrong)
+
+
+def _complain(folder: Path, what: str, names: list[str]) -> None:
+    if names:
+        more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        raise ConfigError(f"{folder} {what}: {', '.join(names[:_SHOWN])}{more}: download the model again")
+
+
+def _assemble(
+    config: ModelConfig, source: Source, kernels: TorchKernels
+) -> tuple[torch.Tensor, tuple[LayerWeights, ...], torch.Tensor, Linear]:
+    embedding = source("model.embed_tokens.weight")
+    layers = tuple(_layer(config, source, kernels, layer) for layer in _with_progress(config.num_layers))
+    norm = source("model.norm.weight")
+    head = embedding if config.tied_embeddings else source("lm_head.weight")
+    return embedding, layers, norm, kernels.linear(head, None)
+
+
+def _layer(config: ModelConfig, source: Source, kernels: TorchKernels, layer: int) -> LayerWeights:
+    prefix = f"model.layers.{layer}."
+
+    def fused(bias: bool, *names: str) -> Linear:
+        weight = [source(f"{prefix}{name}.weight") for name in names]
+        biases = [source(f"{prefix}{name}.bias") for name in names] if bias else None
+        joined = weight[0] if len(weight) == 1 else torch.cat(weight)
+        return kernels.linear(joined, torch.cat(biases) if biases else None)
+
+    return LayerWeights(
+        attention_norm=source(f"{prefix}input_layernorm.weight"),
+        qkv=fused(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        output=fused(config.output_bias, "self_attn.o_proj"),
+        mlp_norm=source(f"{prefix}post_attention_layernorm.weight"),
+        gate_up=fused(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
+        down=fused(config.mlp_bias, "mlp.down_proj"),
+    )
+
+
+def _with_progress(num_layers: int) -> Iterator[int]:
+    """Count layers, with a bar when a person is watching."""
+    layers: Iterable[int] = range(num_layers)
+    if not sys.stderr.isatty():
+        yield from layers
+        return
+    columns = (
+        TextColumn("loading weights"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("layers"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        yield from progress.track(layers, total=num_layers)
+
+
+class _Digest:
+    """SHA-256 over the architecture and, by name, each tensor's dtype, shape and XXH3-128 of its bytes.
+
+    XXH3 reads at memory speed and finds accidents (another revision, a damaged download); against somebody who forges
+    weights on purpose the cluster token stands, not this.
+    """
+
+    def __init__(self, config: ModelConfig, origin: str) -> None:
+        self._head = json.dumps(
+            {"origin": origin} | {k: v for k, v in asdict(config).items() if k not in _NOT_DIGESTED},
+            sort_keys=True,
+        )
+        self._tensors: dict[str, str] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        contents = xxhash.xxh3_128_hexdigest(tensor.contiguous().view(torch.uint8).numpy())
+        self._tensors[name] = f"{tensor.dtype} {tuple(tensor.shape)} {contents}"
+
+    def finish(self) -> bytes:
+        return hashlib.sha256(json.dumps([self._head, self._tensors], sort_keys=True).encode()).digest()
+
+
+def require_floating(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Raises ConfigError for weights stored as integers (a quantized checkpoint that does not say so)."""
+    if not tensor.is_floating_point():
+        raise ConfigError(f"tensor {name} is stored as {tensor.dtype}: Baton reads unquantized weights only")
+    return tensor

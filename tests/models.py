@@ -1,0 +1,171 @@
+"""Small seeded models and tokenizers for tests, and what transformers makes of them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+Family = Literal["llama", "qwen2", "narrow"]
+VOCAB = 512
+MARGIN = 1e-3  # a greedy choice by less than this may fall either way under rounding
+END = "<|end|>"
+_CORPUS = (
+    "The quick brown fox jumps over the lazy dog while the decode node waits for the baton.",
+    "Prefill reads the prompt; decode writes the answer one token at a time.",
+    "def handoff(blocks): return [block for block in blocks if block.landed]",
+    "Ein Block hält sechzehn Token. Un bloc contient seize jetons. 一个块有十六个词元。",
+)
+
+
+def build_model(
+    family: Family,
+    root: Path,
+    *,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    eos_token_id: int | list[int] | None = None,
+    seed: int = 0,
+) -> Path:
+    """A folder under `root` with random weights and a tokenizer, built once per arguments."""
+    eos = "none" if eos_token_id is None else str(eos_token_id).replace(" ", "")
+    folder = root / f"{family}-{dtype}-{eos}-{seed}"
+    if (folder / "config.json").exists():
+        return folder
+    # Wide enough that attention looks at particular tokens and greedy choices are clear.
+    torch.manual_seed(seed)
+    model = _new_model(family, eos_token_id).to(getattr(torch, dtype))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    build_tokenizer(folder)
+    model.generation_config.eos_token_id = eos_token_id
+    model.save_pretrained(folder)
+    return folder
+
+
+def _new_model(family: Family, eos_token_id: int | list[int] | None) -> PreTrainedModel:
+    common = {
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 2048,
+        "bos_token_id": None,
+        "pad_token_id": None,
+        "eos_token_id": eos_token_id,
+    }
+    if family == "llama":
+        scaling = {
+            "rope_type": "llama3",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        }
+        shape = {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 3, "head_dim": 16}
+        heads = {"num_attention_heads": 6, "num_key_value_heads": 2, "initializer_range": 0.15}
+        return LlamaForCausalLM(
+            LlamaConfig(**common, **shape, **heads, rope_parameters=scaling, tie_word_embeddings=True)
+        )
+    if family == "qwen2":
+        shape = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
+        return Qwen2ForCausalLM(Qwen2Config(**common, **shape, **heads, tie_word_embeddings=False))
+    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 24, "head_dim": 32}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
+    return LlamaForCausalLM(LlamaConfig(**common, **shape, **heads, tie_word_embeddings=True))
+
+
+def build_tokenizer(folder: Path) -> None:
+    """A byte-level BPE tokenizer of VOCAB entries at most, every byte among them, that AutoTokenizer loads."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_CORPUS, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What transformers' greedy search answers, and the least lead of a chosen token over the second."""
+
+    tokens: tuple[int, ...]
+    margin: float
+
+
+def load_reference(folder: Path) -> PreTrainedModel:
+    """The folder as transformers runs it, in the dtype of its weights."""
+    kind = json.loads((folder / "config.json").read_text())["architectures"][0]
+    cls = {"LlamaForCausalLM": LlamaForCausalLM, "Qwen2ForCausalLM": Qwen2ForCausalLM}[kind]
+    return cls.from_pretrained(folder, dtype="auto").eval()
+
+
+def reference_generate(model: Path | PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> Generated:
+    """Greedy tokens of transformers. A folder is loaded for the call; pass a model to ask more often."""
+    loaded = load_reference(model) if isinstance(model, Path) else model
+    ids = torch.tensor([list(prompt)])
+    with torch.inference_mode():
+        answer = loaded.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            output_scores=True,
+            return_dict_in_generate=True,
+            pad_token_id=0,
+        )
+    best = torch.stack(answer.scores)[:, 0].float().topk(2, dim=-1).values
+    return Generated(
+        tuple(answer.sequences[0, len(prompt) :].tolist()), float((best[:, 0] - best[:, 1]).min())
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ClearPrompt:
+    """A prompt whose greedy continuation no rounding can change."""
+
+    prompt: tuple[int, ...]
+    answer: tuple[int, ...]
+    margin: float
+
+
+def clear_prompts(
+    model: Path | PreTrainedModel,
+    lengths: Sequence[int],
+    max_tokens: int = 48,
+    *,
+    seed: int = 0,
+    shared_prefix: Sequence[int] = (),
+) -> list[ClearPrompt]:
+    """One random prompt per length, all beginning with `shared_prefix` as far as they reach, each with a margin above
+    MARGIN along `max_tokens` tokens. Raises LookupError when twenty tries find none."""
+    loaded = load_reference(model) if isinstance(model, Path) else model
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for length in lengths:
+        for _ in range(20):
+            drawn = torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+            prompt = (*shared_prefix, *drawn[len(shared_prefix) :])[:length]
+            answer = reference_generate(loaded, prompt, max_tokens)
+            if answer.margin > MARGIN:
+                found.append(ClearPrompt(prompt, answer.tokens, answer.margin))
+                break
+        else:
+            raise LookupError(f"no prompt of {length} tokens has a margin above {MARGIN}: try another seed")
+    return found
