@@ -55,7 +55,7 @@ class DecodeRole:
 
     @property
     def holding(self) -> int:
-        return len(self._arrivals) + sum(1 for _ in self._scheduler)
+        return len(self._arrivals) + len(self._scheduler.sequences())
 
     def counters(self) -> dict[str, float]:
         return self._plane.counters()
@@ -117,9 +117,11 @@ class DecodeRole:
 
     def step_failed(self, batch: StepBatch, error: Exception) -> None:
         reason = error if isinstance(error, BatonError) else NodeFailed(f"{type(error).__name__} in the forward pass")
-        for sequence in self._scheduler.abandon(batch):
-            self._local.discard(sequence.key)
-            self._report.failed(sequence.key, reason)
+        failed = [self._scheduler.computing(piece.sequence).key for piece in batch.slices]
+        self._scheduler.abandon(batch)
+        for key in failed:
+            self._cancel(key, reason)
+            self._report.failed(key, reason)
 
     # the life of one attempt
 
@@ -129,9 +131,9 @@ class DecodeRole:
             FAILPOINTS.hit("decode.allocate.before")
             check_prompt(work.context, ModelBounds(engine.vocab_size, engine.max_model_len + 1, 1 << 62))
             root = root_hash(engine.model_digest, self._layout, work.request.cache_salt)
-            lacking = self._scheduler.lacking(work, root)
-            if writer is None or lacking == 1:
-                self._compute_here(work, root, announce=writer is not None)
+            survey = self._scheduler.survey(work, root)
+            if writer is None or survey.lacking == 1:
+                self._compute_here(work, root, survey.refusal, announce=writer is not None)
             else:
                 self._reserve(work, root, writer)
             FAILPOINTS.hit("decode.allocate.after")
@@ -139,9 +141,8 @@ class DecodeRole:
             self._cancel(work.key, error)
             self._report.failed(work.key, error)
 
-    def _compute_here(self, work: Work, root: BlockHash, *, announce: bool) -> None:
+    def _compute_here(self, work: Work, root: BlockHash, refusal: Refusal | None, *, announce: bool) -> None:
         """Colocated, or all but the last token is here already: then the prefill leg is not needed."""
-        refusal = self._scheduler.refusal(work, root)
         if refusal is not None:
             self._report.refused(work.key, refusal.needed_blocks, refusal.free_blocks)
             return
@@ -238,7 +239,7 @@ class DecodeRole:
     def _drop_everything(self, incarnation: Incarnation | None) -> None:
         """The coordinator that gave us this work is gone or knows us no more: keep the cache, drop the rest."""
         reason = Stale("this node has joined anew") if incarnation else Cancelled("no coordinator")
-        for sequence in tuple(self._scheduler):
+        for sequence in self._scheduler.sequences():
             self._cancel(sequence.key, reason)
         for key in tuple(self._tickets):
             self._cancel(key, reason)

@@ -8,9 +8,11 @@ from typing import Protocol
 from baton.clock import Clock
 from baton.config import Config
 from baton.segment import Segment
+from baton.types import NodeName
 from node_engine.core.block_pool import BlockPool
 from node_engine.core.messages import Command
-from node_engine.core.scheduler import Outcome, Scheduler
+from node_engine.core.outcome import Outcome
+from node_engine.core.scheduler import Scheduler
 from node_engine.core.step import Engine, StepBatch
 from node_engine.reporter import Reporter
 
@@ -20,7 +22,7 @@ class NodeParts:
     """What the host gives a role. Pool, scheduler and engine belong to the compute thread."""
 
     config: Config
-    name: str
+    name: NodeName
     host_id: str
     engine: Engine
     arena: Segment

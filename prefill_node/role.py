@@ -128,10 +128,8 @@ class PrefillRole:
     def before_step(self, batch: StepBatch) -> None:
         self._step, self._computing = [], []
         for piece in batch.slices:
-            sequence = self._scheduler.by_id(piece.sequence)
-            handoff = self._handoffs.get(sequence.key) if sequence is not None else None
-            if sequence is None or handoff is None:
-                continue
+            sequence = self._scheduler.computing(piece.sequence)
+            handoff = self._handoffs[sequence.key]
             self._computing.append((handoff, len(piece.tokens)))
             if handoff.alone:
                 continue
@@ -174,8 +172,10 @@ class PrefillRole:
 
     def step_failed(self, batch: StepBatch, error: Exception) -> None:
         reason = error if isinstance(error, BatonError) else NodeFailed(f"{type(error).__name__} in the forward pass")
-        for sequence in self._scheduler.abandon(batch):
-            self._end(sequence.key, reason, tell=True)
+        failed = [self._scheduler.computing(piece.sequence).key for piece in batch.slices]
+        self._scheduler.abandon(batch)
+        for key in failed:
+            self._end(key, reason, tell=True)
 
     # the life of one attempt
 

@@ -53,6 +53,15 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
+class Survey:
+    """What serving a context here would take. `lacking` tokens of it, at least one, would have to be computed or
+    received; `refusal` says why this node cannot compute them itself now."""
+
+    lacking: int
+    refusal: Refusal | None
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Live sequences by state, and tokens of context that are still to be computed here."""
 
@@ -114,6 +123,17 @@ class Scheduler:
             for sequence in self._table.within(state).values()
         )
         return Load({state: len(self._table.within(state)) for state in SequenceState}, queued)
+
+    def survey(self, work: Work, root: BlockHash) -> Survey:
+        """Look, and keep nothing. Raises TooLong or OutOfBlocks if the context can never fit."""
+        sequence = self._new(work, root, hand_off=False)
+        match = self.pool.match_prefix(sequence.chain, sequence.context_len - 1, sequence.owner)
+        needed = self._residency.blocks_for(sequence.context_len) - len(match.blocks)
+        fits = self.free_slots > 0 and needed <= self.free_blocks
+        refusal = None if fits else Refusal(needed, self.free_blocks, self.free_slots)
+        partial = (match.partial.source,) if match.partial else ()
+        self.pool.release((*match.blocks, *partial), sequence.owner)
+        return Survey(sequence.context_len - match.num_tokens, refusal)
 
     # sequences come and go
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 
 from baton import log
 from baton.config import Config
@@ -9,6 +10,7 @@ from baton.errors import ConfigError
 from node_engine.core.step import Engine
 
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_PACED_MODEL_LEN = 8192
 _DEFAULT_MEMORY = 1 << 30
 _DEFAULT_SHARE = 0.1  # of the segment folder's free space
 
@@ -16,17 +18,16 @@ _DEFAULT_SHARE = 0.1  # of the segment folder's free space
 def build_engine(config: Config) -> Engine:
     """Load what `--engine` names. Takes seconds; raises ConfigError for a model that cannot be served."""
     if config.engine == "paced":
-        from node_engine.paced import PacedCosts, PacedEngine
+        from node_engine.paced import PACED_LAYOUT, PacedCosts, PacedEngine
 
         costs = PacedCosts(
-            prefill_seconds_per_token=config.paced_prefill_us_per_token / 1e6,
-            step_seconds=config.paced_step_ms / 1e3,
+            prefill_per_token=config.paced_prefill_us_per_token, decode_base=config.paced_step_ms * 1e3
         )
         return PacedEngine(
-            costs=costs,
-            block_size=config.block_size,
+            costs,
+            layout=replace(PACED_LAYOUT, block_size=config.block_size),
             vocab_size=config.paced_vocab_size,
-            max_model_len=config.max_model_len,
+            max_model_len=config.max_model_len or _PACED_MODEL_LEN,
         )
     from node_engine.model.engine import ModelEngine
 
@@ -35,7 +36,7 @@ def build_engine(config: Config) -> Engine:
         dtype=config.dtype,
         device=config.device,
         block_size=config.block_size,
-        max_model_len=config.max_model_len,
+        max_model_len=config.max_model_len or None,
         threads=compute_threads(config),
         load_format=config.load_format,
     )

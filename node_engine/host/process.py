@@ -47,8 +47,8 @@ async def host_node(config: Config, role: Role, make_role: MakeRole, stop: async
     engine = await asyncio.to_thread(build_engine, config)
     folder, block_bytes = Path(config.segment_dir), engine.layout.block_bytes
     segments.sweep(folder)
-    num_blocks = cache_blocks(config, block_bytes)
-    size = segments.segment_bytes(num_blocks * block_bytes, block_bytes)
+    size = segments.segment_bytes(cache_blocks(config, block_bytes) * block_bytes, block_bytes)
+    num_blocks = size // block_bytes
     arena = await asyncio.to_thread(segments.create, folder, "arena", size)
     try:
         engine.bind(arena.view, num_blocks)
