@@ -1,10 +1,9 @@
 """The transfer plane as the two roles see it. Implemented by `inbound_plane.py` and `outbound_plane.py`.
 
 Each side runs its own thread. Methods may be called from any thread and never block; calls of one thread take effect in
-their order. What happened comes back as an event through the `emit` callback that the plane was built with, which is
-to be thread-safe and quick (it puts the event on the compute thread's inbox). The plane never touches a block pool: it is
-told
-which blocks it may write or read, and says when it is done with them.
+their order. What happened comes back as an event through the `emit` callback that the plane was built with, which has
+to be thread-safe and quick (it puts the event on the compute thread's inbox). The plane never touches a block pool:
+it is told which blocks it may write or read, and says when it is done with them.
 
     prefill (outbound)                                    decode (inbound)
       open(key, ...)                                        grant(ticket)
