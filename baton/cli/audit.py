@@ -71,17 +71,17 @@ def _print_json(answer: Any, found: list[str]) -> None:
 
 
 def _print_table(answer: Any, found: list[str]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from baton.cli.ledger_check import STATES
+    from baton.cli.screen import screen
 
     table = Table("node", box=None, header_style="bold")
     for heading in (*STATES, "total"):
         table.add_column(heading.replace("_", " "), justify="right")
     for ledger in sorted(answer.ledgers, key=lambda ledger: str(ledger.node)):
         table.add_row(ledger.node, *(str(getattr(ledger, state)) for state in (*STATES, "total")))
-    console = Console()
+    console = screen()
     console.print(table)
     for ledger in answer.ledgers:
         for owner in ledger.owners:

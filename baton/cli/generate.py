@@ -93,8 +93,7 @@ def _plain(message: Any) -> dict[str, Any]:
 
 
 def _show_timeline(message: Any) -> None:
-    from rich.console import Console
-
+    from baton.cli.screen import screen
     from baton.cli.timeline import render
 
-    Console(stderr=True).print(render(message.timeline))
+    screen(stderr=True).print(render(message.timeline))

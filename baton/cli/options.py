@@ -1,4 +1,4 @@
-"""Options made from the fields of Config, so that flag, variable and file cannot drift, and those that commands share."""
+"""Options made from the fields of Config, so that flag, variable and file cannot drift, and those commands share."""
 
 import inspect
 from argparse import Namespace

@@ -34,15 +34,18 @@ def status(as_json: Json = False, endpoint: Endpoint = DEFAULT_ENDPOINT, admin_t
 
 
 def _print_table(answer: Any) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from baton.cli.screen import screen
+
+    console = screen()
     state = "[green]ready[/]" if answer.ready else f"[red]not ready[/]: {answer.reason}"
     console.print(
         f"{state}  model {answer.model or '-'}  mode {answer.mode}  queued {answer.queued}  running {answer.running}"
     )
-    table = Table("node", "role", "pid", "placed", "running", "waiting", box=None, header_style="bold")
+    table = Table(box=None, header_style="bold")
+    for heading in ("node", "role", "pid", "placed", "running", "waiting"):
+        table.add_column(heading, no_wrap=True)
     for heading in ("blocks free", "cached", "in use", "held", "heard ago", "up"):
         table.add_column(heading, justify="right")
     for node in sorted(answer.nodes, key=lambda node: str(node.name)):
