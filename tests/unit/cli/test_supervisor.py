@@ -3,7 +3,7 @@
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -87,10 +87,23 @@ def events() -> list[str]:
     return Path("events").read_text().splitlines()
 
 
-async def replaced(started: Supervisor, name: str, old: int) -> int:
-    while (new := started.pids().get(name, old)) == old:
+def alive(pids: Iterable[int]) -> bool:
+    return any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[1])
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while True:
+        if holds():
+            return
         await asyncio.sleep(0.02)
-    return new
+
+
+async def replaced(started: Supervisor, name: str, old: int) -> None:
+    await until(lambda: started.pids().get(name, old) != old)
 
 
 async def test_the_coordinator_ends_before_the_nodes(play: Play, config: Config) -> None:
@@ -98,13 +111,11 @@ async def test_the_coordinator_ends_before_the_nodes(play: Play, config: Config)
         await started.ready()
         pids = started.pids()
         assert set(pids) == {"coordinator", "prefill-0", "decode-0"}
-        assert {Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[1] for pid in pids.values()} == {
-            str(os.getpid())
-        }
+        assert {parent(pid) for pid in pids.values()} == {os.getpid()}
     assert sorted(events()[:3]) == ["started coordinator", "started decode-0", "started prefill-0"]
     assert events()[3] == "ended coordinator"
     assert sorted(events()[4:]) == ["ended decode-0", "ended prefill-0"]
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids.values())
+    assert not alive(pids.values())
 
 
 async def test_a_child_that_dies_is_started_again(play: Play, config: Config) -> None:
@@ -141,8 +152,7 @@ async def test_the_same_exit_code_later_is_only_a_restart(play: Play, config: Co
         play(prefill="if not os.path.exists('tried'):\n open('tried', 'w')\n sys.exit(2)\n" + WAIT)
         pid = started.pids()["prefill-0"]
         os.kill(pid, signal.SIGKILL)
-        while len(told) < 2:
-            await asyncio.sleep(0.02)
+        await until(lambda: len(told) == 2)
         assert told[1] == "prefill-0 ended with exit code 2: starting it again in 0.2 s"
 
 
@@ -164,14 +174,13 @@ async def test_a_child_that_does_not_hear_is_killed(
     play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_TERM_PATIENCE", 0.2)
-    play(decode="signal.signal(signal.SIGTERM, signal.SIG_IGN)\nnote('deaf')\n" + WAIT)
+    play(decode="note('deaf')\nsignal.sigwait({signal.SIGUSR1})")
     async with cluster(config) as (started, told):
         await started.ready()
-        while "deaf decode-0" not in events():
-            await asyncio.sleep(0.02)
+        await until(lambda: "deaf decode-0" in events())
         pid = started.pids()["decode-0"]
     assert told == ["decode-0 did not end within 0.2 s of SIGTERM: killing it"]
-    assert not Path(f"/proc/{pid}").exists()
+    assert not alive([pid])
 
 
 async def test_stopping_before_anything_is_ready_leaves_nothing(play: Play, config: Config) -> None:
