@@ -46,9 +46,7 @@ class AddressMap:
         blocks, and ConfigError if the range is full."""
         blocks, rest = divmod(size, self.block_bytes)
         if rest or blocks <= 0 or blocks % self.unit:
-            raise LayoutMismatch(
-                f"segment {segment} has {size} bytes, no multiple of {self.unit} x {self.block_bytes}"
-            )
+            raise LayoutMismatch(f"segment {segment} has {size} bytes, no multiple of {self.unit} x {self.block_bytes}")
         if any(span.segment == segment for span in self._spans):
             raise ValueError(f"segment {segment} is mapped already")
         start = 0
@@ -57,9 +55,7 @@ class AddressMap:
                 break
             start = span.end
         if start + blocks > self.capacity:
-            raise ConfigError(
-                f"segment {segment} of {blocks} blocks does not fit in {self.capacity}: raise the range"
-            )
+            raise ConfigError(f"segment {segment} of {blocks} blocks does not fit in {self.capacity}: raise the range")
         placed = Span(segment, start, blocks)
         bisect.insort(self._spans, placed, key=lambda span: span.start)
         return placed

@@ -120,9 +120,7 @@ def _cannot_create(folder: Path, size: int, error: OSError) -> ConfigError:
             f"segment folder {folder} cannot hold {size} bytes ({free} free): "
             "lower --kv-memory, enlarge the folder (docker: --shm-size) or choose another with --segment-dir"
         )
-    return ConfigError(
-        f"segment of {size} bytes in {folder}: {error.strerror}: choose another with --segment-dir"
-    )
+    return ConfigError(f"segment of {size} bytes in {folder}: {error.strerror}: choose another with --segment-dir")
 
 
 def open_peer(folder: Path, name: str, size: int | None = None) -> tuple[int, int]:
@@ -140,9 +138,7 @@ def open_peer(folder: Path, name: str, size: int | None = None) -> tuple[int, in
     stat = os.fstat(fd)
     if stat.st_uid != os.geteuid() or (size is not None and stat.st_size != size) or stat.st_size % HUGE_PAGE:
         os.close(fd)
-        raise PeerGone(
-            f"segment {name} has {stat.st_size} bytes of user {stat.st_uid}, {size} of ours were expected"
-        )
+        raise PeerGone(f"segment {name} has {stat.st_size} bytes of user {stat.st_uid}, {size} of ours were expected")
     return fd, stat.st_size
 
 
@@ -162,10 +158,7 @@ def sweep(folder: Path) -> list[str]:
     """Remove the segments, and the fence files beside them, whose holder is gone. Returns their names."""
     removed = []
     for path in sorted(folder.glob(f"{PREFIX}*")):
-        if (
-            _NAME.fullmatch(path.name) is None
-            and _NAME.fullmatch(path.name.removesuffix(FENCE_SUFFIX)) is None
-        ):
+        if _NAME.fullmatch(path.name) is None and _NAME.fullmatch(path.name.removesuffix(FENCE_SUFFIX)) is None:
             continue
         if _remove_if_stale(path):
             removed.append(path.name)

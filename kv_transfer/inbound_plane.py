@@ -14,9 +14,9 @@ from baton.fence import ArenaFences
 from baton.kv_layout import KVLayout
 from baton.types import Incarnation, Ticket, TicketId
 from kv_transfer.core import frames, landing
+from kv_transfer.core.events import Fenced, InboundEvent, Lost
 from kv_transfer.core.landing import ArenaShape, Ignored, Landing, LandingState
 from kv_transfer.core.leases import Leases
-from kv_transfer.plane import Fenced, InboundEvent, Lost
 from kv_transfer.plane_thread import PlaneThread
 from kv_transfer.settings import TransferSettings
 from kv_transfer.slab_rows import Rows, SlabRows
@@ -43,7 +43,8 @@ class InboundTransfer:
         clock: Clock = steady,
         failpoints: Failpoints = FAILPOINTS,
     ) -> None:
-        """`fences` are the arena's, None if it is no segment: then no writer may be one-sided."""
+        """`fences` are the arena's, None if it is no segment: then no writer may be one-sided. Link and
+        fences are the plane's own from now on."""
         self._slabs = SlabRows(arena, layout)
         self._layout = layout
         self._shape = ArenaShape(layout.num_layers, layout.num_kv_heads, layout.slab_bytes)
@@ -187,6 +188,8 @@ class InboundTransfer:
     def wind_up(self) -> None:
         self._revoke_all(HandoffFailed("the transfer plane is closing"))
         self._link.close()
+        if self._fences is not None:
+            self._fences.close()
 
     # frames
 
@@ -230,9 +233,7 @@ class InboundTransfer:
             case _:
                 assert_never(frame)
 
-    def _on_write(
-        self, machine: Landing, frame: frames.Write, payload: memoryview | None
-    ) -> list[landing.Output]:
+    def _on_write(self, machine: Landing, frame: frames.Write, payload: memoryview | None) -> list[landing.Output]:
         admitted, outputs = machine.admit(frame, self._clock())
         if not admitted:
             return outputs

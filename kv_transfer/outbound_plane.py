@@ -16,11 +16,11 @@ from baton.kv_layout import KVLayout
 from baton.types import AttemptKey, BlockIndex, Incarnation, Ticket, TicketId
 from kv_transfer.core import departure, frames
 from kv_transfer.core.departure import Announced, Departure, NoLock, Outgoing, Pace
+from kv_transfer.core.events import Aborted, Committed, LayerLanded, OutboundEvent, SealInfo
 from kv_transfer.core.landing import NEVER, ArenaShape, Ignored
 from kv_transfer.inbound_plane import flipped
 from kv_transfer.peer_arena import PeerArena, PeerArenas, TicketLock
 from kv_transfer.peer_link import PeerLink
-from kv_transfer.plane import Aborted, Committed, LayerLanded, OutboundEvent, SealInfo
 from kv_transfer.plane_thread import PlaneThread
 from kv_transfer.settings import TransferSettings
 from kv_transfer.slab_rows import SlabRows
@@ -137,7 +137,8 @@ class OutboundTransfer:
 
     def _open(self, key: AttemptKey, num_tokens: int) -> None:
         if key in self._handoffs:
-            raise ValueError(f"hand-off {key} is open already")
+            self._counters["ignored_open"] += 1
+            return
         blocks = self._layout.blocks_for(num_tokens)
         machine = Departure(key, self._incarnation, self._shape, blocks, self._pace, self._host_id)
         self._handoffs[key] = _Handoff(machine)
@@ -371,9 +372,7 @@ class OutboundTransfer:
         if isinstance(frame, frames.Abort):
             link.unacknowledged.add(TicketId(frame.ticket))
         header = frames.encode(frame)
-        if action is Action.CORRUPT and not isinstance(
-            frame, frames.Write
-        ):  # a Write's payload was corrupted
+        if action is Action.CORRUPT and not isinstance(frame, frames.Write):  # a Write's payload was corrupted
             header = bytes(flipped(memoryview(header)))
         for _ in range(2 if action is Action.DUPLICATE else 1):
             link.send(header, payload)

@@ -1,6 +1,5 @@
 """The thread that a plane runs on: waits for commands, messages and deadlines, and sleeps otherwise."""
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -8,11 +7,11 @@ from typing import Protocol
 
 import zmq
 
+from baton import log
 from baton.clock import Clock
 from kv_transfer.transport import Pollable
 from kv_transfer.wake import Wake
 
-_log = logging.getLogger(__name__)
 _LONGEST_WAIT = 3600.0  # seconds; a deadline of infinity is no argument for poll
 
 
@@ -74,7 +73,7 @@ class PlaneThread:
                 self._run_commands()
                 self._turner.turn()
         except Exception:
-            _log.exception("the transfer thread failed: every open hand-off ends, new ones are refused")
+            log.get("transfer").exception("the transfer thread failed: open hand-offs end, new ones are refused")
         finally:
             with self._lock:
                 self._ended = True

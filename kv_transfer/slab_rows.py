@@ -35,9 +35,7 @@ class SlabRows:
     def gather(self, rows: Rows) -> memoryview:
         """A contiguous copy of the slabs."""
         out = np.empty((len(rows), self._slab_bytes), dtype=np.uint8)
-        np.take(
-            self._rows, rows, axis=0, out=out, mode="clip"
-        )  # "raise" would copy twice; rows() has checked
+        np.take(self._rows, rows, axis=0, out=out, mode="clip")  # "raise" would copy twice; rows() has checked
         return out.reshape(-1).data
 
     def scatter(self, rows: Rows, data: memoryview) -> None:

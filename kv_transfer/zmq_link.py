@@ -21,9 +21,7 @@ from kv_transfer.transport import Loss, Message, Pollable
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by the ZAP specification (ZeroMQ RFC 27)
 _ZAP_DOMAIN = b"baton"
 _HANDSHAKE_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _HEARTBEATS = 5  # per heartbeat_timeout
 _REDIAL_MS = 100
@@ -44,9 +42,7 @@ def _configure(socket: Socket, settings: TransferSettings) -> None:
 
 
 class ZmqWriterLink:
-    def __init__(
-        self, context: Context, endpoint: str, keys: ClusterKeys, settings: TransferSettings
-    ) -> None:
+    def __init__(self, context: Context, endpoint: str, keys: ClusterKeys, settings: TransferSettings) -> None:
         self._endpoint = endpoint
         self._socket = context.socket(zmq.DEALER)
         _configure(self._socket, settings)
@@ -55,10 +51,7 @@ class ZmqWriterLink:
         self._socket.curve_publickey = keys.writer.public
         self._socket.curve_secretkey = keys.writer.secret
         self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED
-            | zmq.EVENT_DISCONNECTED
-            | zmq.EVENT_CONNECT_RETRIED
-            | _HANDSHAKE_FAILED
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | _HANDSHAKE_FAILED
         )
         self._up = False
         self._refusals = 0
@@ -94,9 +87,7 @@ class ZmqWriterLink:
         elif event & _HANDSHAKE_FAILED:
             self._lose("refused the handshake: is the cluster token the same?")
         elif event == zmq.EVENT_DISCONNECTED:
-            self._lose(
-                "the connection was lost" if self._up else "closed the connection during the handshake"
-            )
+            self._lose("the connection was lost" if self._up else "closed the connection during the handshake")
         else:
             self._refusals += 1
             if self._refusals >= _REFUSALS:
@@ -153,9 +144,7 @@ class ZmqDecodeLink:
             self._socket.bind(f"tcp://{host}:{'*' if port in ('', '0') else port}")
         except zmq.ZMQError as error:
             self.close()
-            raise ConfigError(
-                f"transfer socket cannot listen on {settings.listen}: {error.strerror}"
-            ) from error
+            raise ConfigError(f"transfer socket cannot listen on {settings.listen}: {error.strerror}") from error
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = bound.rpartition(":")[2]
         self._endpoint = f"tcp://{settings.advertise}:{port}" if settings.advertise else bound

@@ -21,9 +21,9 @@ from typing import Protocol
 from baton.errors import BatonError, Incomplete, PeerGone, Stale, from_code
 from baton.types import AttemptKey, BlockIndex, Incarnation, Ticket
 from kv_transfer.core import frames
+from kv_transfer.core.events import Aborted, Committed, LayerLanded, OutboundEvent, OutboundReport, SealInfo
 from kv_transfer.core.landing import NEVER, ArenaShape, Ignored
 from kv_transfer.core.slabs import Grid, Rectangle, each_layer, manifest_digest
-from kv_transfer.plane import Aborted, Committed, LayerLanded, OutboundEvent, OutboundReport, SealInfo
 
 
 class DepartureState(Enum):
@@ -147,11 +147,7 @@ class Departure:
             return [Ignored("announce")]
         if not ready.source:
             return []
-        if (
-            not self.grid.holds(ready.area)
-            or self.grid.bits(ready.area) & self.announced
-            or self.pending_seal
-        ):
+        if not self.grid.holds(ready.area) or self.grid.bits(ready.area) & self.announced or self.pending_seal:
             return self.abort(Incomplete(f"{ready.area} was announced twice, out of range or after seal"))
         self.announced |= self.grid.bits(ready.area)
         self.last_ready = now
@@ -278,7 +274,9 @@ class Departure:
         if not self._is_ours(frame) or self.state is not DepartureState.SEALED:
             return [Ignored("stale")]
         self.state = DepartureState.COMMITTED
+        assert self.ticket is not None
         report = OutboundReport(
+            transport=self.ticket.transport,
             bytes_sent=self.bytes_sent,
             slabs_sent=self.sent.bit_count(),
             slabs_landed_before_last_layer=self.arrived_before_last_layer,
@@ -308,9 +306,7 @@ class Departure:
         if self.state not in _OPEN:
             return []
         if now >= self._answer_deadline:
-            return self.abort(
-                PeerGone(f"decode did not answer for {self.pace.answer_timeout} s (progress_timeout)")
-            )
+            return self.abort(PeerGone(f"decode did not answer for {self.pace.answer_timeout} s (progress_timeout)"))
         if now < self.next_renewal:
             return []
         self.next_renewal = now + self.pace.renew_interval
@@ -354,20 +350,13 @@ class Departure:
         return Outgoing(Rectangle(head.layer, layers, head.block, len(head.source)), head.source)
 
     def _seal_if_done(self, now: float) -> list[Output]:
-        if (
-            self.state is not DepartureState.STREAMING
-            or self.pending_seal is None
-            or self.queue
-            or self.reads
-        ):
+        if self.state is not DepartureState.STREAMING or self.pending_seal is None or self.queue or self.reads:
             return []
         assert self.ticket is not None
         wanted = self.blocks - self.ticket.first_block
         if self.sent.bit_count() != wanted * self.shape.num_layers:
             return self.abort(
-                Incomplete(
-                    f"sealed with {self.sent.bit_count()} of {wanted * self.shape.num_layers} slabs announced"
-                )
+                Incomplete(f"sealed with {self.sent.bit_count()} of {wanted * self.shape.num_layers} slabs announced")
             )
         self._unlock()
         self.state = DepartureState.SEALED

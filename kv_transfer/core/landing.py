@@ -31,8 +31,8 @@ from baton.errors import (
 )
 from baton.types import Ticket
 from kv_transfer.core import frames
+from kv_transfer.core.events import Fenced, InboundEvent, Lost, Sealed, SealInfo, Started
 from kv_transfer.core.slabs import Grid, manifest_digest
-from kv_transfer.plane import Fenced, InboundEvent, Lost, Sealed, SealInfo, Started
 
 NEVER = float("inf")
 
@@ -105,15 +105,11 @@ class Landing:
             return turned_away
         if frame.version != frames.PROTOCOL_VERSION:
             return self._lose(
-                LayoutMismatch(
-                    f"the writer speaks transfer protocol {frame.version}, decode {frames.PROTOCOL_VERSION}"
-                )
+                LayoutMismatch(f"the writer speaks transfer protocol {frame.version}, decode {frames.PROTOCOL_VERSION}")
             )
         theirs, mine = (frame.num_layers, frame.slab_bytes), (self.shape.num_layers, self.shape.slab_bytes)
         if theirs != mine:
-            return self._lose(
-                LayoutMismatch(f"(layers, slab bytes) of the writer are {theirs}, decode's {mine}")
-            )
+            return self._lose(LayoutMismatch(f"(layers, slab bytes) of the writer are {theirs}, decode's {mine}"))
         self._renew(now)
         return [frames.Credit(*self._ids, window=min(frame.window, self.credit))]
 
@@ -157,13 +153,9 @@ class Landing:
         if (turned_away := self._turn_away(frame, now)) is not None:
             return turned_away
         if not self._is_complete():
-            return self._lose(
-                Incomplete(f"sealed with {self.arrived.bit_count()} of {self.grid.slabs} slabs landed")
-            )
+            return self._lose(Incomplete(f"sealed with {self.arrived.bit_count()} of {self.grid.slabs} slabs landed"))
         if (frame.slabs, frame.size, frame.digest) != (self.grid.slabs, self.bytes_landed, self.digest):
-            return self._lose(
-                Incomplete(f"the manifest ({frame.slabs} slabs, {frame.size} bytes) is not what landed")
-            )
+            return self._lose(Incomplete(f"the manifest ({frame.slabs} slabs, {frame.size} bytes) is not what landed"))
         self.seal_info = SealInfo(frame.emitted)
         self.state = LandingState.SEALING
         return self._try_to_seal()
@@ -236,9 +228,7 @@ class Landing:
         error = self.error or Stale("the ticket is for another incarnation or attempt")
         return [
             Ignored("stale"),
-            frames.Refused(
-                frame.ticket, frame.attempt, frame.writer, frame.decode, error.code, error.message[:512]
-            ),
+            frames.Refused(frame.ticket, frame.attempt, frame.writer, frame.decode, error.code, error.message[:512]),
         ]
 
     def _try_to_seal(self) -> list[Output]:

@@ -53,8 +53,7 @@ class Leases(Generic[K]):
 
     def _rebuild(self) -> None:
         self._heap = [
-            (deadline, number, key)
-            for number, (key, deadline) in enumerate(self._deadline.items(), start=self._pushed)
+            (deadline, number, key) for number, (key, deadline) in enumerate(self._deadline.items(), start=self._pushed)
         ]
         self._heap.sort()
         self._pushed += len(self._heap)

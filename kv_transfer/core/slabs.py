@@ -79,7 +79,5 @@ def each_layer(area: Rectangle) -> Iterator[Rectangle]:
 
 def manifest_digest(so_far: int, area: Rectangle, checksum: int) -> int:
     """Add one Write to a manifest: a sum of hashes, so that the order of arrival does not matter."""
-    mixed = xxhash.xxh3_64_intdigest(
-        struct.pack("<4IQ", area.layer, area.layers, area.block, area.blocks, checksum)
-    )
+    mixed = xxhash.xxh3_64_intdigest(struct.pack("<4IQ", area.layer, area.layers, area.block, area.blocks, checksum))
     return (so_far + mixed) % (1 << 64)

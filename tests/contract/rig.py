@@ -44,9 +44,7 @@ class Inbox(queue.SimpleQueue):  # type: ignore[type-arg]
             event = self.get(timeout=PATIENCE)
             if isinstance(event, kind):
                 return event
-            assert type(event).__name__ in ("LayerLanded", "Started"), (
-                f"{event} came, {kind.__name__} was expected"
-            )
+            assert type(event).__name__ in ("LayerLanded", "Started"), f"{event} came, {kind.__name__} was expected"
 
 
 @dataclass
@@ -81,9 +79,7 @@ class Rig:
             fence=self.inbound.mint_fence(),
         )
 
-    def announce(
-        self, key: AttemptKey, source: list[int], first: int = 0, layers: list[int] | None = None
-    ) -> None:
+    def announce(self, key: AttemptKey, source: list[int], first: int = 0, layers: list[int] | None = None) -> None:
         for layer in range(self.layout.num_layers) if layers is None else layers:
             self.outbound.layer_ready(key, layer, first, [BlockIndex(block) for block in source])
 
@@ -146,7 +142,6 @@ def rig(
     finally:
         outbound.close()
         inbound.close()
-        fences.close()
         segment.close()
 
 

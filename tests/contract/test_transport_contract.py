@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kv_transfer.plane import Committed, SealInfo, Sealed
+from kv_transfer.plane import Committed, Sealed, SealInfo
 from tests.contract.rig import BACKENDS, rig
 
 
