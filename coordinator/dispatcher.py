@@ -91,6 +91,7 @@ class Dispatcher:
     async def drain(self, patience: float) -> None:
         """Refuse new requests, wait for those that run, and after `patience` seconds end the rest with Draining."""
         self.brain.drain()
+        self._changed()
         try:
             async with asyncio.timeout(patience):
                 await self._idle.wait()

@@ -34,6 +34,8 @@ OPTIONS = (
 )
 _FAILPOINT = "link.coordinator.send"
 
+Context = Any  # grpc.aio.ServicerContext, which ships without types
+
 _log = log.get("node_link")
 
 
@@ -56,7 +58,7 @@ class NodeStream:
     def close(self) -> None:
         self.closed.set()
 
-    async def drain_to(self, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+    async def drain_to(self, context: Context) -> None:
         """Write what is sent, until cancelled."""
         while True:
             while self._outbox:
@@ -69,7 +71,7 @@ class NodeStream:
                 self.send(CoordinatorMessage(ping=Ping()))
 
 
-async def _write(context: "grpc.aio.ServicerContext[Any, Any]", message: CoordinatorMessage) -> None:
+async def _write(context: Context, message: CoordinatorMessage) -> None:
     action = None
     if FAILPOINTS.armed(_FAILPOINT):
         action = await asyncio.to_thread(FAILPOINTS.hit, _FAILPOINT)  # a delay must not hold the event loop
@@ -85,7 +87,7 @@ class NodeLink(cluster_pb2_grpc.NodeLinkServicer):
         self._dispatcher = dispatcher
         self._ledgers = ledgers
 
-    async def Attach(self, _: object, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+    async def Attach(self, _: object, context: Context) -> None:
         """One node's stream, from its Join to its end."""
         await self._authenticate(context)
         stream = NodeStream(self._config.heartbeat)
@@ -104,7 +106,7 @@ class NodeLink(cluster_pb2_grpc.NodeLinkServicer):
             stream.close()
             self._dispatcher.leave(incarnation, NodeGone(f"the stream of node {first.join.name} ended"))
 
-    async def _authenticate(self, context: "grpc.aio.ServicerContext[Any, Any]") -> None:
+    async def _authenticate(self, context: Context) -> None:
         given = dict(context.invocation_metadata()).get(TOKEN_KEY, "")
         expected = self._config.cluster_token
         if expected and not hmac.compare_digest(str(given).encode(), expected.encode()):
@@ -112,7 +114,7 @@ class NodeLink(cluster_pb2_grpc.NodeLinkServicer):
             _log.warning("a node came with a wrong cluster token", peer=context.peer())
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"metadata {TOKEN_KEY} is missing or wrong")
 
-    async def _first(self, context: "grpc.aio.ServicerContext[Any, Any]") -> NodeMessage:
+    async def _first(self, context: Context) -> NodeMessage:
         try:
             async with asyncio.timeout(JOIN_TIMEOUT):
                 message = await context.read()
@@ -122,7 +124,7 @@ class NodeLink(cluster_pb2_grpc.NodeLinkServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Join")
         return message  # type: ignore[no-any-return]
 
-    async def _read(self, context: "grpc.aio.ServicerContext[Any, Any]", incarnation: Incarnation) -> None:
+    async def _read(self, context: Context, incarnation: Incarnation) -> None:
         counters = self._dispatcher.brain.counters
         while (message := await context.read()) is not grpc.aio.EOF:
             if message.incarnation != incarnation:

@@ -168,7 +168,7 @@ class RequestTable:
             record.marks.mark("first_token", now)
             attempt.answer_by = None
         record.emitted += tokens
-        self.counters.generated_tokens += len(tokens)
+        self.counters.generated_tokens += 0 if record.internal else len(tokens)
         self.last_progress = now
         self.out.append(Emit(record.request.id, Delta(tuple(tokens))))
 
@@ -181,7 +181,7 @@ class RequestTable:
         attempt.counted = True
         if record.sources is None:
             record.sources = sources.split(attempt.ended, attempt.admitted)
-            for source, tokens in record.sources._asdict().items():
+            for source, tokens in record.sources._asdict().items() if not record.internal else ():
                 self.counters.prompt_tokens[source] += tokens
         else:
             recomputed = sources.computed(attempt.ended, attempt.admitted)
