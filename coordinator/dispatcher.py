@@ -17,11 +17,11 @@ from baton.pb.cluster_pb2 import CoordinatorMessage
 from baton.types import Incarnation, Request, RequestId, mint_id
 from coordinator.core.brain import Brain
 from coordinator.core.identity import JoinInfo
-from coordinator.core.messages import Admit, Effect, Emit, End, Heartbeat, Leaving, Lost, NodeInput, Send
+from coordinator.core.messages import Admit, Effect, Emit, End, Finished, Heartbeat, Leaving, Lost, NodeInput, Send
 from coordinator.core.placement import LeastLoaded
 from coordinator.core.registry import Registry
 from coordinator.core.requests import Settings
-from coordinator.generation import Submission
+from coordinator.generation import Delta, Done, Submission
 from coordinator.node_messages import order_to_pb, welcome
 from coordinator.stream import MAX_UNREAD, Stream
 
@@ -152,9 +152,9 @@ class Dispatcher:
 
     def _carry_out_one(self, effect: Effect) -> None:
         match effect:
-            case Emit(request, delta):
+            case Emit(request, tokens):
                 stream = self._streams.get(request)
-                if stream is not None and not stream.push(delta):
+                if stream is not None and not stream.push(Delta(tokens)):
                     self._cancel(request, SlowReader(f"the client left more than {MAX_UNREAD} tokens unread"))
             case Send(node, message):
                 link = self.links.get(node)
@@ -176,7 +176,11 @@ class Dispatcher:
     def _ended(self, end: End) -> None:
         stream = self._streams.pop(end.request, None)
         if stream is not None:
-            stream.end(end.result)
+            result = end.result
+            if isinstance(result, Finished):
+                stream.end(Done(result.reason, result.cached_tokens, end.timeline))
+            else:
+                stream.end(result)
         if not self._streams:
             self._idle.set()
         for callback in self.on_end:

@@ -16,6 +16,7 @@ from baton import log, wire
 from baton.config import Config
 from baton.errors import ConfigError, NodeGone
 from baton.failpoints import FAILPOINTS, Action
+from baton.limits import MAX_UNSENT
 from baton.pb import cluster_pb2_grpc
 from baton.pb.cluster_pb2 import CoordinatorMessage, NodeMessage, Ping, Refusal
 from baton.types import Incarnation
@@ -25,13 +26,6 @@ from coordinator.node_messages import input_from_pb, join_from_pb
 
 TOKEN_KEY = "baton-cluster-token"
 JOIN_TIMEOUT = 5.0  # seconds
-MAX_OUTBOX = 4096  # messages a node may leave unread
-MAX_MESSAGE_BYTES = 16 << 20  # a Work with its whole context, a ledger with every owner
-OPTIONS = (
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),
-)
 _FAILPOINT = "link.coordinator.send"
 
 Context = Any  # grpc.aio.ServicerContext, which ships without types
@@ -49,7 +43,7 @@ class NodeStream:
         self._wake = asyncio.Event()
 
     def send(self, message: CoordinatorMessage) -> None:
-        if len(self._outbox) >= MAX_OUTBOX:
+        if len(self._outbox) >= MAX_UNSENT:
             self.close()
         if not self.closed.is_set():
             self._outbox.append(message)

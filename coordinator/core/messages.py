@@ -8,8 +8,17 @@ from dataclasses import dataclass
 from baton.errors import BatonError
 from baton.pb.cluster_pb2 import NodeStats
 from baton.pb.common_pb2 import HandoffReport, Timeline
-from baton.types import AttemptKey, Incarnation, NodeName, PeerAddress, RequestId, Ticket, TokenEvent, Work
-from coordinator.generation import Delta, Done
+from baton.types import (
+    AttemptKey,
+    FinishReason,
+    Incarnation,
+    NodeName,
+    PeerAddress,
+    RequestId,
+    Ticket,
+    TokenEvent,
+    Work,
+)
 
 # what nodes say
 
@@ -136,7 +145,15 @@ class Admit:
 @dataclass(frozen=True, slots=True)
 class Emit:
     request: RequestId
-    delta: Delta
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The good end. `cached_tokens`: prompt tokens that the first placement did not have to compute."""
+
+    reason: FinishReason
+    cached_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +162,7 @@ class End:
     `internal` marks a request that no client made."""
 
     request: RequestId
-    result: Done | BatonError
+    result: Finished | BatonError
     tokens: int
     timeline: Timeline
     ttft: float | None

@@ -12,14 +12,13 @@ from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request
 from coordinator.core import sources
 from coordinator.core.counters import CLASS, INTERNAL, Counters
 from coordinator.core.loads import Loads
-from coordinator.core.messages import Admit, Cancel, Effect, Emit, End, GiveTicket, Prefill, Send, Submit
+from coordinator.core.messages import Admit, Cancel, Effect, Emit, End, Finished, GiveTicket, Prefill, Send, Submit
 from coordinator.core.placement import Choice, Demand, Placement
 from coordinator.core.queue import WaitingQueue
 from coordinator.core.record import Attempt, Record, RequestState
 from coordinator.core.registry import Registry
 from coordinator.core.timeline import Marks, Ring
 from coordinator.core.timers import Timers
-from coordinator.generation import Delta, Done
 
 UNSERVED_PATIENCE = 1.0  # seconds a new request waits for nodes that could serve it
 CHOICE = 0  # of every request: several choices are child requests
@@ -170,7 +169,7 @@ class RequestTable:
         record.emitted += tokens
         self.counters.generated_tokens += 0 if record.internal else len(tokens)
         self.last_progress = now
-        self.out.append(Emit(record.request.id, Delta(tuple(tokens))))
+        self.out.append(Emit(record.request.id, tuple(tokens)))
 
     def count_sources(self, record: Record, attempt: Attempt, *, last: bool = False) -> None:
         """Once an attempt: when both nodes have reported, or with what is known at its end."""
@@ -232,11 +231,11 @@ class RequestTable:
         self._unadmitted.discard(request)
         timeline = record.marks.timeline(now, record.attempts)
         self.ended.add(request, timeline)
-        outcome: Done | BatonError
+        outcome: Finished | BatonError
         if isinstance(result, FinishReason):
             record.to(RequestState.FINISHED)
             label = result.value
-            outcome = Done(result, record.sources.cached if record.sources else 0, timeline)
+            outcome = Finished(result, record.sources.cached if record.sources else 0)
         else:
             record.to(RequestState.FAILED)
             label, outcome = result.code, result

@@ -7,12 +7,13 @@ from typing import Any
 import grpc
 
 from baton.config import Config
+from baton.limits import LINK_OPTIONS
 from baton.pb import cluster_pb2_grpc
 from baton.types import FinishReason, SamplingParams
 from coordinator.dispatcher import Dispatcher
 from coordinator.generation import Delta, Done, Submission
 from coordinator.ledgers import Ledgers
-from coordinator.node_link import OPTIONS, NodeLink
+from coordinator.node_link import NodeLink
 from coordinator.stream import Stream
 from tests.fakes import FakeNode, FakePlane, expected_tokens, serve_decode, serve_prefill
 
@@ -51,7 +52,7 @@ async def collect(stream: Stream) -> tuple[tuple[int, ...], Done]:
 @asynccontextmanager
 async def cluster(**fields: Any) -> AsyncIterator[Cluster]:
     it = Cluster(Config(**fields))
-    server = grpc.aio.server(options=OPTIONS)
+    server = grpc.aio.server(options=LINK_OPTIONS)
     cluster_pb2_grpc.add_NodeLinkServicer_to_server(NodeLink(it.config, it.dispatcher, it.ledgers), server)
     it.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
