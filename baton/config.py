@@ -8,7 +8,7 @@ import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -109,9 +109,8 @@ def description(field: str) -> str:
 def choices(field: str) -> tuple[str, ...]:
     """The words a field accepts, () if it is not a choice."""
     hint = _HINTS[field]
-    literal = getattr(hint, "__origin__", hint)
-    found = get_args(literal)
-    return tuple(found) if all(isinstance(word, str) for word in found) else ()
+    literal = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    return get_args(literal) if get_origin(literal) is Literal else ()
 
 
 def resolve(flags: Mapping[str, object], *, environ: Mapping[str, str] = os.environ, file: str | None = None) -> Config:

@@ -1,0 +1,101 @@
+"""Flags are made from the settings table and leave no trace unless typed."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from baton import config, config_flags
+from baton.config import Config
+from baton.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for field in Config.__struct_fields__:
+        monkeypatch.delenv(f"BATON_{field.upper()}", raising=False)
+
+
+def parse(*argv: str, fields: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    config_flags.add_flags(parser, fields)
+    return parser.parse_args(argv)
+
+
+def load(*argv: str) -> Config:
+    return config_flags.load(argv, prog="baton", description="")
+
+
+def test_every_setting_has_a_flag() -> None:
+    text = argparse.ArgumentParser(allow_abbrev=False)
+    config_flags.add_flags(text)
+    shown = text.format_help()
+    for field in Config.__struct_fields__:
+        assert f"--{field.replace('_', '-')}" in shown
+
+
+def test_nothing_typed_is_nothing_given() -> None:
+    assert config_flags.given(parse()) == {}
+
+
+def test_help_shows_default_and_choices() -> None:
+    parser = argparse.ArgumentParser(prog="x")
+    config_flags.add_flags(parser, ["port", "device", "api_key"])
+    shown = " ".join(parser.format_help().split())
+    assert "HTTP port; 0 picks a free one (default 8000)" in shown
+    assert "{auto,cpu,cuda}" in shown
+    assert "--model" not in shown
+
+
+def test_typed_values_are_converted_by_the_table() -> None:
+    settings = load("--port", "0", "--request-timeout=1.5", "--insecure", "--dtype", "bfloat16")
+    assert (settings.port, settings.request_timeout, settings.insecure) == (0, 1.5, True)
+    assert settings.dtype == "bfloat16"
+    assert load("--no-insecure").insecure is False
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--port", "70000"], "port is '70000'"),
+        (["--port", "many"], "port is 'many'"),
+        (["--set", "port"], "not KEY=VALUE"),
+        (["--set", "colour=red"], "no setting 'colour'"),
+        (["--set", "port=1", "--port", "2"], "port is given as '2' and as '1'"),
+        (["--set", "request_timeout=0"], "request_timeout is '0'"),
+        (["--config", "/nowhere.toml"], "/nowhere.toml"),
+    ],
+)
+def test_bad_values_name_the_setting(argv: list[str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        load(*argv)
+
+
+def test_a_contradicted_secret_is_not_shown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load("--set", "api_key=alpha", "--api-key", "beta")
+    assert "alpha" not in str(caught.value)
+    assert "beta" not in str(caught.value)
+
+
+@pytest.mark.parametrize("argv", [["--device", "tpu"], ["--prt", "1"], ["--por", "1"]])
+def test_unknown_flags_and_words_exit_with_two(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        load(*argv)
+    assert caught.value.code == 2
+    assert argv[0] in capsys.readouterr().err
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "baton.toml"
+    file.write_text("port = 1\ngrpc_port = 2\nadmin_port = 3\n")
+    monkeypatch.setenv("BATON_PORT", "11")
+    monkeypatch.setenv("BATON_GRPC_PORT", "12")
+    settings = load("--config", str(file), "--port", "21")
+    assert (settings.port, settings.grpc_port, settings.admin_port) == (21, 12, 3)
+    assert settings.cluster_port == 0
+
+
+def test_set_reaches_settings_without_a_flag_here() -> None:
+    namespace = parse("--set", "block-size=32", fields=["port"])
+    assert config.resolve(config_flags.given(namespace)).block_size == 32
