@@ -1,5 +1,5 @@
-"""What a node says to the coordinator. Called on the compute thread; the message leaves on the event loop. Every message
-is stamped with the incarnation under which its work was given, so that a late one is recognised and dropped."""
+"""What a node says to the coordinator. Called on the compute thread; the message leaves on the event loop. Each is
+stamped with the incarnation under which its work was given, so that a late one is recognised and dropped."""
 
 from collections.abc import Callable, Sequence
 

@@ -3,10 +3,10 @@
 import sys
 
 from baton.types import Role
-from prefill_node.role import PrefillRole
 from kv_transfer.factory import outbound_plane
 from node_engine.host.launch import launch
 from node_engine.role import NodeParts, RolePolicy
+from prefill_node.role import PrefillRole
 
 
 def make_role(parts: NodeParts) -> RolePolicy:

@@ -204,9 +204,7 @@ class PrefillRole:
             self._scheduler.cancel(sequence.key)
             return
         handoff.cached_tokens = sequence.num_cached
-        self._report.prefill_ended(
-            sequence.key, handoff.computed_tokens, sequence.num_cached, handoff.compute_seconds
-        )
+        self._report.prefill_ended(sequence.key, handoff.computed_tokens, sequence.num_cached, handoff.compute_seconds)
         if handoff.alone or outcome.event.finish is not None:
             self._report.tokens([outcome.event])
             self._end(sequence.key, Cancelled("the first token ends the request"), tell=False)

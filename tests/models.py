@@ -131,9 +131,7 @@ def reference_generate(model: Path | PreTrainedModel, prompt: Sequence[int], max
             pad_token_id=0,
         )
     best = torch.stack(answer.scores)[:, 0].float().topk(2, dim=-1).values
-    return Generated(
-        tuple(answer.sequences[0, len(prompt) :].tolist()), float((best[:, 0] - best[:, 1]).min())
-    )
+    return Generated(tuple(answer.sequences[0, len(prompt) :].tolist()), float((best[:, 0] - best[:, 1]).min()))
 
 
 @dataclass(frozen=True, slots=True)

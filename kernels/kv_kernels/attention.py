@@ -79,11 +79,7 @@ def _group(arena: torch.Tensor, first: int, contexts: Sequence[Context], dtype: 
     mask = None
     if int(lengths.min()) < tokens:
         hidden = torch.arange(tokens) >= lengths[:, None]
-        mask = (
-            torch.zeros(hidden.shape, dtype=dtype)
-            .masked_fill_(hidden, -math.inf)[:, None, None]
-            .to(arena.device)
-        )
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)[:, None, None].to(arena.device)
     return DecodeGroup(arena, first, first + len(contexts), _rows(arena, tables), mask)
 
 

@@ -3,6 +3,7 @@
 import os
 import threading
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton import log
@@ -20,6 +21,13 @@ class Stop:
     """The last item of an inbox."""
 
 
+@dataclass(frozen=True, slots=True)
+class WhenIdle:
+    """Call back, once, as soon as the node holds nothing for anybody."""
+
+    call: Callable[[], None]
+
+
 class ComputeThread:
     """Runs `receive, decide, compute, deliver` until told to stop. A step that raises fails its own attempts; an error
     anywhere else is a defect of ours, and the process ends at once so that nothing wrong can be served."""
@@ -31,6 +39,7 @@ class ComputeThread:
         self._role: RolePolicy | None = None
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._log = log.get("compute")
+        self._when_idle: Callable[[], None] | None = None
         self._progress_at: float | None = None  # of a thread at work; None while it waits for something to do
 
     def start(self, role: RolePolicy) -> None:
@@ -71,12 +80,17 @@ class ComputeThread:
         assert self._role is not None
         if wait:
             self._progress_at = None
+            if self._when_idle is not None and self._role.holding == 0:
+                self._when_idle()
+                self._when_idle = None
         items = self._inbox.drain(wait=wait)
         self._progress_at = self._clock()
         for item in items:
             match item:
                 case Stop():
                     return False
+                case WhenIdle(call):
+                    self._when_idle = call
                 case LedgerQuery(query):
                     self._parts.report.ledger(query, self._parts.pool.ledger())
                 case _:

@@ -84,7 +84,9 @@ class CoordinatorLink:
                     await self._session(self._call)
             except grpc.aio.AioRpcError as error:
                 if error.code() in _REFUSED_CODES:
-                    raise ConfigError(f"coordinator {self._address}: {error.details()}: check --cluster-token") from None
+                    raise ConfigError(
+                        f"coordinator {self._address}: {error.details()}: check --cluster-token"
+                    ) from None
                 self._log.warning("coordinator unreachable", address=self._address, code=error.code().name)
             except TimeoutError:
                 self._log.warning("coordinator silent", address=self._address, seconds=self._silence)

@@ -14,11 +14,11 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from baton import log, wire
+from baton import segment as segments
 from baton.clock import steady
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.pb import cluster_pb2
-from baton import segment as segments
 from baton.segment import Segment
 from baton.types import NodeName, Role, mint_id
 from node_engine.core.block_pool import BlockPool
@@ -26,14 +26,12 @@ from node_engine.core.messages import Command
 from node_engine.core.scheduler import Scheduler, SchedulerLimits
 from node_engine.core.sequence import SequenceState
 from node_engine.core.step import Engine
-from node_engine.host.compute import ComputeThread
+from node_engine.host.compute import ComputeThread, WhenIdle
 from node_engine.host.coordinator_link import CoordinatorLink
 from node_engine.host.engines import build_engine, cache_blocks
 from node_engine.host.inbox import Inbox
 from node_engine.reporter import Reporter
 from node_engine.role import NodeParts, RolePolicy
-
-_DRAIN_CHECK = 0.05  # seconds between looks at whether anything is still held, while leaving
 
 MakeRole = Callable[[NodeParts], RolePolicy]
 
@@ -120,9 +118,13 @@ class _Node:
         """Tell the coordinator, and let what is held here end: hand-offs, not only responses."""
         leaving = cluster_pb2.Leaving(reason="stopping")
         self._link.send(cluster_pb2.NodeMessage(incarnation=self._parts.report.incarnation, leaving=leaving))
-        deadline = steady() + self._config.drain_timeout
-        while self._role.holding and self._link.joined and steady() < deadline:
-            await asyncio.sleep(_DRAIN_CHECK)
+        loop, idle = asyncio.get_running_loop(), asyncio.Event()
+        self._inbox.put(WhenIdle(lambda: _soon(loop, idle.set)))
+        try:
+            async with asyncio.timeout(self._config.drain_timeout):
+                await idle.wait()
+        except TimeoutError:
+            log.get("node").warning("leaving with work unfinished", seconds=self._config.drain_timeout)
 
     def _deliver(self, command: Command) -> None:
         self._role.preview(command)
@@ -164,12 +166,10 @@ class _Node:
         )
 
 
-def _soon(
-    loop: asyncio.AbstractEventLoop, send: Callable[[cluster_pb2.NodeMessage], None], message: cluster_pb2.NodeMessage
-) -> None:
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: object) -> None:
     """From the compute thread to the loop. A loop that has ended has nobody left to tell."""
     if not loop.is_closed():
-        loop.call_soon_threadsafe(send, message)
+        loop.call_soon_threadsafe(call, *arguments)
 
 
 async def _serve_health(config: Config) -> int:

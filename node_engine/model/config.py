@@ -45,9 +45,7 @@ class ModelConfig:
 def load_config(folder: Path) -> ModelConfig:
     """Read config.json and generation_config.json. Raises ConfigError."""
     if not folder.is_dir():
-        raise ConfigError(
-            f"model folder {folder}: no such folder: give --model the path of a Hugging Face folder"
-        )
+        raise ConfigError(f"model folder {folder}: no such folder: give --model the path of a Hugging Face folder")
     raw = _read_json(folder / "config.json")
     generation_file = folder / "generation_config.json"
     generation = _read_json(generation_file) if generation_file.exists() else {}
@@ -110,9 +108,7 @@ def _read_json(path: Path) -> Json:
 def _architecture(raw: Json) -> str:
     names = raw.get("architectures") or []
     if len(names) != 1 or names[0] not in ARCHITECTURES:
-        raise ConfigError(
-            f"architectures {names!r} in config.json: Baton serves one of {', '.join(ARCHITECTURES)}"
-        )
+        raise ConfigError(f"architectures {names!r} in config.json: Baton serves one of {', '.join(ARCHITECTURES)}")
     return str(names[0])
 
 
@@ -123,15 +119,11 @@ def _refuse_unsupported(raw: Json) -> None:
         )
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
-        raise ConfigError(
-            f"quantization_config with quant_method {method!r}: Baton reads unquantized weights only"
-        )
+        raise ConfigError(f"quantization_config with quant_method {method!r}: Baton reads unquantized weights only")
     if raw.get("hidden_act", "silu") != "silu":
         raise ConfigError(f"hidden_act {raw['hidden_act']!r}: only 'silu' is built")
     if raw.get("use_sliding_window"):
-        raise ConfigError(
-            "use_sliding_window true: sliding-window attention is not built; serve a model without it"
-        )
+        raise ConfigError("use_sliding_window true: sliding-window attention is not built; serve a model without it")
     for index, kind in enumerate(raw.get("layer_types") or ()):
         if kind not in _ATTENTION_TYPES:
             raise ConfigError(f"layer_types[{index}] {kind!r}: only {sorted(_ATTENTION_TYPES)} are built")

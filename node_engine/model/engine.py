@@ -80,9 +80,7 @@ class ModelEngine:
             else:
                 weights = load_weights(folder, config, kind, where, kernels)
             model = Transformer(config, weights, kernels)
-        return cls(
-            config, model, kernels, layout, where, _resolve_length(max_model_len, config), weights.digest
-        )
+        return cls(config, model, kernels, layout, where, _resolve_length(max_model_len, config), weights.digest)
 
     @property
     def layout(self) -> KVLayout:
@@ -180,7 +178,5 @@ def _resolve_length(asked: int | None, config: ModelConfig) -> int:
     if asked is None:
         return longest
     if not 1 <= asked <= longest:
-        raise ConfigError(
-            f"--max-model-len {asked}: the model's max_position_embeddings allows 1 to {longest}"
-        )
+        raise ConfigError(f"--max-model-len {asked}: the model's max_position_embeddings allows 1 to {longest}")
     return asked

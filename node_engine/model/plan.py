@@ -53,9 +53,7 @@ class Planner:
     def plan(self, batch: StepBatch) -> StepPlan:
         """Raises ValueError for an empty slice or a block table that is too short."""
         contexts = [self._context(piece) for piece in batch.slices]
-        order = sorted(
-            range(len(contexts)), key=lambda i: (len(batch.slices[i].tokens) > 1, -contexts[i].length)
-        )
+        order = sorted(range(len(contexts)), key=lambda i: (len(batch.slices[i].tokens) > 1, -contexts[i].length))
         pieces = [batch.slices[i] for i in order]
         tables = [contexts[i] for i in order]
         positions = [np.arange(p.start, p.start + len(p.tokens), dtype=np.int64) for p in pieces]
@@ -86,9 +84,7 @@ class Planner:
 
     def _slots(self, tables: list[Context], positions: list[Ints]) -> Slots:
         blocks = [t.blocks[p // self._block_size] for t, p in zip(tables, positions, strict=True)]
-        return Slots(
-            self._tensor(np.concatenate(blocks)), self._tensor(np.concatenate(positions) % self._block_size)
-        )
+        return Slots(self._tensor(np.concatenate(blocks)), self._tensor(np.concatenate(positions) % self._block_size))
 
     def _begun(self, pieces: list[Slice], tables: list[Context]) -> Ints:
         """The last block of a slice, where the slice writes its first token but not its last."""

@@ -38,11 +38,7 @@ def parse_rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in TYPES:
         raise ConfigError(f"{key} of type {kind!r}: only {', '.join(TYPES)} are built")
-    theta = (
-        _number(scaling, key, "rope_theta")
-        if "rope_theta" in scaling
-        else float(raw.get("rope_theta", 10000.0))
-    )
+    theta = _number(scaling, key, "rope_theta") if "rope_theta" in scaling else float(raw.get("rope_theta", 10000.0))
     if kind == "default":
         return RopeConfig(kind, theta)
     given = dict(scaling)

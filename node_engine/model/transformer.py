@@ -19,9 +19,7 @@ class Transformer:
         self._kernels = kernels
         self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(weights.embedding.device)
 
-    def forward(
-        self, plan: StepPlan, arena: torch.Tensor, on_layer: OnLayer | None = None
-    ) -> torch.Tensor | None:
+    def forward(self, plan: StepPlan, arena: torch.Tensor, on_layer: OnLayer | None = None) -> torch.Tensor | None:
         """One pass over the step's tokens: [tokens, hidden] in, KV into the arena, logits [sampled, vocab] out.
 
         None when nothing is sampled: the last layer then ends once its KV is written. When only some rows are, all

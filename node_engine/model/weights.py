@@ -94,9 +94,7 @@ def load_weights(
     return ModelWeights(*weights, digest=digest.finish())
 
 
-def dummy_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: TorchKernels
-) -> ModelWeights:
+def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device, kernels: TorchKernels) -> ModelWeights:
     """Random weights, the same in every process, for measurements without a download."""
     generator = torch.Generator().manual_seed(DUMMY_SEED)
     shapes = expected_shapes(config)
