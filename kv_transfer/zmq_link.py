@@ -4,6 +4,7 @@ Each end has a context of its own, so that the one authenticator a context can h
 are translated here and go no further.
 """
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,7 @@ _ZAP_DOMAIN = b"baton"
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+_HAS_PORT = re.compile(r"(\[.+\]|[^:]+):\d+")
 _HEARTBEATS = 5  # per heartbeat_timeout
 _REDIAL_MS = 100
 _REFUSALS = 3  # connections refused in a row before a link that never was up is given up
@@ -147,7 +149,7 @@ class ZmqDecodeLink:
             raise ConfigError(f"transfer socket cannot listen on {settings.listen}: {error.strerror}") from error
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = bound.rpartition(":")[2]
-        self._endpoint = f"tcp://{settings.advertise}:{port}" if settings.advertise else bound
+        self._endpoint = f"tcp://{_dialled(settings.advertise, port)}" if settings.advertise else bound
 
     @property
     def endpoint(self) -> str:
@@ -195,3 +197,8 @@ class ZmqDecodeLink:
         self._socket.close(0)
         self._zap.close(0)
         self._context.term()
+
+
+def _dialled(advertise: str, port: str) -> str:
+    """`advertise` with the bound port, unless it names one: behind a port mapping the two differ."""
+    return advertise if _HAS_PORT.fullmatch(advertise) else f"{advertise}:{port}"
