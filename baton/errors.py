@@ -5,7 +5,7 @@
      |   InvalidRequest 400, TooLong 400, TooLarge 413, Unauthenticated 401, NotFound 404, NotAvailable 501,
      |   Overloaded 429, Draining 503, Unavailable 503
      + HandoffFailed    a hand-off that did not commit: placed again, else 503
-     |   PeerGone, LayoutMismatch, Incomplete, ChecksumMismatch, Stale, LeaseExpired
+     |   PeerGone, LayoutMismatch, Incomplete, ChecksumMismatch, Stale, LeaseExpired, Unmappable
      + NodeFailed       a node could not go on: placed again, else 503
      |   OutOfBlocks, OutOfMemory, Stalled, Preempted, NodeGone
      + SlowReader       the client read too slowly; its stream was cut
@@ -136,6 +136,12 @@ class Stale(HandoffFailed):
 
 class LeaseExpired(HandoffFailed):
     code = "lease_expired"
+
+
+class Unmappable(HandoffFailed):
+    """The writer cannot map decode's segment: the two are not on one host after all."""
+
+    code = "unmappable"
 
 
 class NodeFailed(BatonError):

@@ -1,18 +1,17 @@
 """An engine without a model: it waits as long as a cost model says, and its tokens are a hash of the context.
 
-It stands in for a model wherever the protocol, and not the arithmetic, is on trial. Its KV is real bytes in
-the real arena. The record of the token at position p is
+It stands in for a model wherever the protocol, and not the arithmetic, is on trial. Its KV is real bytes in the real
+arena. The record of the token at position p is
 
-    word 0      token id                             digest_p = digest_{p-1} + mix(token, p)      (mod 2**64)
-    words 1, 2  digest of the context up to p
+    word 0      token id
+    words 1, 2  digest of the context up to p:  digest_p = digest_{p-1} + mix(token, p)  mod 2**64
     words 3..   a pattern of both and of the place: layer, K or V, head, word
 
-so that the next token, a hash of the digest *read from the arena*, depends on the whole context, as attention
-does. KV that was never written, belongs to other tokens, positions or layers, or has a flipped bit does not
-match its pattern; the mismatch is mixed into the hash. **Wrong KV therefore gives a wrong token, not an
-error**: it is what a model would do, and the comparison with `paced_reference` has to notice. The whole
-context is read when a sequence is first seen (after a hand-off or a cache hit); later steps read its last
-block only, because the rest was checked and belongs to it.
+so that the next token, a hash of the digest *read from the arena*, depends on the whole context, as attention does. KV
+that was never written, belongs to other tokens, positions or layers, or has a flipped bit does not match its pattern;
+the mismatch goes into the digest. **Wrong KV therefore gives wrong tokens, not an error**: it is what a model would do,
+and the comparison with `paced_reference` has to notice. The whole context is read when a sequence is first seen (after
+a hand-off or a cache hit) or does not go on where it stopped; other steps read its last block only.
 """
 
 import hashlib
@@ -24,22 +23,23 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from baton.clock import Clock, steady
 from baton.errors import ConfigError
 from baton.kv_layout import KVLayout
-from baton.types import BlockIndex
 from node_engine.core.step import OnLayer, SampleSpec, SequenceId, Slice, StepBatch
 
 PACED_LAYOUT = KVLayout(num_layers=4, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 
 _Words = npt.NDArray[np.uint32]
 _Longs = npt.NDArray[np.uint64]
+_Ints = npt.NDArray[np.int64]
 _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
 class PacedCosts:
-    """How long a step takes, in microseconds. A slice of one token that samples counts as decode, any other
-    as prefill; *resident* and *cached* tokens are those whose KV the slice finds in the arena."""
+    """How long a step takes, in microseconds. A slice of one token that samples counts as decode, any other as
+    prefill; *resident* and *cached* tokens are those whose KV the slice finds in the arena."""
 
     step_base: float = 0.0
     prefill_per_token: float = 20.0
@@ -63,8 +63,8 @@ FREE_OF_COST = PacedCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class PacedEngine:
-    """See the module. `wait(seconds)` is called once per layer; `eos_probability` makes EOS end outputs now
-    and then."""
+    """An `Engine`; see the module. `wait(seconds)` is called at most once per layer, for what the costs leave after the
+    time that the step itself took. With `eos_probability` EOS ends outputs now and then."""
 
     def __init__(
         self,
@@ -75,22 +75,22 @@ class PacedEngine:
         eos_token_ids: tuple[int, ...] = (0,),
         eos_probability: float = 0.0,
         max_model_len: int = 8192,
+        clock: Clock = steady,
         wait: Callable[[float], None] | None = None,
     ) -> None:
         if layout.dtype != "float32" or layout.head_dim < 4:
-            raise ConfigError(
-                f"the paced engine needs float32 and head_dim >= 4, not {layout.dtype}, {layout.head_dim}"
-            )
+            raise ConfigError(f"the paced engine needs float32 and head_dim >= 4, not {layout}")
         self._costs = costs if costs is not None else PacedCosts()
         self._layout = layout
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._eos_probability = eos_probability
         self._max_model_len = max_model_len
+        self._clock = clock
         self._wait = wait if wait is not None else _wait
         self._site = _site_words(layout)
         self._kv: _Words = np.zeros(0, np.uint32)
-        self._seen: OrderedDict[SequenceId, None] = OrderedDict()  # whose context was read in full
+        self._seen: OrderedDict[SequenceId, int] = OrderedDict()  # position after the last slice
         self._seen_limit = 0
 
     @property
@@ -123,53 +123,62 @@ class PacedEngine:
         self._seen.clear()
 
     def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[int | None, ...]:
+        began, seconds = self._clock(), self._costs.seconds(batch)
         for source, destination in batch.copies:
             self._kv[destination] = self._kv[source]
-        writes, sampled = [], []
-        for piece in batch.slices:
-            before, damage = self._read_context(piece)
-            digests = before + np.cumsum(_mix_tokens(piece.tokens, piece.start))
-            writes.append((piece, self._records(np.array(piece.tokens, np.uint64), digests)))
-            last = (int(digests[-1]) + damage) & _MASK
-            sampled.append(None if piece.sample is None else self._draw(last, piece.sample))
-        pause = self._costs.seconds(batch) / self._layout.num_layers
+        before = self._read_contexts(batch.slices)
+        new = self._places(batch.slices, [(each.start, each.start + len(each.tokens)) for each in batch.slices])
+        tokens = np.array([token for each in batch.slices for token in each.tokens], np.uint64)
+        digests = before[new.owner] + new.sums(_mix_tokens(tokens, new.positions))
+        records = self._records(tokens, digests)
         for layer in range(self._layout.num_layers):
-            for piece, records in writes:
-                self._write(piece, layer, records)
-            if pause > 0:
-                self._wait(pause)
+            self._kv[:, layer][new.blocks, :, :, new.offsets] = records[:, layer]
+            left = began + seconds * (layer + 1) / self._layout.num_layers - self._clock()
+            if left > 0:
+                self._wait(left)
             if on_layer is not None:
                 on_layer(layer)
-        return tuple(sampled)
+        last = digests[new.ends - 1].tolist()
+        return tuple(
+            None if each.sample is None else self._draw(digest, each.sample)
+            for each, digest in zip(batch.slices, last, strict=True)
+        )
+
+    def _draw(self, digest: int, sample: SampleSpec) -> int:
+        return _draw(digest, sample.position, self._vocab_size, self._eos, self._eos_probability, sample.forbidden)
 
     # KV
 
-    def _read_context(self, piece: Slice) -> tuple[np.uint64, int]:
-        """Digest of the tokens before the slice as the arena has it, and a value that is 0 only if all that
-        was read is as it should be."""
-        known = piece.sequence in self._seen
-        self._seen[piece.sequence] = None
+    def _read_contexts(self, slices: Sequence[Slice]) -> _Longs:
+        """Per slice, the digest of the tokens before it as the arena has it; another number if anything that was read
+        is not as it should be, so that all that is written from now on is wrong as well."""
+        before = np.zeros(len(slices), np.uint64)
+        old = self._places(slices, [(self._unread(each), each.start) for each in slices])
+        read = old.ends > old.starts
+        if not read.any():
+            return before
+        records = self._kv[old.blocks, :, :, :, old.offsets]
+        tokens = records[:, 0, 0, 0, 0].astype(np.uint64)
+        digests = records[:, 0, 0, 0, 1].astype(np.uint64) | records[:, 0, 0, 0, 2].astype(np.uint64) << np.uint64(32)
+        pattern = ((records ^ self._records(tokens, digests)) * self._site).sum((1, 2, 3, 4), np.uint64)
+        previous = np.roll(digests, 1)
+        previous[old.starts[read]] = 0
+        chain = digests - previous - _mix_tokens(tokens, old.positions)
+        begun = old.starts[read]
+        chain[begun[old.positions[begun] > 0]] = 0  # what precedes was read in an earlier step
+        wrong = pattern + chain
+        damage = old.sums(np.where(wrong == 0, np.uint64(0), _mix(wrong)))
+        before[read] = (digests + damage)[old.ends[read] - 1]
+        return before
+
+    def _unread(self, piece: Slice) -> int:
+        """Where to begin reading: at its last block if the sequence goes on where it stopped, else at 0."""
+        known = self._seen.get(piece.sequence) == piece.start > 0
+        self._seen[piece.sequence] = piece.start + len(piece.tokens)
         self._seen.move_to_end(piece.sequence)
         if len(self._seen) > self._seen_limit:
             self._seen.popitem(last=False)
-        if piece.start == 0:
-            return np.uint64(0), 0
-        first = (piece.start - 1) // self._layout.block_size if known else 0
-        records = self._gather(piece.block_table, first, piece.start)
-        tokens = records[:, 0, 0, 0, 0].astype(np.uint64)
-        digests = records[:, 0, 0, 0, 1].astype(np.uint64) | records[:, 0, 0, 0, 2].astype(np.uint64) << np.uint64(32)
-        wrong = (records ^ self._records(tokens, digests)).astype(np.uint64) * (self._site | np.uint64(1))
-        steps = np.diff(digests, prepend=np.uint64(0)) - _mix_tokens(tokens, first * self._layout.block_size)
-        if first > 0:
-            steps = steps[1:]  # the digest before a later block was checked when that block was read
-        return digests[-1], _fold(wrong) ^ _fold(steps)
-
-    def _gather(self, block_table: Sequence[BlockIndex], first: int, end: int) -> _Words:
-        """Records [token][layer][k|v][kv_head][word] of positions first * block_size .. end."""
-        size = self._layout.block_size
-        blocks = self._kv[list(block_table[first : -(-end // size)])]
-        records = np.moveaxis(blocks, 4, 1).reshape(-1, *self._site.shape)
-        return records[: end - first * size]
+        return (piece.start - 1) // self._layout.block_size * self._layout.block_size if known else 0
 
     def _records(self, tokens: _Longs, digests: _Longs) -> _Words:
         """What belongs in the arena for these tokens: [token][layer][k|v][kv_head][word]."""
@@ -180,18 +189,38 @@ class PacedEngine:
         records[..., 2] = (digests >> np.uint64(32)).astype(np.uint32)[:, None, None, None]
         return records
 
-    def _write(self, piece: Slice, layer: int, records: _Words) -> None:
+    def _places(self, slices: Sequence[Slice], spans: Sequence[tuple[int, int]]) -> "_Places":
+        """Where the tokens at positions [begin, end) of each slice's sequence live; one span per slice."""
         size = self._layout.block_size
-        position, end = piece.start, piece.start + len(piece.tokens)
-        while position < end:
-            stop = min(end, (position // size + 1) * size)
-            part = records[position - piece.start : stop - piece.start, layer]
-            block = self._kv[piece.block_table[position // size], layer]
-            block[:, :, position % size : position % size + stop - position] = np.moveaxis(part, 0, 2)
-            position = stop
+        positions = [np.arange(begin, end) for begin, end in spans]
+        blocks = [
+            np.array(each.block_table[begin // size : -(-end // size)], np.int64)[span // size - begin // size]
+            for each, span, (begin, end) in zip(slices, positions, spans, strict=True)
+        ]
+        lengths = np.array([end - begin for begin, end in spans])
+        flat = np.concatenate(positions)
+        ends = np.cumsum(lengths)
+        owner = np.repeat(np.arange(len(spans)), lengths)
+        return _Places(owner, flat, np.concatenate(blocks), flat % size, ends - lengths, ends)
 
-    def _draw(self, digest: int, sample: SampleSpec) -> int:
-        return _draw(digest, sample.position, self._vocab_size, self._eos, self._eos_probability, sample.forbidden)
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Tokens of several slices in one row. Per token: the slice, the position, its block and its offset in the block;
+    per slice: where its tokens begin and end in the row."""
+
+    owner: _Ints
+    positions: _Ints
+    blocks: _Ints
+    offsets: _Ints
+    starts: _Ints
+    ends: _Ints
+
+    def sums(self, values: _Longs) -> _Longs:
+        """Running sums of `values`, one per token, that start anew with each slice."""
+        total = np.concatenate((np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)))
+        sums: _Longs = total[1:] - total[self.starts][self.owner]
+        return sums
 
 
 def paced_reference(
@@ -202,60 +231,54 @@ def paced_reference(
     eos_token_ids: tuple[int, ...] = (0,),
     eos_probability: float = 0.0,
 ) -> list[int]:
-    """The first `n` tokens that a PacedEngine of that vocabulary gives after `prompt`, computed without
-    blocks or KV. It does not stop at EOS."""
+    """The first `n` tokens that a PacedEngine of that vocabulary gives after `prompt`, computed without blocks or KV.
+    It does not stop at EOS."""
     tokens = list(prompt)
-    digest = int(_mix_tokens(tokens, 0).sum(dtype=np.uint64))
+    digest = int(_mix_tokens(np.array(tokens, np.uint64), np.arange(len(tokens))).sum(dtype=np.uint64))
     for position in range(len(prompt), len(prompt) + n):
         token = _draw(digest, position, vocab_size, eos_token_ids, eos_probability, ())
-        digest = (digest + int(_mix_tokens((token,), position)[0])) & _MASK
+        digest = (digest + _mix_int(token + (position << 32))) & _MASK
         tokens.append(token)
     return tokens[len(prompt) :]
 
 
 def _draw(
-    digest: int,
-    position: int,
-    vocab_size: int,
-    eos: Sequence[int],
-    eos_probability: float,
-    forbidden: Sequence[int],
+    digest: int, position: int, vocab_size: int, eos: Sequence[int], eos_probability: float, forbidden: Sequence[int]
 ) -> int:
-    """The token at `position` after a context with that digest."""
+    """The token at `position` after a context with that digest. EOS comes by its probability only."""
     value = _mix_int(digest ^ _mix_int(position))
     allowed_eos = [token for token in eos if token not in forbidden]
     if allowed_eos and value / (_MASK + 1) < eos_probability:
         return allowed_eos[0]
-    while True:
+    excluded = {*eos, *forbidden}
+    for _ in range(64):
         value = _mix_int(value)
-        token = value % vocab_size
-        if token not in eos and token not in forbidden:
-            return token
+        if value % vocab_size not in excluded:
+            return value % vocab_size
+    return next((token for token in range(vocab_size) if token not in excluded), 0)
 
 
 def _mix(values: _Longs) -> _Longs:
-    """Stafford's variant 13 of the 64-bit finalizer (as in SplitMix64): a bijection that scatters every
-    bit."""
+    """SplitMix64's step and finalizer (Steele, Lea, Flood 2014; constants: Stafford's variant 13): a bijection that
+    scatters every bit."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return values ^ values >> np.uint64(31)
+    mixed: _Longs = values ^ values >> np.uint64(31)
+    return mixed
 
 
 def _mix_int(value: int) -> int:
-    return int(_mix(np.array([value], np.uint64))[0])
+    """`_mix` of one number."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+    return value ^ value >> 31
 
 
-def _mix_tokens(tokens: Sequence[int] | _Longs, start: int) -> _Longs:
-    """What each token, at positions start.., adds to the digest."""
-    positions = np.arange(start, start + len(tokens), dtype=np.uint64)
-    return _mix(np.asarray(tokens, np.uint64) + (positions << np.uint64(32)))
-
-
-def _fold(values: _Longs) -> int:
-    """0 if all are 0, else almost surely not; equal mismatches at different places do not cancel."""
-    flat = values.reshape(-1)
-    return int((flat * _mix(np.arange(flat.size, dtype=np.uint64))).sum(dtype=np.uint64)) if flat.any() else 0
+def _mix_tokens(tokens: _Longs, positions: _Ints) -> _Longs:
+    """What each token at its position adds to the digest."""
+    return _mix(tokens + (positions.astype(np.uint64) << np.uint64(32)))
 
 
 def _site_words(layout: KVLayout) -> _Longs:

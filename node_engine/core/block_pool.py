@@ -1,29 +1,31 @@
 """Who may touch which block of the arena. Pure bookkeeping: no memory is read or written here.
 
-    FREE --allocate--------------------------> IN_USE --last release--> CACHED   full, hashed, the only one of its kind
-    FREE --reserve--> RESERVED                   ^  |                  > FREE     otherwise
-                         | mark_writing          |  +-- share, match: one more owner
-                         v                       |
-                      WRITING --commit-----------+      CACHED --match--> IN_USE, --evict--> FREE
-    RESERVED | WRITING --release_ticket--> FREE  |  --quarantine--> QUARANTINED --fenced--> FREE
+    FREE --allocate------------------------------------------> IN_USE --last release--> CACHED  or FREE
+    FREE --reserve--> RESERVED --mark_writing--> WRITING --commit-^ ^----- match, share ---- CACHED
+                         |                          |                                       CACHED --evict--> FREE
+                         +------------+-------------+
+                                      +--release_ticket--> FREE
+                                      +--quarantine------> QUARANTINED --fenced--> FREE
 
-Every reference is held under an owner's label, once per (owner, block): releasing what one does not hold is
-an error, and the ledger can name everybody. Running out of blocks is an answer (None); an illegal transition
-is a LedgerError.
+After its last release a block is CACHED if it is full, hashed and the only one with its content, else FREE. Every
+reference is held under an owner's label, once per (owner, block): releasing what one does not hold is an error, and the
+ledger can name everybody. Running out of blocks is an answer (None); an illegal transition is a LedgerError.
 
-Eviction is least recently used first. `release` takes a sequence's blocks in table order and retires them
-last first, and whoever holds a block holds its whole prefix; so a parent always retires after its children
-and is evicted after them: no cached block is ever stranded behind an evicted parent.
+Eviction is least recently used first. `release` takes a sequence's blocks in table order and retires them last first,
+and whoever holds a block holds its whole prefix; so a parent retires after its children and is evicted after them: no
+cached block is stranded behind an evicted parent. (If a caller breaks that order, the stranded block is not found until
+its parent is computed again.)
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from baton.types import BlockIndex, TicketId
+from node_engine.core.block_accounts import BlockAccounts
 from node_engine.core.hash_chain import HashChain
-from node_engine.core.ledger import BlockState, Ledger, LedgerEntry, LedgerError
+from node_engine.core.ledger import BlockState, Ledger, LedgerEntry, LedgerError, require
 from node_engine.core.prefix_index import IndexedBlock, PrefixIndex
 
 
@@ -47,12 +49,6 @@ class PrefixMatch:
 
 
 @dataclass(slots=True)
-class _Holding:
-    since: float
-    blocks: set[BlockIndex] = field(default_factory=set)
-
-
-@dataclass(slots=True)
 class _Promise:
     """The blocks of a ticket that has not committed."""
 
@@ -71,12 +67,9 @@ class BlockPool:
         self.block_size = block_size
         self.index = PrefixIndex()
         self._clock = clock
-        self._state = [BlockState.FREE] * num_blocks
-        self._refs = [0] * num_blocks
-        self._count = dict.fromkeys(BlockState, 0) | {BlockState.FREE: num_blocks}
+        self._accounts = BlockAccounts(num_blocks, clock)
         self._free = [BlockIndex(block) for block in range(num_blocks)]  # a heap: lowest first keeps runs together
         self._cached: OrderedDict[BlockIndex, None] = OrderedDict()  # least recently used first
-        self._holdings: dict[str, _Holding] = {}
         self._promises: dict[TicketId, _Promise] = {}
 
     # what there is
@@ -86,15 +79,18 @@ class BlockPool:
         """Blocks that an allocation can get now, by eviction if need be."""
         return len(self._free) + len(self._cached)
 
+    def state(self, block: BlockIndex) -> BlockState:
+        return self._accounts.state(block)
+
     def count(self, state: BlockState) -> int:
-        return self._count[state]
+        return self._accounts.count(state)
 
     def counts(self) -> dict[BlockState, int]:
-        return dict(self._count)
+        return self._accounts.counts()
 
     def held_by(self, owner: str) -> int:
-        holding = self._holdings.get(owner)
-        return len(holding.blocks) if holding else 0
+        """Blocks on which `owner` has a reference."""
+        return self._accounts.held_by(owner)
 
     # local work
 
@@ -104,33 +100,25 @@ class BlockPool:
         if blocks is None:
             return None
         for block in blocks:
-            self._move(block, BlockState.FREE, BlockState.IN_USE)
-        self._hold(blocks, owner)
+            self._accounts.move(block, BlockState.FREE, BlockState.IN_USE)
+            self._accounts.hold(block, owner)
         return blocks
 
     def share(self, blocks: Iterable[BlockIndex], owner: str) -> None:
         """One more owner for blocks that are IN_USE or CACHED."""
-        shared = tuple(blocks)
-        for block in shared:
-            if self._state[block] is BlockState.CACHED:
+        for block in blocks:
+            if self.state(block) is BlockState.CACHED:
                 del self._cached[block]
-                self._move(block, BlockState.CACHED, BlockState.IN_USE)
-            elif self._state[block] is not BlockState.IN_USE:
-                raise LedgerError(f"block {block} is {self._state[block].value}: only committed blocks are shared")
-        self._hold(shared, owner)
+                self._accounts.move(block, BlockState.CACHED, BlockState.IN_USE)
+            elif self.state(block) is not BlockState.IN_USE:
+                raise LedgerError(f"block {block} is {self.state(block).value}: only committed blocks are shared")
+            self._accounts.hold(block, owner)
 
     def release(self, blocks: Sequence[BlockIndex], owner: str) -> None:
         """Give up `owner`'s reference on each of `blocks`, which come in table order."""
-        holding = self._holdings.get(owner)
         for block in reversed(blocks):
-            if holding is None or block not in holding.blocks:
-                raise LedgerError(f"{owner} does not hold block {block} ({self._state[block].value})")
-            holding.blocks.remove(block)
-            self._refs[block] -= 1
-            if self._refs[block] == 0:
+            if self._accounts.let_go(block, owner):
                 self._retire(block)
-        if holding is not None and not holding.blocks:
-            del self._holdings[owner]
 
     # prefixes
 
@@ -158,14 +146,14 @@ class BlockPool:
         Of blocks with equal content the first stays the one that is found; a CACHED one makes way for one in
         use.
         """
-        if self._state[block] is not BlockState.IN_USE:
-            raise LedgerError(f"block {block} is {self._state[block].value}: only a block in use is sealed")
+        if self.state(block) is not BlockState.IN_USE:
+            raise LedgerError(f"block {block} is {self.state(block).value}: only a block in use is sealed")
         if block in self.index:
             raise LedgerError(f"block {block} was sealed before")
         name = chain.name(number)
-        for twin in tuple(self.index.twins(name)):
-            if self._state[twin] is BlockState.CACHED:
-                self._evict(twin)
+        twins = self.index.twins(name)
+        if twins and self.state(twins[0]) is BlockState.CACHED:
+            self._evict(twins[0])
         self.index.add(block, IndexedBlock(name, chain.parent(number), chain.block_tokens(number)))
 
     # hand-offs
@@ -179,7 +167,7 @@ class BlockPool:
         if blocks is None:
             return None
         for block in blocks:
-            self._move(block, BlockState.FREE, BlockState.RESERVED)
+            self._accounts.move(block, BlockState.FREE, BlockState.RESERVED)
         self._promises[ticket] = _Promise(owner, blocks, BlockState.RESERVED, self._clock())
         return blocks
 
@@ -190,7 +178,8 @@ class BlockPool:
     def commit(self, ticket: TicketId) -> tuple[BlockIndex, ...]:
         """Everything has landed and the writer is gone: the blocks are the owner's."""
         promise = self._end(ticket, (BlockState.WRITING,), BlockState.IN_USE)
-        self._hold(promise.blocks, promise.owner)
+        for block in promise.blocks:
+            self._accounts.hold(block, promise.owner)
         return promise.blocks
 
     def release_ticket(self, ticket: TicketId) -> None:
@@ -209,50 +198,36 @@ class BlockPool:
 
     def ledger(self) -> Ledger:
         now = self._clock()
-        held = (
-            LedgerEntry(owner, BlockState.IN_USE, len(holding.blocks), now - holding.since)
-            for owner, holding in self._holdings.items()
-        )
         promised = (
             LedgerEntry(promise.owner, promise.state, len(promise.blocks), now - promise.since, ticket)
             for ticket, promise in self._promises.items()
         )
-        return Ledger(self.total, self.counts(), (*held, *promised))
+        return Ledger(self.total, self.counts(), (*self._accounts.entries(), *promised))
 
     def check(self) -> None:
         """Raise LedgerError unless every count and every cross-reference agrees. Looks at everything: for
         tests."""
-        try:
-            self._check()
-        except AssertionError as error:
-            raise LedgerError(f"the block ledger does not balance: {error or 'see the traceback'}") from error
-
-    def _check(self) -> None:
-        refs = [0] * self.total
-        for owner, holding in self._holdings.items():
-            assert holding.blocks, f"{owner} holds nothing"
-            for block in holding.blocks:
-                refs[block] += 1
-        assert refs == self._refs, "references"
-        promised = {block: promise.state for promise in self._promises.values() for block in promise.blocks}
-        assert len(promised) == sum(len(promise.blocks) for promise in self._promises.values()), "promised twice"
-        assert len(set(self._free)) == len(self._free), "free twice"
-        free = set(self._free)
-        for number, state in enumerate(self._state):
-            block = BlockIndex(number)
-            assert (block in free) == (state is BlockState.FREE), f"free list, block {block}"
-            assert (block in self._cached) == (state is BlockState.CACHED), f"cached list, block {block}"
-            assert (refs[block] > 0) == (state is BlockState.IN_USE), f"references of block {block}"
-            if state not in (BlockState.FREE, BlockState.CACHED, BlockState.IN_USE):
-                assert promised.pop(block, None) is state, f"ticket of block {block}"
-            if block in self.index:
-                assert state in (BlockState.CACHED, BlockState.IN_USE), f"indexed block {block}"
-            if state is BlockState.CACHED:
-                assert len(self.index.twins(self.index.entry(block).hash)) == 1, f"cached twin {block}"
-        assert not promised, "promised but not in state"
-        assert {state: self._state.count(state) for state in BlockState} == self._count, "counts"
-        assert sum(self._count.values()) == self.total, "total"
+        self._accounts.check()
         self.index.check()
+        require(sum(self.counts().values()) == self.total, "the states do not add up to all blocks")
+        free, promises = set(self._free), list(self._promises.values())
+        require(len(free) == len(self._free), "a block is on the free list twice")
+        promised = {block: promise.state for promise in promises for block in promise.blocks}
+        require(len(promised) == sum(len(promise.blocks) for promise in promises), "a block is promised twice")
+        for number in range(self.total):
+            block = BlockIndex(number)
+            state = self.state(block)
+            require((block in free) == (state is BlockState.FREE), f"block {block} is {state}: free list")
+            require((block in self._cached) == (state is BlockState.CACHED), f"block {block} is {state}: cache")
+            if state in (BlockState.RESERVED, BlockState.WRITING, BlockState.QUARANTINED):
+                require(promised.pop(block, None) is state, f"block {block} is {state}: no such ticket")
+            if block in self.index:
+                twins = self.index.twins(self.index.entry(block).hash)
+                require(state is BlockState.IN_USE or len(twins) == 1, f"block {block} is {state}: indexed")
+                require(state in (BlockState.IN_USE, BlockState.CACHED), f"block {block} is {state}: indexed")
+            else:
+                require(state is not BlockState.CACHED, f"block {block} is cached, but nobody can find it")
+        require(not promised, "a ticket names blocks of another state")
 
     # the steps underneath
 
@@ -275,36 +250,19 @@ class BlockPool:
     def _evict(self, block: BlockIndex) -> None:
         del self._cached[block]
         self.index.remove(block)
-        self._move(block, BlockState.CACHED, BlockState.FREE)
+        self._accounts.move(block, BlockState.CACHED, BlockState.FREE)
         heappush(self._free, block)
 
     def _retire(self, block: BlockIndex) -> None:
         """The last reference is gone: keep the block as cache if nobody else holds the same content."""
         if block in self.index and len(self.index.twins(self.index.entry(block).hash)) == 1:
-            self._move(block, BlockState.IN_USE, BlockState.CACHED)
+            self._accounts.move(block, BlockState.IN_USE, BlockState.CACHED)
             self._cached[block] = None
             return
         if block in self.index:
             self.index.remove(block)
-        self._move(block, BlockState.IN_USE, BlockState.FREE)
+        self._accounts.move(block, BlockState.IN_USE, BlockState.FREE)
         heappush(self._free, block)
-
-    def _hold(self, blocks: Iterable[BlockIndex], owner: str) -> None:
-        holding = self._holdings.get(owner)
-        for block in blocks:
-            if holding is None:
-                holding = self._holdings[owner] = _Holding(self._clock())
-            if block in holding.blocks:
-                raise LedgerError(f"{owner} holds block {block} already")
-            holding.blocks.add(block)
-            self._refs[block] += 1
-
-    def _move(self, block: BlockIndex, before: BlockState, after: BlockState) -> None:
-        if self._state[block] is not before:
-            raise LedgerError(f"block {block} is {self._state[block].value}, not {before.value}")
-        self._state[block] = after
-        self._count[before] -= 1
-        self._count[after] += 1
 
     def _advance(self, ticket: TicketId, allowed: tuple[BlockState, ...], after: BlockState) -> _Promise:
         promise = self._promises.get(ticket)
@@ -312,7 +270,7 @@ class BlockPool:
             state = promise.state.value if promise else "unknown"
             raise LedgerError(f"ticket {ticket} is {state}: it cannot become {after.value}")
         for block in promise.blocks:
-            self._move(block, promise.state, after)
+            self._accounts.move(block, promise.state, after)
         promise.state, promise.since = after, self._clock()
         return promise
 

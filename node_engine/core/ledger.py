@@ -22,6 +22,12 @@ class LedgerError(AssertionError):
     """An illegal transition or an account that does not balance: a programming error, never a caller's."""
 
 
+def require(holds: bool, what: str) -> None:
+    """An invariant of the books; unlike an assert it survives `python -O`."""
+    if not holds:
+        raise LedgerError(f"the books do not agree: {what}")
+
+
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
     """Blocks of one owner in one state. `owner` is the label given to the pool; `age` is in seconds, from the

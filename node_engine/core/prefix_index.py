@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from baton.block_hash import BlockHash
 from baton.types import BlockIndex
+from node_engine.core.ledger import require
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,19 +88,18 @@ class PrefixIndex:
         return best
 
     def check(self) -> None:
-        """Raise AssertionError if the three tables do not tell the same story."""
-        assert sum(len(twins) for twins in self._twins.values()) == len(self._entries)
+        """Raise LedgerError if the three tables do not tell the same story."""
+        require(sum(len(twins) for twins in self._twins.values()) == len(self._entries), "indexed blocks")
         for name, twins in self._twins.items():
-            assert twins
-            assert len(set(twins)) == len(twins)
-            assert all(self._entries[block].hash == name for block in twins)
-            assert len({self._entries[block] for block in twins}) == 1
-        assert sum(len(siblings) for siblings in self._children.values()) == len(self._twins)
+            require(len(set(twins)) == len(twins) > 0, f"twins {twins}")
+            require({self._entries[block].hash for block in twins} == {name}, f"hash of {twins}")
+            require(len({self._entries[block] for block in twins}) == 1, f"content of {twins}")
+        require(sum(len(siblings) for siblings in self._children.values()) == len(self._twins), "children")
         for parent, siblings in self._children.items():
-            assert siblings == sorted(siblings)
+            require(siblings == sorted(siblings), "order of siblings")
             for tokens, name in siblings:
                 entry = self._entries[self._twins[name][0]]
-                assert (entry.parent, entry.tokens) == (parent, tokens)
+                require((entry.parent, entry.tokens) == (parent, tokens), "a child under the wrong parent")
 
 
 def common_beginning(left: Sequence[int], right: Sequence[int]) -> int:

@@ -7,37 +7,77 @@ livelock. Blocks under a ticket or read by a sender are never taken; they come b
 needs them waits.
 """
 
+from dataclasses import dataclass
+
 from baton.errors import NodeFailed, OutOfBlocks, Preempted
-from baton.types import BlockIndex
+from baton.types import BlockIndex, TicketId
 from node_engine.core.block_pool import BlockPool
+from node_engine.core.ledger import LedgerError
 from node_engine.core.outcome import Dropped, Failed, Outcome
 from node_engine.core.sequence import Sequence, SequenceState
 from node_engine.core.sequence_table import SequenceTable
 from node_engine.core.step import SequenceId
 
 WAITING, PREFILLING, HANDING_OFF = SequenceState.WAITING, SequenceState.PREFILLING, SequenceState.HANDING_OFF
-RUNNING, FINISHED = SequenceState.RUNNING, SequenceState.FINISHED
+RUNNING, AWAITING_KV, FINISHED = SequenceState.RUNNING, SequenceState.AWAITING_KV, SequenceState.FINISHED
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Nothing was reserved: blocks needed, blocks to be had, and free places for sequences."""
+
+    needed_blocks: int
+    free_blocks: int
+    free_slots: int
 
 
 class Residency:
     """Blocks given to sequences and taken back. `outcomes` collects what happened to those that gave way."""
 
-    def __init__(self, pool: BlockPool, table: SequenceTable) -> None:
+    def __init__(self, pool: BlockPool, table: SequenceTable, max_num_seqs: int) -> None:
         self.outcomes: list[Outcome] = []
         self._pool = pool
         self._table = table
+        self._max_num_seqs = max_num_seqs
         self._computing: frozenset[SequenceId] = frozenset()
         self._returning: list[tuple[str, list[BlockIndex]]] = []
 
+    # what there is
+
+    @property
+    def free_slots(self) -> int:
+        """Places for sequences that compute or are about to."""
+        taken = sum(len(self._table.within(state)) for state in (PREFILLING, RUNNING, AWAITING_KV))
+        return max(0, self._max_num_seqs - taken)
+
     @property
     def free_blocks(self) -> int:
-        """Blocks for new work: one is kept back for each running sequence, so that admission does not
-        preempt."""
+        """Blocks for new work: one is kept back for each running sequence, so that admission does not preempt."""
         return max(0, self._pool.available - len(self._table.within(RUNNING)))
+
+    @property
+    def unclaimed_slots(self) -> int:
+        """`free_slots` without those that firm WAITING sequences are entitled to."""
+        return max(0, self.free_slots - len(self._waiting_firm()))
+
+    @property
+    def unclaimed_blocks(self) -> int:
+        """`free_blocks` without what firm WAITING sequences may need."""
+        return max(0, self.free_blocks - sum(self.blocks_for(each.context_len) for each in self._waiting_firm()))
 
     def take_outcomes(self) -> list[Outcome]:
         taken, self.outcomes = self.outcomes, []
         return taken
+
+    def survey(self, sequence: Sequence) -> tuple[int, Refusal | None]:
+        """Tokens of the context that are not here, and why it cannot be admitted now. Nothing is kept."""
+        match = self._pool.match_prefix(sequence.chain, sequence.context_len - 1, sequence.owner)
+        needed = self.blocks_for(sequence.context_len) - len(match.blocks)
+        fits = self.unclaimed_slots > 0 and needed <= self.unclaimed_blocks
+        refusal = None if fits else Refusal(needed, self.unclaimed_blocks, self.unclaimed_slots)
+        partial = (match.partial.source,) if match.partial else ()
+        self._pool.release((*match.blocks, *partial), sequence.owner)
+        return sequence.context_len - match.num_tokens, refusal
 
     # blocks for a sequence
 
@@ -58,12 +98,41 @@ class Residency:
         if fresh is None:
             self._pool.release(match.blocks, sequence.owner)
             return False
-        sequence.block_table = [*match.blocks, *fresh]
-        sequence.num_sealed = len(match.blocks)
-        sequence.num_cached = sequence.num_computed = covered
+        self._start_with(sequence, match.blocks, covered)
+        sequence.block_table.extend(fresh)
         sequence.copy = (partial.source, fresh[0]) if partial else None
         self._table.move(sequence, PREFILLING)
         return True
+
+    def reserve(self, sequence: Sequence, ticket: TicketId) -> Refusal | None:
+        """Match the prefix that is here and reserve the rest of a new sequence's context for another node to write.
+        Never waits, and takes nothing that waiting sequences are entitled to."""
+        slots, limit = self.unclaimed_slots, self.unclaimed_blocks
+        match = self._pool.match_prefix(sequence.chain, sequence.context_len - 1, sequence.owner, allow_partial=False)
+        needed = self.blocks_for(sequence.context_len) - len(match.blocks)
+        limit = min(limit, self.free_blocks)  # what was matched is not to be had any more
+        promised = self._pool.reserve(needed, ticket, sequence.owner) if slots and needed <= limit else None
+        if promised is None:
+            self._pool.release(match.blocks, sequence.owner)
+            return Refusal(needed, limit, slots)
+        sequence.ticket, sequence.promised = ticket, promised
+        self._start_with(sequence, match.blocks, match.num_tokens)
+        return None
+
+    def commit(self, sequence: Sequence, num_computed: int) -> None:
+        """What was promised has been written: KV of `num_computed` tokens is here."""
+        if sequence.ticket is None:
+            raise LedgerError(f"sequence {sequence.key} has no ticket")
+        sequence.block_table.extend(self._pool.commit(sequence.ticket))
+        sequence.ticket, sequence.promised = None, ()
+        sequence.num_computed = num_computed
+        self.seal(sequence)
+
+    def seal(self, sequence: Sequence) -> None:
+        """Make every block that has become full findable."""
+        for number in range(sequence.num_sealed, sequence.num_computed // self._pool.block_size):
+            self._pool.seal_block(sequence.block_table[number], sequence.chain, number)
+            sequence.num_sealed = number + 1
 
     def grow(self, sequence: Sequence) -> bool:
         """Make room for the KV of a RUNNING sequence's next token. False if it waits, or is no more."""
@@ -120,6 +189,15 @@ class Residency:
             sequence.copy = None
 
     # the steps underneath
+
+    @staticmethod
+    def _start_with(sequence: Sequence, matched: tuple[BlockIndex, ...], covered: int) -> None:
+        sequence.block_table = list(matched)
+        sequence.num_sealed = len(matched)
+        sequence.num_cached = sequence.num_computed = covered
+
+    def _waiting_firm(self) -> list[Sequence]:
+        return [each for each in self._table.within(WAITING).values() if not each.speculative]
 
     def _allocate(self, sequence: Sequence, needed: int) -> tuple[BlockIndex, ...] | None:
         if not sequence.speculative:

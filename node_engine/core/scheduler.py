@@ -24,7 +24,7 @@ from node_engine.core.finish import finish_reason, forbidden_ids
 from node_engine.core.hash_chain import HashChain
 from node_engine.core.ledger import LedgerError
 from node_engine.core.outcome import Emitted, Outcome, PrefillCompleted, StepPlan
-from node_engine.core.residency import Residency
+from node_engine.core.residency import Refusal, Residency
 from node_engine.core.sequence import Sequence, SequenceState
 from node_engine.core.sequence_table import SequenceTable
 from node_engine.core.step import SampleSpec, SequenceId, Slice, StepBatch
@@ -41,15 +41,6 @@ class SchedulerLimits:
     max_num_seqs: int
     max_batched_tokens: int
     max_model_len: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Nothing was reserved: blocks needed, blocks to be had, and free places for sequences."""
-
-    needed_blocks: int
-    free_blocks: int
-    free_slots: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +75,7 @@ class Scheduler:
         self._eos = eos_token_ids
         self._ids = count()
         self._table = SequenceTable()
-        self._residency = Residency(pool, self._table)
+        self._residency = Residency(pool, self._table, limits.max_num_seqs)
         self._in_flight: StepBatch | None = None
         self._computing: dict[SequenceId, Sequence] = {}  # of the step in flight
 
@@ -107,14 +98,13 @@ class Scheduler:
 
     @property
     def free_slots(self) -> int:
-        taken = sum(len(self._table.within(state)) for state in (PREFILLING, RUNNING, AWAITING_KV))
-        return max(0, self.limits.max_num_seqs - taken)
+        """How many sequences `expect` would still take: what a node reports as room for new work."""
+        return self._residency.unclaimed_slots
 
     @property
     def free_blocks(self) -> int:
-        """Blocks for new work: one is kept back for each running sequence, so that admission does not
-        preempt."""
-        return self._residency.free_blocks
+        """How many blocks `expect` would still give: what a node reports as room for new work."""
+        return self._residency.unclaimed_blocks
 
     def load(self) -> Load:
         queued = sum(
@@ -127,13 +117,8 @@ class Scheduler:
     def survey(self, work: Work, root: BlockHash) -> Survey:
         """Look, and keep nothing. Raises TooLong or OutOfBlocks if the context can never fit."""
         sequence = self._new(work, root, hand_off=False)
-        match = self.pool.match_prefix(sequence.chain, sequence.context_len - 1, sequence.owner)
-        needed = self._residency.blocks_for(sequence.context_len) - len(match.blocks)
-        fits = self.free_slots > 0 and needed <= self.free_blocks
-        refusal = None if fits else Refusal(needed, self.free_blocks, self.free_slots)
-        partial = (match.partial.source,) if match.partial else ()
-        self.pool.release((*match.blocks, *partial), sequence.owner)
-        return Survey(sequence.context_len - match.num_tokens, refusal)
+        lacking, refusal = self._residency.survey(sequence)
+        return Survey(lacking, refusal)
 
     # sequences come and go
 
@@ -152,18 +137,9 @@ class Scheduler:
 
         Raises TooLong or OutOfBlocks if it can never fit; nothing is then kept."""
         sequence = self._new(work, root, hand_off=False)
-        match = self.pool.match_prefix(sequence.chain, sequence.context_len - 1, sequence.owner, allow_partial=False)
-        needed = self._residency.blocks_for(sequence.context_len) - len(match.blocks)
-        blocks = None
-        if self.free_slots and needed <= self.free_blocks:
-            blocks = self.pool.reserve(needed, ticket, sequence.owner)
-        if blocks is None:
-            self.pool.release(match.blocks, sequence.owner)
-            return Refusal(needed, self.free_blocks, self.free_slots)
-        sequence.ticket, sequence.promised = ticket, blocks
-        sequence.block_table = list(match.blocks)
-        sequence.num_sealed = len(match.blocks)
-        sequence.num_cached = sequence.num_computed = match.num_tokens
+        refusal = self._residency.reserve(sequence, ticket)
+        if refusal is not None:
+            return refusal
         self._table.enter(sequence)
         self._table.move(sequence, AWAITING_KV)
         return sequence
@@ -173,12 +149,9 @@ class Scheduler:
         other node has drawn it; without it the last token of the context is run here, as when a decode is
         continued."""
         sequence = self._table.require(key, AWAITING_KV)
-        if sequence.ticket is None or len(sampled) > 1:
-            raise LedgerError(f"sequence {key}: ticket {sequence.ticket}, {len(sampled)} tokens drawn elsewhere")
-        sequence.block_table.extend(self.pool.commit(sequence.ticket))
-        sequence.ticket, sequence.promised = None, ()
-        sequence.num_computed = sequence.context_len + len(sampled) - 1
-        self._seal(sequence)
+        if len(sampled) > 1:
+            raise LedgerError(f"sequence {key}: {len(sampled)} tokens drawn elsewhere, at most 1 can be")
+        self._residency.commit(sequence, sequence.context_len + len(sampled) - 1)
         self._table.move(sequence, RUNNING)
         return [self._accept(sequence, token) for token in sampled]
 
@@ -233,7 +206,7 @@ class Scheduler:
                 continue  # cancelled or stopped meanwhile
             sequence.num_computed += len(piece.tokens)
             self._residency.copy_done(sequence)
-            self._seal(sequence)
+            self._residency.seal(sequence)
             if piece.sample is not None:
                 if token is None:
                     raise LedgerError(f"sequence {sequence.key}: no token was drawn")
@@ -251,8 +224,8 @@ class Scheduler:
 
     def _new(self, work: Work, root: BlockHash, hand_off: bool) -> Sequence:
         tokens = list(work.context)
-        if not tokens:
-            raise LedgerError(f"{work.key} has an empty context")
+        if not tokens or self._table.get(work.key) is not None:
+            raise LedgerError(f"sequence {work.key} has {len(tokens)} tokens, or is here already")
         if len(tokens) >= self.limits.max_model_len:
             raise TooLong(
                 f"{work.key} has {len(tokens)} tokens, max_model_len is {self.limits.max_model_len}: raise"
@@ -279,7 +252,7 @@ class Scheduler:
         """Admit waiting sequences in order, as long as the work before the next one leaves it a share of the
         step."""
         waiting, prefilling = self._table.within(WAITING), self._table.within(PREFILLING)
-        while waiting and self.free_slots:
+        while waiting and self._residency.free_slots:
             head = min(waiting.values(), key=lambda each: each.rank)
             ahead = (each for each in prefilling.values() if each.rank < head.rank)
             left = budget - sum(each.context_len - each.num_computed for each in ahead)
@@ -310,11 +283,6 @@ class Scheduler:
             forbidden = forbidden_ids(params, self._eos, sequence.num_generated)
             sample = SampleSpec(params, sequence.key.choice, end, forbidden)
         return Slice(sequence.id, tuple(sequence.tokens[start:end]), start, sequence.block_table, sample)
-
-    def _seal(self, sequence: Sequence) -> None:
-        for number in range(sequence.num_sealed, sequence.num_computed // self.pool.block_size):
-            self.pool.seal_block(sequence.block_table[number], sequence.chain, number)
-            sequence.num_sealed = number + 1
 
     def _accept(self, sequence: Sequence, token: int) -> Outcome:
         """One more token of output, and what follows from it."""

@@ -19,7 +19,7 @@ from enum import Enum
 from baton.types import AttemptKey, BlockIndex, TicketId, Work
 from node_engine.core.hash_chain import HashChain
 from node_engine.core.ledger import LedgerError
-from node_engine.core.step import SequenceId
+from node_engine.core.step import SequenceId, Slice
 
 
 class SequenceState(Enum):
@@ -103,6 +103,12 @@ class Sequence:
     def rank(self) -> tuple[bool, int]:
         """Who goes first: the firm before the speculative, then by arrival."""
         return self.speculative, self.id
+
+    def blocks_completed(self, piece: Slice) -> range:
+        """Logical blocks of the context that `piece`, a slice of it, leaves final. Chunks end on block boundaries,
+        except the last of the context; what precedes the first slice's blocks is final from admission on."""
+        size = self.chain.block_size
+        return range(piece.start // size, -(-(piece.start + len(piece.tokens)) // size))
 
     def become(self, state: SequenceState) -> None:
         if state not in _LEGAL[self.state]:

@@ -1,0 +1,138 @@
+"""Block addresses. On the wire a block is (segment, byte offset); inside a process it is one global index
+that reaches any segment mapped there: own, pool's and peers', side by side in one reserved range.
+
+    address  base            base + span[1].start * block_bytes
+             |-- own arena --|-- pool --|-- peer A --|-- (free) ...
+    index    0               n          n + m
+"""
+
+import bisect
+import os
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.errors import ConfigError, LayoutMismatch
+from baton.memory_map import HUGE_PAGE, map_file, map_nothing, prefault, release, reserve, view
+from baton.segment import open_peer, segment_bytes
+from baton.types import BlockIndex
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A segment's place: global blocks start .. start + blocks."""
+
+    segment: str
+    start: int
+    blocks: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.blocks
+
+
+@dataclass(slots=True)
+class AddressMap:
+    """The arithmetic: which global index is which block of which segment. First fit; a removed span leaves a
+    hole that a later segment may fill. `unit` blocks is the grain at which segments may start."""
+
+    block_bytes: int
+    capacity: int  # blocks
+    unit: int = 1
+    _spans: list[Span] = field(default_factory=list)  # by start
+
+    def place(self, segment: str, size: int) -> Span:
+        """Give `size` bytes of `segment` a span. Raises LayoutMismatch if that is no whole number of units of
+        blocks, and ConfigError if the range is full."""
+        blocks, rest = divmod(size, self.block_bytes)
+        if rest or blocks <= 0 or blocks % self.unit:
+            raise LayoutMismatch(f"segment {segment} has {size} bytes, no multiple of {self.unit} x {self.block_bytes}")
+        if any(span.segment == segment for span in self._spans):
+            raise ValueError(f"segment {segment} is mapped already")
+        start = 0
+        for span in self._spans:
+            if span.start - start >= blocks:
+                break
+            start = span.end
+        if start + blocks > self.capacity:
+            raise ConfigError(f"segment {segment} of {blocks} blocks does not fit in {self.capacity}: raise the range")
+        placed = Span(segment, start, blocks)
+        bisect.insort(self._spans, placed, key=lambda span: span.start)
+        return placed
+
+    def remove(self, segment: str) -> Span:
+        found = self.span(segment)
+        self._spans.remove(found)
+        return found
+
+    def span(self, segment: str) -> Span:
+        """Raises KeyError for a segment that is not mapped."""
+        for span in self._spans:
+            if span.segment == segment:
+                return span
+        raise KeyError(segment)
+
+    def index(self, segment: str, offset: int) -> BlockIndex:
+        """Global index of the block at byte `offset` of a segment. Raises LayoutMismatch unless it is a block
+        of it."""
+        span = self.span(segment)
+        block, rest = divmod(offset, self.block_bytes)
+        if rest or not 0 <= block < span.blocks:
+            raise LayoutMismatch(f"offset {offset} is no block of segment {segment}, which has {span.blocks}")
+        return BlockIndex(span.start + block)
+
+    def locate(self, index: BlockIndex) -> tuple[str, int]:
+        """(segment, byte offset) of a global index. Raises LayoutMismatch where nothing is mapped."""
+        at = bisect.bisect_right([span.start for span in self._spans], index) - 1
+        if at < 0 or index >= self._spans[at].end:
+            raise LayoutMismatch(f"no segment is mapped at block {index}")
+        span = self._spans[at]
+        return span.segment, (index - span.start) * self.block_bytes
+
+
+class AddressSpace:
+    """The mapping itself. Thread-safe. Nothing may touch a segment's memory while or after it is unmapped."""
+
+    def __init__(self, block_bytes: int, folder: Path, range_bytes: int = 256 << 30) -> None:
+        """`range_bytes` of addresses are reserved; they cost no memory."""
+        grain = segment_bytes(1, block_bytes)
+        self._folder = folder
+        self._block_bytes = block_bytes
+        capacity = range_bytes // grain * grain
+        self.map = AddressMap(block_bytes, capacity // block_bytes, grain // block_bytes)
+        self._base, self._start, self._length = reserve(capacity, HUGE_PAGE)
+        self._lock = threading.Lock()
+        self._open = True
+
+    @property
+    def base(self) -> int:
+        """Address of global block 0."""
+        return self._base
+
+    def attach(self, segment: str) -> memoryview:
+        """Map a segment of the folder by its name, own or a peer's, and return its memory.
+
+        Raises PeerGone if it is not there and LayoutMismatch if it does not hold whole blocks of this size.
+        """
+        fd, size = open_peer(self._folder, segment)
+        with self._lock:
+            try:
+                address, length = self._extent(self.map.place(segment, size))
+                map_file(address, length, fd)
+            finally:
+                os.close(fd)
+        prefault(address, length)
+        return view(address, length)
+
+    def detach(self, segment: str) -> None:
+        with self._lock:
+            map_nothing(*self._extent(self.map.remove(segment)))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._open:
+                self._open = False
+                release(self._start, self._length)
+
+    def _extent(self, span: Span) -> tuple[int, int]:
+        return self._base + span.start * self._block_bytes, span.blocks * self._block_bytes

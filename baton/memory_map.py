@@ -1,0 +1,81 @@
+"""The few memory calls that Python's mmap module cannot make: reserve a range, map a file at a place,
+collapse to huge pages. Addresses are plain integers. Linux only."""
+
+import ctypes
+import os
+
+HUGE_PAGE = 2 << 20
+
+_PROT_NONE, _PROT_READ_WRITE = 0, 3
+_MAP_SHARED, _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x01, 0x02, 0x10, 0x20, 0x4000
+_MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int64,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def _mmap(address: int | None, length: int, protection: int, flags: int, fd: int) -> int:
+    found = _libc.mmap(address, length, protection, flags, fd, 0)
+    if found is None or found == _MAP_FAILED:
+        error = ctypes.get_errno()
+        raise OSError(error, f"mmap of {length} bytes: {os.strerror(error)}")
+    return int(found)
+
+
+def reserve(length: int, alignment: int) -> tuple[int, int, int]:
+    """Reserve address space without memory behind it. Returns (first address that is a multiple of
+    `alignment`, start and length of the whole reservation, for `release`)."""
+    whole = length + alignment
+    start = _mmap(None, whole, _PROT_NONE, _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+    return -(-start // alignment) * alignment, start, whole
+
+
+def release(start: int, length: int) -> None:
+    if _libc.munmap(start, length) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"munmap of {length} bytes: {os.strerror(error)}")
+
+
+def map_file(address: int, length: int, fd: int) -> None:
+    """Map the first `length` bytes of a file, shared and writable, over an address inside a reservation."""
+    _mmap(address, length, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED, fd)
+
+
+def map_nothing(address: int, length: int) -> None:
+    """Give a mapped piece of a reservation back to it: touching it is a fault again."""
+    _mmap(
+        address,
+        length,
+        _PROT_NONE,
+        _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED,
+        -1,
+    )
+
+
+def collapse_to_huge_pages(address: int, length: int) -> bool:
+    """Ask for huge pages now. False where the kernel cannot (before 6.1, or no memory in one piece): only
+    slower."""
+    return bool(_libc.madvise(address, length, _MADV_COLLAPSE) == 0)
+
+
+def prefault(address: int, length: int) -> bool:
+    """Fill the page table for writing. False before kernel 5.14: pages are then faulted in as they are
+    touched."""
+    return bool(_libc.madvise(address, length, _MADV_POPULATE_WRITE) == 0)
+
+
+def view(address: int, length: int) -> memoryview:
+    """A writable byte view of mapped memory. The caller keeps the mapping alive for as long as the view is
+    used."""
+    return memoryview((ctypes.c_char * length).from_address(address)).cast("B")

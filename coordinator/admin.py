@@ -1,0 +1,93 @@
+"""The admin HTTP port: probes, metrics, and the cluster's state as JSON."""
+
+from typing import Protocol
+
+from fastapi import FastAPI
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+
+from baton.errors import BatonError, NotAvailable, Unavailable
+from baton.pb.cluster_pb2 import LedgerResponse, StatusResponse
+from coordinator.auth import AdminGate
+from coordinator.http import errors
+from coordinator.http.boundary import Boundary
+from coordinator.readiness import Readiness
+
+NOT_YET = (
+    ("/", "GET"),
+    ("/admin/explain/{request_id}", "GET"),
+    ("/admin/ratio", "GET"),
+    ("/admin/ratio", "POST"),
+    ("/admin/drain", "POST"),
+)
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class ClusterView(Protocol):
+    """What this port shows of the brain."""
+
+    def status(self) -> StatusResponse: ...
+
+    async def ledger(self) -> LedgerResponse: ...
+
+    def metrics(self) -> bytes:
+        """In Prometheus' text format."""
+        ...
+
+
+def build(cluster: ClusterView, readiness: Readiness, admin_token: str) -> FastAPI:
+    gate = AdminGate(admin_token)
+
+    def guard(request: Request) -> None:
+        gate.check(request.client.host if request.client else None, request.headers.get("authorization"))
+
+    app = FastAPI(title="Baton admin", docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Boundary, guard=guard)
+    app.add_exception_handler(BatonError, errors.on_baton_error)
+    app.add_exception_handler(HTTPException, errors.on_http_exception)
+    _add_probes(app, readiness)
+    _add_views(app, cluster)
+    for path, method in NOT_YET:
+        app.add_api_route(path, _not_yet, methods=[method])
+    return app
+
+
+def _add_probes(app: FastAPI, readiness: Readiness) -> None:
+    async def livez() -> Response:
+        return JSONResponse({"status": "alive"})
+
+    async def readyz() -> Response:
+        if not readiness.ready:
+            raise Unavailable(f"not ready: {readiness.reason}", retry_after=1.0)
+        return JSONResponse({"status": "ready"})
+
+    app.add_api_route("/livez", livez, methods=["GET"])
+    app.add_api_route("/readyz", readyz, methods=["GET"])
+
+
+def _add_views(app: FastAPI, cluster: ClusterView) -> None:
+    async def metrics() -> Response:
+        return PlainTextResponse(cluster.metrics(), headers={"content-type": METRICS_TYPE})
+
+    async def status() -> Response:
+        return _json(cluster.status())
+
+    async def ledger() -> Response:
+        return _json(await cluster.ledger())
+
+    app.add_api_route("/metrics", metrics, methods=["GET"])
+    app.add_api_route("/admin/status", status, methods=["GET"])
+    app.add_api_route("/admin/ledger", ledger, methods=["GET"])
+
+
+async def _not_yet(request: Request) -> Response:
+    raise NotAvailable(f"{request.method} {request.url.path} is not available yet")
+
+
+def _json(message: Message) -> Response:
+    return JSONResponse(
+        MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    )

@@ -1,0 +1,174 @@
+"""The whole brain behind one door: inputs with the time, effects in order. Its shell is `coordinator/dispatcher.py`;
+a simulator is another."""
+
+from baton.errors import BatonError, Draining, NodeGone, Overloaded, Rejected, TooLong, Unavailable
+from baton.limits import ModelBounds
+from baton.pb.common_pb2 import Timeline
+from baton.types import Incarnation, Request, RequestId
+from coordinator.core.counters import CLASS, INTERNAL, Counters
+from coordinator.core.identity import JoinInfo
+from coordinator.core.messages import Effect, Lost, NodeInput, PeerGone, Send
+from coordinator.core.placement import Placement
+from coordinator.core.record import RequestState
+from coordinator.core.registry import Node, Registry
+from coordinator.core.reports import Reports
+from coordinator.core.requests import UNSERVED_PATIENCE, RequestTable, Settings
+
+
+class Brain:
+    def __init__(self, registry: Registry, placement: Placement, settings: Settings) -> None:
+        self.registry = registry
+        self._settings = settings
+        self._table = RequestTable(registry, placement, settings)
+        self._reports = Reports(registry, self._table)
+        self._draining = False
+
+    # inputs
+
+    def submit(self, request: Request, now: float, *, internal: bool = False) -> list[Effect]:
+        """Take a request in. `Admit` follows at once, or when nodes that can serve it have come; else it ends with
+        Unavailable after `UNSERVED_PATIENCE`. Raises Draining, Overloaded, Unavailable or TooLong, counted."""
+        try:
+            self._require_admissible(request, now)
+        except Rejected as error:
+            self.counters.rejected[error.code, INTERNAL if internal else CLASS] += 1
+            raise
+        self._table.add(request, now, internal=internal)
+        return self._effects(now)
+
+    def join(self, info: JoinInfo, incarnation: Incarnation, now: float) -> list[Effect]:
+        """A node joins as `incarnation`; an older one of its name is gone. Raises ConfigError, counted."""
+        try:
+            replaced = self.registry.check(info)
+        except BatonError:
+            self.counters.joins["refused"] += 1
+            raise
+        if replaced is not None:
+            self._drop(replaced, NodeGone(f"node {info.name} has joined anew"), now)
+        self.registry.add(info, incarnation, now)
+        self._table.loads.add_node(incarnation)
+        self._table.placeable = True
+        self.counters.joins["joined"] += 1
+        return self._effects(now)
+
+    def receive(self, sender: Incarnation, message: NodeInput, now: float) -> list[Effect]:
+        """A message of a node; dropped if `sender` is no member."""
+        node = self.registry.nodes.get(sender)
+        if node is None:
+            self.counters.dropped_messages["stale"] += 1
+            return []
+        node.heard_at = now
+        self._reports.receive(sender, message, now)
+        return self._effects(now)
+
+    def node_gone(self, incarnation: Incarnation, error: BatonError, now: float) -> list[Effect]:
+        """Idempotent."""
+        node = self.registry.nodes.get(incarnation)
+        if node is not None:
+            self._drop(node, error, now)
+        return self._effects(now)
+
+    def cancel(self, request: RequestId, error: BatonError, now: float) -> list[Effect]:
+        """End a request with `error`, in whatever state it is; a no-op after its end."""
+        record = self._table.records.get(request)
+        if record is not None:
+            self._table.end(record, error, now)
+        return self._effects(now)
+
+    def drain(self) -> None:
+        """Refuse new requests from now on. Those that are here go on."""
+        self._draining = True
+
+    def tick(self, now: float) -> list[Effect]:
+        """Whatever time alone has made due: silent and stuck nodes, deadlines, patience."""
+        for node, error in self.registry.expired(now, self._table.loads.busy()):
+            self._drop(node, error, now)
+        for request in self._table.timers.due(now):
+            self._table.due(request, now)
+        return self._effects(now)
+
+    def next_due(self) -> float | None:
+        """When `tick` is to be called next if nothing else happens."""
+        times = (self._table.timers.next(), self.registry.next_silence())
+        return min((time for time in times if time is not None), default=None)
+
+    # views
+
+    @property
+    def counters(self) -> Counters:
+        return self._table.counters
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait to be placed."""
+        return len(self._table.queue)
+
+    @property
+    def running(self) -> int:
+        """Requests placed and not ended."""
+        return len(self._table.records) - len(self._table.queue)
+
+    @property
+    def last_progress(self) -> float:
+        """When a request was last seen to move on."""
+        return self._table.last_progress
+
+    def active(self) -> list[RequestId]:
+        return list(self._table.records)
+
+    def state(self, request: RequestId) -> RequestState | None:
+        """None once it has ended."""
+        record = self._table.records.get(request)
+        return record.state if record else None
+
+    def timeline(self, request: RequestId) -> Timeline | None:
+        """Of a request that has ended not long ago."""
+        return self._table.ended.get(request)
+
+    def placed_on(self, node: Incarnation) -> int:
+        return self._table.loads.attempts(node)
+
+    def missing(self) -> str:
+        """What keeps the cluster from serving, "" if nothing does."""
+        return self._table.missing()
+
+    def bounds(self) -> ModelBounds:
+        """Raises Unavailable before the first join."""
+        bounds = self.registry.bounds()
+        if bounds is None:
+            raise Unavailable("no node has joined the cluster yet", retry_after=UNSERVED_PATIENCE)
+        return bounds
+
+    # inside
+
+    def _effects(self, now: float) -> list[Effect]:
+        self._table.place_waiting(now)
+        out, self._table.out = self._table.out, []
+        return out
+
+    def _drop(self, node: Node, error: BatonError, now: float) -> None:
+        self.registry.remove(node.incarnation)
+        self.counters.nodes_lost[error.code] += 1
+        self._table.out.append(Lost(node.incarnation, node.info.name, error))
+        self._table.out += [Send(other, PeerGone(node.incarnation)) for other in self.registry.nodes]
+        self._table.lose_node(node.incarnation, error, now)
+
+    def _require_admissible(self, request: Request, now: float) -> None:
+        if self._draining:
+            raise Draining("the cluster is stopping and takes no new requests")
+        waiting = len(self._table.queue)
+        if waiting >= self._settings.max_queue:
+            raise Overloaded(
+                f"{waiting} requests are waiting, the limit is {self._settings.max_queue} (--max-queue)",
+                retry_after=self._table.queue.retry_after(now),
+            )
+        bounds = self.bounds()
+        tokens = len(request.prompt) + request.sampling.max_tokens
+        if tokens > bounds.max_context:
+            raise TooLong(
+                f"prompt and max_tokens are {tokens} tokens, the limit is {bounds.max_context}", param="max_tokens"
+            )

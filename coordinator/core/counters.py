@@ -1,0 +1,23 @@
+"""What the coordinator counts, cumulative since its start. Metrics and Status read it; only the brain and its two front
+doors write it. Tuple keys are label values in the order of the metric's labels."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+CLASS = "default"  # the tenant class of every client
+INTERNAL = "internal"  # the class of warm-ups
+
+
+@dataclass(slots=True)
+class Counters:
+    requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # outcome, class
+    rejected: Counter[tuple[str, str]] = field(default_factory=Counter)  # reason, class
+    prompt_tokens: Counter[str] = field(default_factory=Counter)  # source
+    generated_tokens: int = 0
+    handoffs: Counter[tuple[str, str]] = field(default_factory=Counter)  # outcome, transport
+    handoff_bytes: Counter[str] = field(default_factory=Counter)  # transport
+    replaced: Counter[str] = field(default_factory=Counter)  # reason
+    recomputed_tokens: Counter[str] = field(default_factory=Counter)  # reason
+    dropped_messages: Counter[str] = field(default_factory=Counter)  # reason: stale, unexpected, duplicate
+    joins: Counter[str] = field(default_factory=Counter)  # outcome: joined, refused, unauthenticated
+    nodes_lost: Counter[str] = field(default_factory=Counter)  # reason

@@ -1,0 +1,181 @@
+"""What nodes tell the brain, what it tells them, and what it asks its shell to do: plain data, no wire format.
+
+`coordinator/node_messages.py` turns these into protobuf and back.
+"""
+
+from dataclasses import dataclass
+
+from baton.errors import BatonError
+from baton.pb.cluster_pb2 import NodeStats
+from baton.pb.common_pb2 import HandoffReport, Timeline
+from baton.types import (
+    AttemptKey,
+    FinishReason,
+    Incarnation,
+    NodeName,
+    PeerAddress,
+    RequestId,
+    Ticket,
+    TokenEvent,
+    Work,
+)
+
+# what nodes say
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Decode has set blocks aside. Without a ticket it needs no writer and computes the last token itself."""
+
+    key: AttemptKey
+    ticket: Ticket | None
+    held_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """No room now, nothing is held. In blocks."""
+
+    key: AttemptKey
+    needed: int
+    free: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """What one step produced, of all sequences; a sequence's tokens stand together and in order."""
+
+    events: tuple[TokenEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFailed:
+    key: AttemptKey
+    error: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillEnded:
+    """The prompt is computed on the prefill node; the hand-off is about to be sealed. In tokens."""
+
+    key: AttemptKey
+    computed_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOff:
+    """Decode has committed, says the prefill node."""
+
+    key: AttemptKey
+    report: HandoffReport
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The attempt runs on decode; where its context came from there, in tokens."""
+
+    key: AttemptKey
+    computed_tokens: int
+    cached_tokens: int
+    received_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    stats: NodeStats
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    reason: str
+
+
+NodeInput = Reserved | Refused | Tokens | AttemptFailed | PrefillEnded | HandedOff | Admitted | Heartbeat | Leaving
+
+# what nodes are told
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    work: Work
+    writer: PeerAddress | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    work: Work
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GiveTicket:
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    key: AttemptKey
+    reason: BatonError
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGone:
+    incarnation: Incarnation
+
+
+NodeOrder = Submit | Prefill | GiveTicket | Cancel | PeerGone
+
+# what the shell is to do, in this order
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    node: Incarnation
+    message: NodeOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """The request is accepted for good: from here on only its own end ends it."""
+
+    request: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    request: RequestId
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The good end. `cached_tokens`: prompt tokens that the first placement did not have to compute."""
+
+    reason: FinishReason
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The one terminal event. `tokens` is the number of tokens the client was sent; `ttft` is None without any;
+    `internal` marks a request that no client made."""
+
+    request: RequestId
+    result: Finished | BatonError
+    tokens: int
+    timeline: Timeline
+    ttft: float | None
+    internal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The incarnation is a member no more: its stream is to end."""
+
+    node: Incarnation
+    name: NodeName
+    error: BatonError
+
+
+Effect = Send | Admit | Emit | End | Lost

@@ -1,0 +1,97 @@
+"""Who serves an attempt. A policy sees an immutable snapshot and answers with nodes, or with None: wait.
+
+The window of a node is small on purpose: what waits, waits in the coordinator, where deadlines and fairness have one
+home and from where a dead node takes little with it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.types import Incarnation, Role
+
+PREFILL_ATTEMPTS = 2  # one computes, the next is there when it ends
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What an attempt needs. `tokens` of context, `blocks` for them and a little growth. `avoid`: nodes of its last
+    failed attempt, taken only if there is no other."""
+
+    tokens: int
+    blocks: int
+    prefill: bool
+    decode: bool
+    avoid: frozenset[Incarnation] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeView:
+    """One node at this moment. `computing` attempts with `uncomputed_tokens` are placed on a prefill node and not
+    computed yet; `room` in blocks; `closed_from`: demands of so many blocks were refused."""
+
+    incarnation: Incarnation
+    role: Role
+    max_num_seqs: int
+    max_batched_tokens: int
+    attempts: int
+    computing: int
+    uncomputed_tokens: int
+    room: int
+    closed_from: int | None
+    last_placed: int
+
+    def takes_prefill(self, demand: Demand) -> bool:
+        """Two attempts, or two steps' worth of tokens, and always at least one. Blocks are the node's to refuse: what
+        it keeps until a hand-off has committed is not in the coordinator's books."""
+        if self._is_closed_to(demand) or self.computing >= self.max_num_seqs:
+            return False
+        fits = self.uncomputed_tokens + demand.tokens <= 2 * self.max_batched_tokens
+        return fits or self.computing < PREFILL_ATTEMPTS
+
+    def takes_decode(self, demand: Demand) -> bool:
+        return self.attempts < self.max_num_seqs and demand.blocks <= self.room and not self._is_closed_to(demand)
+
+    def _is_closed_to(self, demand: Demand) -> bool:
+        return self.closed_from is not None and demand.blocks >= self.closed_from
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    prefill: Incarnation | None
+    decode: Incarnation | None
+
+
+class Placement(Protocol):
+    def choose(self, demand: Demand, nodes: Sequence[NodeView]) -> Choice | None:
+        """Nodes for every role that the demand needs, or None to wait."""
+        ...
+
+
+class LeastLoaded:
+    """The prefill node with the fewest tokens to compute; the decode node with the smallest share of its sequences
+    taken, then the most room. Ties go to the node that was given work longest ago."""
+
+    def choose(self, demand: Demand, nodes: Sequence[NodeView]) -> Choice | None:
+        prefill = decode = None
+        if demand.prefill:
+            able = [node for node in nodes if node.role is Role.PREFILL and node.takes_prefill(demand)]
+            if not able:
+                return None
+            prefill = min(
+                able, key=lambda node: (node.incarnation in demand.avoid, node.uncomputed_tokens, node.last_placed)
+            ).incarnation
+        if demand.decode:
+            able = [node for node in nodes if node.role is Role.DECODE and node.takes_decode(demand)]
+            if not able:
+                return None
+            decode = min(
+                able,
+                key=lambda node: (
+                    node.incarnation in demand.avoid,
+                    node.attempts / node.max_num_seqs,
+                    -node.room,
+                    node.last_placed,
+                ),
+            ).incarnation
+        return Choice(prefill, decode)

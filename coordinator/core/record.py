@@ -1,0 +1,100 @@
+"""One request's state, and the automaton that it follows.
+
+submit
+  |
+  v      place            blocks set aside            first token
+QUEUED --------> PLACED --------------------> RESERVED ----------> STREAMING ------> FINISHED
+  ^                |  |                          |                  ^    |   last
+  |                |  +--- first token, no blocks needed elsewhere -+    |   token
+  |                |       (prefill alone or EOS; colocated)             |
+  +--- re-place ---+-----------------------------+-----------------------+
+
+any of the first four ------ deadline, cancel, error that no other attempt can mend ------> FAILED
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.types import AttemptKey, Incarnation, Request
+from coordinator.core.messages import Admitted, PrefillEnded
+from coordinator.core.sources import Sources
+from coordinator.core.timeline import Marks
+
+
+class RequestState(Enum):
+    QUEUED = "queued"
+    PLACED = "placed"
+    RESERVED = "reserved"
+    STREAMING = "streaming"
+    FINISHED = "finished"
+    FAILED = "failed"
+
+
+TERMINAL = frozenset({RequestState.FINISHED, RequestState.FAILED})
+
+_NEXT: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.QUEUED: frozenset({RequestState.PLACED, RequestState.FAILED}),
+    RequestState.PLACED: frozenset(
+        {RequestState.RESERVED, RequestState.STREAMING, RequestState.QUEUED, RequestState.FAILED}
+    ),
+    RequestState.RESERVED: frozenset({RequestState.STREAMING, RequestState.QUEUED, RequestState.FAILED}),
+    RequestState.STREAMING: frozenset({RequestState.QUEUED, *TERMINAL}),
+    RequestState.FINISHED: frozenset(),
+    RequestState.FAILED: frozenset(),
+}
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One try. `legs` are the nodes that still work on it; `prefill` and `decode` those that it was given to."""
+
+    key: AttemptKey
+    prefill: Incarnation | None
+    decode: Incarnation | None
+    legs: set[Incarnation] = field(default_factory=set)
+    ended: PrefillEnded | None = None
+    admitted: Admitted | None = None
+    transport: str = ""
+    counted: bool = False  # its prompt tokens are in the books
+    answer_by: float | None = None  # decode must have said Reserved or Refused by then
+
+
+@dataclass(slots=True)
+class Record:
+    """`admit_by` is set while nobody could serve the request: it is not accepted yet. Times on the brain's clock."""
+
+    request: Request
+    deadline: float
+    marks: Marks
+    internal: bool
+    state: RequestState = RequestState.QUEUED
+    emitted: list[int] = field(default_factory=list)
+    attempt: Attempt | None = None
+    attempts: int = 0
+    failures: int = 0
+    admit_by: float | None = None
+    avoid: frozenset[Incarnation] = frozenset()
+    sources: Sources | None = None
+    replaced_because: str = ""
+
+    @property
+    def remaining(self) -> int:
+        return self.request.sampling.max_tokens - len(self.emitted)
+
+    @property
+    def context_tokens(self) -> int:
+        return len(self.request.prompt) + len(self.emitted)
+
+    def to(self, state: RequestState) -> None:
+        if state not in _NEXT[self.state]:
+            raise AssertionError(f"request {self.request.id} cannot go from {self.state.value} to {state.value}")
+        self.state = state
+
+    def next_due(self) -> float:
+        """The next moment at which time alone changes something for this request."""
+        due = self.deadline
+        if self.admit_by is not None:
+            due = min(due, self.admit_by)
+        if self.attempt is not None and self.attempt.answer_by is not None:
+            due = min(due, self.attempt.answer_by)
+        return due

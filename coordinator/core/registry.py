@@ -1,0 +1,117 @@
+"""The nodes that have joined: who they are, when they were last heard, what they last reported.
+
+The cluster's identity is that of the nodes in it: fixed by the first, gone with the last. Its bounds are remembered, so
+that a request that comes while the last node restarts can wait for it.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from baton.errors import NodeFailed, NodeGone, Stalled
+from baton.limits import ModelBounds
+from baton.pb.cluster_pb2 import NodeStats
+from baton.types import Incarnation, PeerAddress, Role
+from coordinator.core.identity import JoinInfo, identity, require_equal, require_sane
+
+
+@dataclass(slots=True)
+class Node:
+    """One incarnation of a node. `stats` is None until its first heartbeat."""
+
+    info: JoinInfo
+    incarnation: Incarnation
+    joined_at: float
+    heard_at: float
+    stats: NodeStats | None = None
+    leaving: bool = False
+
+    @property
+    def address(self) -> PeerAddress:
+        info = self.info
+        return PeerAddress(info.name, self.incarnation, info.host_id, info.transfer_endpoint)
+
+    @property
+    def reported_room(self) -> int | None:
+        """Blocks free or evictable at the last heartbeat."""
+        return None if self.stats is None else self.stats.blocks_free + self.stats.blocks_cached
+
+
+class Registry:
+    """`silence` and `stall` in seconds."""
+
+    def __init__(self, silence: float, stall: float) -> None:
+        self.nodes: dict[Incarnation, Node] = {}
+        self._silence = silence
+        self._stall = stall
+        self._bounds: ModelBounds | None = None
+
+    def check(self, info: JoinInfo) -> Node | None:
+        """May this node join? Returns the incarnation of the same name that it would replace. Raises ConfigError."""
+        require_sane(info)
+        others = [node for node in self.nodes.values() if node.info.name != info.name]
+        if others:
+            require_equal(info, identity(others[0].info))
+        return next((node for node in self.nodes.values() if node.info.name == info.name), None)
+
+    def add(self, info: JoinInfo, incarnation: Incarnation, now: float) -> Node:
+        """Checked before, and what it replaces removed."""
+        node = Node(info, incarnation, joined_at=now, heard_at=now)
+        self.nodes[incarnation] = node
+        self._recompute_bounds()
+        return node
+
+    def remove(self, incarnation: Incarnation) -> Node | None:
+        node = self.nodes.pop(incarnation, None)
+        if node is not None and self.nodes:
+            self._recompute_bounds()
+        return node
+
+    def bounds(self) -> ModelBounds | None:
+        """Of the nodes that are here, or of the last that were. None before the first join."""
+        return self._bounds
+
+    def serving(self, role: Role) -> list[Node]:
+        """Nodes that may be given new work: not leaving, and not seen to stand still."""
+        return [node for node in self.nodes.values() if node.info.role is role and self._may_serve(node)]
+
+    def named(self, prefix: str) -> list[Node]:
+        return [node for node in self.nodes.values() if node.info.name.startswith(prefix)]
+
+    def expired(self, now: float, busy: Collection[Incarnation]) -> list[tuple[Node, NodeFailed]]:
+        """Nodes to give up: silent, or `busy` (attempts are placed there) and without progress."""
+        found: list[tuple[Node, NodeFailed]] = []
+        for node in self.nodes.values():
+            name, quiet = node.info.name, now - node.heard_at
+            if quiet >= self._silence:
+                found.append(
+                    (node, NodeGone(f"node {name} was silent for {quiet:.1f} s (--silence {self._silence:g})"))
+                )
+            elif node.incarnation in busy and self._stands_still(node):
+                age = node.stats.progress_age_seconds if node.stats else 0.0
+                found.append((node, Stalled(f"node {name} made no progress for {age:.1f} s (--stall {self._stall:g})")))
+        return found
+
+    def next_silence(self) -> float | None:
+        """When the first node would count as silent if nothing more is heard."""
+        return min((node.heard_at + self._silence for node in self.nodes.values()), default=None)
+
+    def _may_serve(self, node: Node) -> bool:
+        if node.stats is None:
+            # A fresh process is idle. One that rejoins may have been given up because it stands still: it must speak.
+            return not node.leaving and not node.info.rejoining
+        return not node.leaving and not self._stands_still(node)
+
+    def _stands_still(self, node: Node) -> bool:
+        return node.stats is not None and node.stats.progress_age_seconds > self._stall
+
+    def _recompute_bounds(self) -> None:
+        infos = [node.info for node in self.nodes.values()]
+        self._bounds = ModelBounds(
+            vocab_size=infos[0].vocab_size,
+            max_model_len=min(info.max_model_len for info in infos),
+            cache_tokens=min(info.num_blocks * info.layout.block_size for info in infos),
+        )
+
+    def block_size(self) -> int:
+        """Tokens of a block. Only while nodes are here."""
+        return next(iter(self.nodes.values())).info.layout.block_size

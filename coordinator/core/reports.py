@@ -1,0 +1,171 @@
+"""What each message of a node does to the requests. Messages of another attempt, or of a node that has no part in it
+any more, are dropped and counted: late, repeated and reordered ones change nothing."""
+
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+from baton.errors import BatonError, Cancelled, HandoffFailed, Preempted, Stale
+from baton.types import FinishReason, Incarnation, TokenEvent
+from coordinator.core import messages as m
+from coordinator.core.record import Attempt, Record, RequestState
+from coordinator.core.registry import Registry
+from coordinator.core.requests import RequestTable
+
+_key_of = attrgetter("key")
+
+
+class Reports:
+    def __init__(self, registry: Registry, table: RequestTable) -> None:
+        self._registry = registry
+        self._table = table
+        self._handlers: dict[type, Callable[[Incarnation, Any, float], None]] = {
+            m.Reserved: self._reserved,
+            m.Refused: self._refused,
+            m.Tokens: self._tokens,
+            m.AttemptFailed: self._failed,
+            m.PrefillEnded: self._prefill_ended,
+            m.HandedOff: self._handed_off,
+            m.Admitted: self._admitted,
+            m.Heartbeat: self._heartbeat,
+            m.Leaving: self._leaving,
+        }
+
+    def receive(self, sender: Incarnation, message: m.NodeInput, now: float) -> None:
+        """`sender` is a member."""
+        self._handlers[type(message)](sender, message, now)
+
+    def _reserved(self, sender: Incarnation, message: m.Reserved, now: float) -> None:
+        found = self._table.current(message.key, sender)
+        if found is None:
+            return
+        record, attempt = found
+        if record.state is not RequestState.PLACED or sender != attempt.decode:
+            self._unexpected()
+            return
+        self._table.loads.heard_of(sender, message.key)
+        self._table.reserved(record, attempt, now)
+        ticket = message.ticket
+        if ticket is None:
+            if attempt.prefill is not None:
+                self._table.close_leg(attempt, attempt.prefill, Cancelled("decode holds the prompt already"))
+        elif ticket.key != attempt.key or ticket.writer != attempt.prefill or ticket.decode.incarnation != sender:
+            self._table.replace(record, Stale(f"ticket {ticket.id} is for another attempt or node"), now)
+        else:
+            self._table.give(attempt, m.GiveTicket(ticket))
+
+    def _refused(self, sender: Incarnation, message: m.Refused, now: float) -> None:
+        found = self._table.current(message.key, sender)
+        if found is None:
+            return
+        record, attempt = found
+        self._table.close_leg(attempt, sender)
+        self._table.loads.refused(sender, message)
+        self._table.replace(record, None, now)
+
+    def _tokens(self, sender: Incarnation, message: m.Tokens, now: float) -> None:
+        for key, events in groupby(message.events, key=_key_of):
+            found = self._table.current(key, sender)
+            if found is not None:
+                self._tokens_of(*found, sender, list(events), now)
+
+    def _tokens_of(
+        self, record: Record, attempt: Attempt, sender: Incarnation, events: Sequence[TokenEvent], now: float
+    ) -> None:
+        """Tokens of one sequence in one message. What does not continue the output exactly does not get out."""
+        fresh: list[int] = []
+        finish: FinishReason | None = None
+        error: BatonError | None = None
+        for event in events:
+            expected = len(record.emitted) + len(fresh)
+            if finish is not None or event.index != expected:
+                error = Stale(f"node {self._table.name(sender)} sent token {event.index}, expected was {expected}")
+                break
+            if sender == attempt.prefill and event.finish is None:
+                error = Stale(f"prefill node {self._table.name(sender)} sent a token that ends nothing")
+                break
+            fresh.append(event.token)
+            finish = event.finish
+            if finish is None and expected + 1 >= record.request.sampling.max_tokens:
+                finish = FinishReason.LENGTH
+        if fresh:
+            if record.state is not RequestState.STREAMING:
+                self._table.loads.heard_of(sender, attempt.key, computed=True)
+            self._table.emit(record, attempt, fresh, now)
+        if finish is not None:
+            self._table.close_leg(attempt, sender)
+            self._table.end(record, finish, now)
+        elif error is not None:
+            self._table.replace(record, error, now)
+
+    def _failed(self, sender: Incarnation, message: m.AttemptFailed, now: float) -> None:
+        found = self._table.current(message.key, sender)
+        if found is None:
+            return
+        record, attempt = found
+        if isinstance(message.error, HandoffFailed):
+            self._table.counters.handoffs[message.error.code, attempt.transport] += 1
+        self._table.close_leg(attempt, sender)
+        if isinstance(message.error, Preempted):
+            self._table.loads.close(sender, self._table.demand(record).blocks)
+        self._table.replace(record, message.error, now)
+
+    def _prefill_ended(self, sender: Incarnation, message: m.PrefillEnded, now: float) -> None:
+        found = self._table.current(message.key, sender)
+        if found is None:
+            return
+        record, attempt = found
+        if sender != attempt.prefill or attempt.ended is not None:
+            self._unexpected()
+            return
+        attempt.ended = message
+        record.marks.mark("prefill_ended", now)
+        self._table.loads.heard_of(sender, message.key, computed=True)
+        self._table.count_sources(record, attempt)
+        self._table.placeable = True
+        self._table.last_progress = now
+
+    def _handed_off(self, sender: Incarnation, message: m.HandedOff, now: float) -> None:
+        found = self._table.current(message.key, sender)
+        if found is None:
+            return
+        record, attempt = found
+        if sender != attempt.prefill:
+            self._unexpected()
+            return
+        report = message.report
+        self._table.counters.handoffs["committed", report.transport] += 1
+        self._table.counters.handoff_bytes[report.transport] += report.bytes
+        record.marks.mark("committed", now)
+        record.marks.handoff = report
+        self._table.close_leg(attempt, sender)
+        self._table.last_progress = now
+
+    def _admitted(self, sender: Incarnation, message: m.Admitted, now: float) -> None:
+        found = self._table.current(message.key, sender)
+        if found is None:
+            return
+        record, attempt = found
+        if sender != attempt.decode or attempt.admitted is not None:
+            self._unexpected()
+            return
+        attempt.admitted = message
+        record.marks.mark("committed", now)
+        self._table.loads.heard_of(sender, message.key)
+        self._table.count_sources(record, attempt)
+        self._table.last_progress = now
+
+    def _heartbeat(self, sender: Incarnation, message: m.Heartbeat, now: float) -> None:
+        node = self._registry.nodes[sender]
+        if node.stats is not None and message.stats.queued_tokens < node.stats.queued_tokens:
+            self._table.last_progress = now
+        node.stats = message.stats
+        self._table.loads.report(sender, message.stats.blocks_free + message.stats.blocks_cached)
+        self._table.placeable = True
+
+    def _leaving(self, sender: Incarnation, message: m.Leaving, now: float) -> None:
+        self._registry.nodes[sender].leaving = True
+
+    def _unexpected(self) -> None:
+        self._table.counters.dropped_messages["unexpected"] += 1

@@ -1,0 +1,283 @@
+"""Every request that has not ended, and what can happen to it.
+
+Three rules hold whatever arrives: a request ends in `end` and nowhere else; what failed goes on in `replace` and
+nowhere else; a leg that was placed is closed in `close_leg` and nowhere else (or falls with its node in `lose_node`).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from baton.errors import BatonError, Cancelled, DeadlineExceeded, NodeGone, Preempted, Stalled, Unavailable
+from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, Role, Work
+from coordinator.core import sources
+from coordinator.core.counters import CLASS, INTERNAL, Counters
+from coordinator.core.loads import Loads
+from coordinator.core.messages import Admit, Cancel, Effect, Emit, End, Finished, GiveTicket, Prefill, Send, Submit
+from coordinator.core.placement import Choice, Demand, Placement
+from coordinator.core.queue import WaitingQueue
+from coordinator.core.record import Attempt, Record, RequestState
+from coordinator.core.registry import Registry
+from coordinator.core.timeline import Marks, Ring
+from coordinator.core.timers import Timers
+
+UNSERVED_PATIENCE = 1.0  # seconds a new request waits for nodes that could serve it
+CHOICE = 0  # of every request: several choices are child requests
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`answer_timeout`: seconds in which decode must answer a Submit that has a writer with Reserved or Refused."""
+
+    mode: Literal["disaggregated", "colocated", "auto"]
+    max_queue: int
+    max_attempts: int
+    answer_timeout: float
+
+
+class RequestTable:
+    """Effects collect in `out`; the brain hands them to its shell after every input."""
+
+    def __init__(self, registry: Registry, placement: Placement, settings: Settings) -> None:
+        self.records: dict[RequestId, Record] = {}
+        self.queue = WaitingQueue()
+        self.loads = Loads()
+        self.timers = Timers()
+        self.counters = Counters()
+        self.ended = Ring()
+        self.out: list[Effect] = []
+        self.last_progress = 0.0
+        self.placeable = False  # something has changed since placement was last tried
+        self._registry = registry
+        self._placement = placement
+        self._settings = settings
+        self._unadmitted: set[RequestId] = set()
+
+    def add(self, request: Request, now: float, *, internal: bool) -> None:
+        record = Record(request, now + request.timeout, Marks(now), internal)
+        self.records[request.id] = record
+        self.queue.push(request.id)
+        record.admit_by = now + UNSERVED_PATIENCE
+        self._unadmitted.add(request.id)
+        self.timers.set(request.id, record.next_due())
+        self.placeable = True
+
+    def current(self, key: AttemptKey, sender: Incarnation) -> tuple[Record, Attempt] | None:
+        """The request whose present attempt is `key`, if `sender` still works on it; else the message is dropped."""
+        record = self.records.get(key.request)
+        attempt = record.attempt if record else None
+        if record is None or attempt is None or attempt.key != key or sender not in attempt.legs:
+            self.counters.dropped_messages["stale"] += 1
+            return None
+        return record, attempt
+
+    def serviceable(self) -> bool:
+        """Are there nodes for every role that the mode needs?"""
+        decode = bool(self._registry.serving(Role.DECODE))
+        return decode and (self._settings.mode != "disaggregated" or bool(self._registry.serving(Role.PREFILL)))
+
+    def name(self, node: Incarnation | None) -> NodeName:
+        found = self._registry.nodes.get(node) if node else None
+        return found.info.name if found else NodeName("")
+
+    # placing
+
+    def place_waiting(self, now: float) -> None:
+        """Admit and place what can be, if anything has changed."""
+        if not self.placeable:
+            return
+        self.placeable = False
+        if self._unadmitted and self.serviceable():
+            self._admit_all()
+        while self.queue and self._place_one(now):
+            pass
+
+    def _admit_all(self) -> None:
+        for request in [request for request in self.records if request in self._unadmitted]:
+            record = self.records[request]
+            record.admit_by = None
+            self.timers.set(request, record.next_due())
+            self.out.append(Admit(request))
+        self._unadmitted.clear()
+
+    def _place_one(self, now: float) -> bool:
+        nodes = [node for role in (Role.PREFILL, Role.DECODE) for node in self._registry.serving(role)]
+        views = [self.loads.view(node) for node in nodes]
+        for request in self.queue.candidates() if views else ():
+            record = self.records[request]
+            demand = self.demand(record)
+            choice = self._placement.choose(demand, views)
+            if choice is not None:
+                self.queue.take(request, now)
+                self._place(record, demand, choice, now)
+                return True
+        return False
+
+    def demand(self, record: Record) -> Demand:
+        """What the next attempt needs. The last token of an output needs no decode node where there is prefill."""
+        mode = self._settings.mode
+        prefill = mode == "disaggregated" or (mode == "auto" and bool(self._registry.serving(Role.PREFILL)))
+        block_size = self._registry.block_size()
+        tokens = record.context_tokens + min(record.remaining, block_size)
+        return Demand(
+            tokens=record.context_tokens,
+            blocks=-(-tokens // block_size),
+            prefill=prefill,
+            decode=not prefill or record.remaining > 1,
+            avoid=record.avoid,
+        )
+
+    def _place(self, record: Record, demand: Demand, choice: Choice, now: float) -> None:
+        record.attempts += 1
+        request, prefill, decode = record.request, choice.prefill, choice.decode
+        key = AttemptKey(request.id, record.attempts, CHOICE)
+        attempt = record.attempt = Attempt(key, prefill, decode)
+        for node in filter(None, (decode, prefill)):
+            attempt.legs.add(node)
+            self.loads.place(node, key, demand.tokens, demand.blocks)
+        record.to(RequestState.PLACED)
+        record.marks.placed_at(now, self.name(prefill), self.name(decode))
+        left = Request(request.id, request.prompt, request.sampling, record.deadline - now, request.cache_salt)
+        work = Work(key, left, tuple(record.emitted))
+        if decode is not None:
+            writer = self._registry.nodes[prefill].address if prefill is not None else None
+            self.out.append(Send(decode, Submit(work, writer)))
+        if prefill is not None:
+            self.out.append(Send(prefill, Prefill(work, alone=decode is None)))
+            if decode is not None:
+                attempt.answer_by = now + self._settings.answer_timeout
+                self.timers.set(request.id, record.next_due())
+        self.last_progress = now
+
+    # while an attempt runs
+
+    def reserved(self, record: Record, attempt: Attempt, now: float) -> None:
+        record.to(RequestState.RESERVED)
+        record.marks.mark("reserved", now)
+        attempt.answer_by = None
+        self.last_progress = now
+
+    def give(self, attempt: Attempt, ticket: GiveTicket) -> None:
+        attempt.transport = ticket.ticket.transport
+        self.out.append(Send(ticket.ticket.writer, ticket))
+
+    def emit(self, record: Record, attempt: Attempt, tokens: list[int], now: float) -> None:
+        """`tokens` continue the output exactly."""
+        if record.state is not RequestState.STREAMING:
+            record.to(RequestState.STREAMING)
+            record.marks.mark("first_token", now)
+            attempt.answer_by = None
+        record.emitted += tokens
+        self.counters.generated_tokens += 0 if record.internal else len(tokens)
+        self.last_progress = now
+        self.out.append(Emit(record.request.id, tuple(tokens)))
+
+    def count_sources(self, record: Record, attempt: Attempt, *, last: bool = False) -> None:
+        """Once an attempt: when both nodes have reported, or with what is known at its end."""
+        complete = attempt.admitted is not None and (attempt.prefill is None or attempt.ended is not None)
+        known = attempt.admitted is not None or attempt.ended is not None
+        if attempt.counted or not (complete or (last and known)):
+            return
+        attempt.counted = True
+        if record.sources is None:
+            record.sources = sources.split(attempt.ended, attempt.admitted)
+            for source, tokens in record.sources._asdict().items() if not record.internal else ():
+                self.counters.prompt_tokens[source] += tokens
+        else:
+            recomputed = sources.computed(attempt.ended, attempt.admitted)
+            self.counters.recomputed_tokens[record.replaced_because] += recomputed
+
+    def close_leg(self, attempt: Attempt, node: Incarnation, cancel: BatonError | None = None) -> None:
+        """The node's part is over, or is to be with `cancel`. Idempotent."""
+        if node not in attempt.legs:
+            return
+        attempt.legs.remove(node)
+        self.loads.end(node, attempt.key)
+        self.placeable = True
+        if cancel is not None:
+            self.out.append(Send(node, Cancel(attempt.key, cancel)))
+
+    # the ways on and out
+
+    def replace(self, record: Record, error: BatonError | None, now: float) -> None:
+        """The one recovery: give up this attempt and put the request, with what it has emitted, at the head of the
+        queue; the client sees nothing. `error` None is a refusal. Refusals and preemptions wait for room and do not
+        count as failures; other errors do, and one that no other attempt can mend ends the request."""
+        waits = error is None or isinstance(error, Preempted)
+        record.failures += not waits
+        if error is not None and (not error.replaceable or record.failures >= self._settings.max_attempts):
+            self.end(record, error, now)
+            return
+        attempt = record.attempt
+        if attempt is not None:
+            blamed = () if error is None else (attempt.prefill, attempt.decode)
+            record.avoid = frozenset(node for node in blamed if node is not None)
+            self._leave_attempt(record, attempt, error or Cancelled("the other node has no room"))
+        record.replaced_because = error.code if error is not None else "refused"
+        self.counters.replaced[record.replaced_because] += 1
+        record.attempt = None
+        record.to(RequestState.QUEUED)
+        self.queue.push_front(record.request.id)
+        self.placeable = True
+
+    def end(self, record: Record, result: FinishReason | BatonError, now: float) -> None:
+        """The one place where a request ends."""
+        request = record.request.id
+        if record.attempt is not None:
+            reason = result if isinstance(result, BatonError) else Cancelled("the request has ended")
+            self._leave_attempt(record, record.attempt, reason)
+        del self.records[request]
+        self.queue.remove(request)
+        self.timers.clear(request)
+        self._unadmitted.discard(request)
+        timeline = record.marks.timeline(now, record.attempts)
+        self.ended.add(request, timeline)
+        outcome: Finished | BatonError
+        if isinstance(result, FinishReason):
+            record.to(RequestState.FINISHED)
+            label = result.value
+            outcome = Finished(result, record.sources.cached if record.sources else 0)
+        else:
+            record.to(RequestState.FAILED)
+            label, outcome = result.code, result
+        self.counters.requests[label, INTERNAL if record.internal else CLASS] += 1
+        self.out.append(End(request, outcome, len(record.emitted), timeline, record.marks.ttft, record.internal))
+
+    def lose_node(self, node: Incarnation, error: BatonError, now: float) -> None:
+        """The node is no more, and off the registry: what had a leg there goes on elsewhere, the oldest first."""
+        for key in reversed(self.loads.remove_node(node)):
+            record = self.records.get(key.request)
+            if record is not None and record.attempt is not None and record.attempt.key == key:
+                record.attempt.legs.discard(node)
+                self.replace(record, error if error.replaceable else NodeGone(error.message), now)
+
+    def due(self, request: RequestId, now: float) -> None:
+        """Time alone has passed for this request."""
+        record = self.records[request]
+        attempt = record.attempt
+        if now >= record.deadline:
+            given = f"{record.request.timeout:g} s"
+            self.end(record, DeadlineExceeded(f"the request took longer than its {given} (--request-timeout)"), now)
+        elif record.admit_by is not None and now >= record.admit_by:
+            error = Unavailable(
+                f"no node could serve the request for {UNSERVED_PATIENCE:g} s: {self.missing()}",
+                retry_after=UNSERVED_PATIENCE,
+            )
+            self.counters.rejected[error.code, INTERNAL if record.internal else CLASS] += 1
+            self.end(record, error, now)
+        elif attempt is not None and attempt.answer_by is not None and now >= attempt.answer_by:
+            silent = self.name(attempt.decode)
+            waited = f"{self._settings.answer_timeout:g} s"
+            self.replace(record, Stalled(f"node {silent} did not answer a request for {waited} (--stall)"), now)
+        if request in self.records:
+            self.timers.set(request, record.next_due())
+
+    def missing(self) -> str:
+        """What keeps the cluster from serving, "" if nothing does."""
+        if not self._registry.serving(Role.DECODE):
+            return "there is no decode node"
+        return "" if self.serviceable() else "there is no prefill node"
+
+    def _leave_attempt(self, record: Record, attempt: Attempt, reason: BatonError) -> None:
+        for node in sorted(attempt.legs):
+            self.close_leg(attempt, node, reason)
+        self.count_sources(record, attempt, last=True)

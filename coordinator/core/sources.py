@@ -1,0 +1,37 @@
+"""Where the prompt tokens of one attempt came from, each counted once."""
+
+from typing import NamedTuple
+
+from coordinator.core.messages import Admitted, PrefillEnded
+
+
+class Sources(NamedTuple):
+    """Tokens. The fields are values of the label `source` of baton_prompt_tokens_total."""
+
+    computed_prefill: int
+    computed_decode: int
+    local_cache: int
+    pool: int
+
+    @property
+    def cached(self) -> int:
+        return self.local_cache + self.pool
+
+
+def split(ended: PrefillEnded | None, admitted: Admitted | None) -> Sources:
+    """What decode held counts as its cache, even where prefill had to compute it again to reach what decode lacked."""
+    if admitted is None:
+        return Sources(ended.computed_tokens, 0, ended.cached_tokens, 0) if ended else Sources(0, 0, 0, 0)
+    cached_there = max(0, ended.cached_tokens - admitted.cached_tokens) if ended else 0
+    received_cached = min(cached_there, admitted.received_tokens)
+    return Sources(
+        computed_prefill=admitted.received_tokens - received_cached,
+        computed_decode=admitted.computed_tokens,
+        local_cache=admitted.cached_tokens + received_cached,
+        pool=0,
+    )
+
+
+def computed(ended: PrefillEnded | None, admitted: Admitted | None) -> int:
+    """Tokens that any node computed."""
+    return (ended.computed_tokens if ended else 0) + (admitted.computed_tokens if admitted else 0)

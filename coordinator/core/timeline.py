@@ -1,0 +1,87 @@
+"""Where a request's time went, on the coordinator's clock.
+
+The time to the first token is cut at four moments, each no earlier than the one before and no later than the first
+token, so that the stages are a partition of it whatever arrives, in whatever order, or never:
+
+    arrival | queue | placed | reserve | reserved | prefill | prefill ended | transfer | committed | first_token | token
+
+`placed` is the last placement before the first token. Prefill computes while decode reserves, and layers travel while
+prefill computes: a stage is the part that was exposed. `committed` is when the coordinator first hears of the commit,
+from either node. Where decode computes the prompt itself there is no transfer, and `prefill` lasts until the token.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from baton.pb.common_pb2 import HandoffReport, Timeline
+from baton.types import NodeName, RequestId
+
+KEPT = 4096  # timelines of ended requests
+
+
+@dataclass(slots=True)
+class Marks:
+    """Moments of one request; None has not happened (in its last attempt)."""
+
+    arrival: float
+    placed: float | None = None
+    reserved: float | None = None
+    prefill_ended: float | None = None
+    committed: float | None = None
+    first_token: float | None = None
+    prefill_node: NodeName | None = None
+    decode_node: NodeName | None = None
+    handoff: HandoffReport | None = None
+
+    def placed_at(self, now: float, prefill: NodeName, decode: NodeName) -> None:
+        """A new attempt. What the last one did before the first token counts as waiting."""
+        self.prefill_node, self.decode_node = prefill, decode
+        if self.first_token is None:
+            self.placed, self.reserved, self.prefill_ended, self.committed, self.handoff = now, None, None, None, None
+
+    def mark(self, moment: str, now: float) -> None:
+        """The first time counts, and nothing after the first token does."""
+        if self.first_token is None and getattr(self, moment) is None:
+            setattr(self, moment, now)
+
+    @property
+    def ttft(self) -> float | None:
+        return None if self.first_token is None else self.first_token - self.arrival
+
+    def timeline(self, now: float, attempts: int) -> Timeline:
+        end = now if self.first_token is None else self.first_token
+        placed = end if self.placed is None else self.placed
+        ended = end if self.prefill_ended is None else self.prefill_ended
+        edges = [self.arrival]
+        for moment in (placed, self.reserved, ended, self.committed, end):
+            edges.append(edges[-1] if moment is None else min(max(moment, edges[-1]), end))
+        queue, reserve, prefill, transfer, first_token = (edges[i + 1] - edges[i] for i in range(5))
+        return Timeline(
+            queue=queue,
+            reserve=reserve,
+            prefill=prefill,
+            transfer=transfer,
+            first_token=first_token,
+            ttft=queue + reserve + prefill + transfer + first_token,
+            total=now - self.arrival,
+            attempts=attempts,
+            prefill_node=self.prefill_node or "",
+            decode_node=self.decode_node or "",
+            handoff=self.handoff,
+        )
+
+
+class Ring:
+    """The timelines of the last `KEPT` ended requests."""
+
+    def __init__(self, kept: int = KEPT) -> None:
+        self._kept = kept
+        self._timelines: OrderedDict[RequestId, Timeline] = OrderedDict()
+
+    def add(self, request: RequestId, timeline: Timeline) -> None:
+        self._timelines[request] = timeline
+        if len(self._timelines) > self._kept:
+            self._timelines.popitem(last=False)
+
+    def get(self, request: RequestId) -> Timeline | None:
+        return self._timelines.get(request)

@@ -1,0 +1,137 @@
+"""Tokens to text, one step at a time, at a cost that does not grow with the output.
+
+The law both classes keep: whatever the tokens and however they are cut into steps, the texts of all `add` calls and
+of the final `flush` concatenate to the tokenizer's own decoding of all tokens without special ones. No step shows
+half a character.
+"""
+
+import codecs
+import re
+from collections.abc import Iterable
+from typing import Protocol
+
+import tokenizers
+from tokenizers.decoders import ByteLevel
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>$")
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer(Protocol):
+    def add(self, tokens: Iterable[int]) -> str:
+        """The text that these tokens complete; may be empty."""
+        ...
+
+    def flush(self) -> str:
+        """What is left at the end: the replacement of an unfinished character, if any."""
+        ...
+
+
+class Vocabulary:
+    """What detokenizers of one tokenizer share: its pieces, looked up once each."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self.backend = backend
+        self.byte_level = isinstance(backend.decoder, ByteLevel)
+        self._special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
+        self._bytes: dict[int, bytes] = {}
+        self._anchor = self._find_anchor()
+
+    def detokenizer(self) -> Detokenizer:
+        return _ByteLevelDetokenizer(self) if self.byte_level else _ChunkDetokenizer(self)
+
+    def shown(self, token: int) -> str | None:
+        """The piece of a token, None if it leaves no text: special, or beyond the tokenizer's vocabulary."""
+        return None if token in self._special else self.backend.id_to_token(token)
+
+    def piece_bytes(self, token: int) -> bytes:
+        """The bytes that a byte-level token stands for."""
+        known = self._bytes.get(token)
+        if known is None:
+            known = self._bytes[token] = _to_bytes(self.shown(token) or "")
+        return known
+
+    def decode_inner(self, tokens: list[int]) -> str:
+        """Decode tokens that follow others. Decoders treat the start of a text differently (Llama 2's drops a
+        space), so these are decoded behind a fixed token, whose own text is cut off again."""
+        anchor, text = self._anchor
+        return self.backend.decode([anchor, *tokens], skip_special_tokens=True)[len(text) :]
+
+    def _find_anchor(self) -> tuple[int, str]:
+        for token in range(self.backend.get_vocab_size()):
+            text = self.backend.decode([token], skip_special_tokens=True)
+            if text.isascii() and text.isalnum():
+                return token, text
+        return 0, ""
+
+
+class _ByteLevelDetokenizer:
+    """For byte-level BPE (GPT-2, Llama 3, Qwen): a table of bytes and an incremental UTF-8 decoder."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, tokens: Iterable[int]) -> str:
+        return self._utf8.decode(b"".join(map(self._vocabulary.piece_bytes, tokens)))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _ChunkDetokenizer:
+    """For any other decoder: tokens are held until they end a character, then decoded together.
+
+    Byte-fallback tokens are held to the end of their run, because one bad byte turns the whole run into replacements.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._held: list[int] = []
+        self._begun = False
+
+    def add(self, tokens: Iterable[int]) -> str:
+        return "".join(self._add_one(token) for token in tokens)
+
+    def _add_one(self, token: int) -> str:
+        piece = self._vocabulary.shown(token)
+        if piece is None:
+            return ""
+        self._held.append(token)
+        if _BYTE_TOKEN.match(piece):
+            return ""
+        text = self._decode()
+        return "" if text.endswith(_REPLACEMENT) else self._release(text)
+
+    def flush(self) -> str:
+        return self._release(self._decode()) if self._held else ""
+
+    def _decode(self) -> str:
+        if self._begun:
+            return self._vocabulary.decode_inner(self._held)
+        return self._vocabulary.backend.decode(self._held, skip_special_tokens=True)
+
+    def _release(self, text: str) -> str:
+        self._held.clear()
+        self._begun = True
+        return text
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes: printable Latin-1 stands for itself, the rest from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    table.update({chr(0x100 + place): byte for place, byte in enumerate(others)})
+    return table
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+def _to_bytes(piece: str) -> bytes:
+    """A piece with a character that is no stand-in (an added token with a space, say) is its own UTF-8."""
+    try:
+        return bytes(_BYTE_OF_CHAR[char] for char in piece)
+    except KeyError:
+        return piece.encode()

@@ -1,0 +1,206 @@
+"""The brain's shell: it carries out effects, keeps the one timer, and joins readers, nodes and brain on one event loop.
+
+Nothing here decides anything.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+from baton import log
+from baton.clock import Clock, steady
+from baton.config import Config
+from baton.errors import BatonError, Cancelled, Draining, SlowReader
+from baton.limits import ModelBounds
+from baton.pb.cluster_pb2 import CoordinatorMessage
+from baton.types import Incarnation, Request, RequestId, mint_id
+from coordinator.core.brain import Brain
+from coordinator.core.identity import JoinInfo
+from coordinator.core.messages import Admit, Effect, Emit, End, Finished, Heartbeat, Leaving, Lost, NodeInput, Send
+from coordinator.core.placement import LeastLoaded
+from coordinator.core.registry import Registry
+from coordinator.core.requests import Settings
+from coordinator.generation import Delta, Done, Submission
+from coordinator.node_messages import order_to_pb, welcome
+from coordinator.stream import MAX_UNREAD, Stream
+
+_TIMER_GRAIN = 0.001  # seconds: event loops round to milliseconds
+
+_log = log.get("dispatcher")
+
+
+class Outbound(Protocol):
+    """A node's stream as the dispatcher sees it."""
+
+    def send(self, message: CoordinatorMessage) -> None:
+        """Never blocks; a stream that cannot keep up closes itself."""
+        ...
+
+    def close(self) -> None:
+        """The incarnation is no member any more: end the stream. Idempotent; calls nothing back."""
+        ...
+
+
+class Dispatcher:
+    """A `Generator` for the front doors and the member list for the node link. One event loop, no locks."""
+
+    def __init__(self, config: Config, clock: Clock = steady) -> None:
+        mode = config.mode if config.prefill else "colocated"
+        settings = Settings(mode, config.max_queue, config.max_attempts, config.stall)
+        self._config = config
+        self.brain = Brain(Registry(config.silence, config.stall), LeastLoaded(), settings)
+        self.clock = clock
+        self.mode = mode
+        self.links: dict[Incarnation, Outbound] = {}
+        self.on_end: list[Callable[[End], None]] = []
+        self.on_change: list[Callable[[], None]] = []  # a node came, went or reported; a request ended
+        self._streams: dict[RequestId, Stream] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = 0.0
+        self._pending: deque[Effect] = deque()
+        self._carrying = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # for the front doors
+
+    def bounds(self) -> ModelBounds:
+        return self.brain.bounds()
+
+    async def submit(self, submission: Submission, *, internal: bool = False) -> Stream:
+        """See `Generator.submit`. `internal` requests are counted in a class of their own."""
+        request = Request(
+            id=RequestId(mint_id()),
+            prompt=submission.prompt,
+            sampling=submission.sampling,
+            timeout=submission.timeout,
+            cache_salt=submission.cache_salt,
+        )
+        effects = self.brain.submit(request, self.clock(), internal=internal)
+        stream = self._streams[request.id] = Stream(request.id, self._client_gone)
+        self._idle.clear()
+        self._carry_out(effects)
+        try:
+            await stream.admitted()
+        except asyncio.CancelledError:
+            stream.cancel()
+            raise
+        return stream
+
+    async def drain(self, patience: float) -> None:
+        """Refuse new requests, wait for those that run, and after `patience` seconds end the rest with Draining."""
+        self.brain.drain()
+        self._changed()
+        try:
+            async with asyncio.timeout(patience):
+                await self._idle.wait()
+        except TimeoutError:
+            error = Draining(f"the cluster has stopped: {patience:g} s had passed (--drain-timeout)")
+            for request in self.brain.active():
+                self._cancel(request, error)
+
+    def close(self) -> None:
+        """Give up every node; nothing runs any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for link in list(self.links.values()):
+            link.close()
+
+    # for the node link
+
+    def join(self, info: JoinInfo, link: Outbound) -> Incarnation:
+        """A node becomes a member; its Welcome is the first thing it is sent. Raises ConfigError if it may not join."""
+        incarnation = Incarnation(mint_id(64))
+        effects = self.brain.join(info, incarnation, self.clock())
+        self.links[incarnation] = link
+        link.send(welcome(incarnation, self._config.heartbeat, self._config.silence))
+        _log.info("node joined", node=info.name, role=info.role.value, incarnation=incarnation, pid=info.pid)
+        self._carry_out(effects)
+        self._changed()
+        return incarnation
+
+    def receive(self, sender: Incarnation, message: NodeInput) -> None:
+        self._carry_out(self.brain.receive(sender, message, self.clock()))
+        if isinstance(message, Heartbeat | Leaving):
+            self._changed()
+
+    def leave(self, incarnation: Incarnation, reason: BatonError) -> None:
+        """The node's stream has ended. Idempotent."""
+        self._carry_out(self.brain.node_gone(incarnation, reason, self.clock()))
+
+    # inside
+
+    def _client_gone(self, request: RequestId) -> None:
+        self._cancel(request, Cancelled("the client has gone away"))
+
+    def _cancel(self, request: RequestId, error: BatonError) -> None:
+        self._carry_out(self.brain.cancel(request, error, self.clock()))
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        """In the order in which the brain decided them, also when carrying one out brings new ones."""
+        self._pending.extend(effects)
+        if self._carrying:
+            return
+        self._carrying = True
+        try:
+            while self._pending:
+                self._carry_out_one(self._pending.popleft())
+        finally:
+            self._carrying = False
+        self._arm()
+
+    def _carry_out_one(self, effect: Effect) -> None:
+        match effect:
+            case Emit(request, tokens):
+                stream = self._streams.get(request)
+                if stream is not None and not stream.push(Delta(tokens)):
+                    self._cancel(request, SlowReader(f"the client left more than {MAX_UNREAD} tokens unread"))
+            case Send(node, message):
+                link = self.links.get(node)
+                if link is not None:
+                    link.send(order_to_pb(message))
+            case Admit(request):
+                stream = self._streams.get(request)
+                if stream is not None:
+                    stream.admit()
+            case End():
+                self._ended(effect)
+            case Lost(node, name, error):
+                _log.warning("node lost", node=name, incarnation=node, reason=error.message)
+                link = self.links.pop(node, None)
+                if link is not None:
+                    link.close()
+                self._changed()
+
+    def _ended(self, end: End) -> None:
+        stream = self._streams.pop(end.request, None)
+        if stream is not None:
+            result = end.result
+            if isinstance(result, Finished):
+                stream.end(Done(result.reason, result.cached_tokens, end.timeline))
+            else:
+                stream.end(result)
+        if not self._streams:
+            self._idle.set()
+        for callback in self.on_end:
+            callback(end)
+
+    def _changed(self) -> None:
+        for callback in self.on_change:
+            callback()
+
+    def _arm(self) -> None:
+        """One timer, for the next moment at which time alone changes something. One that rings early does no harm."""
+        due = self.brain.next_due()
+        if due is None or (self._timer is not None and self._timer_due <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_due = due
+        delay = max(due - self.clock(), _TIMER_GRAIN)
+        self._timer = asyncio.get_running_loop().call_later(delay, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._carry_out(self.brain.tick(self.clock()))

@@ -1,0 +1,75 @@
+"""The client-facing gRPC port: services, standard health, reflection, and explicit sizes."""
+
+import asyncio
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from baton.errors import ConfigError
+from baton.limits import MAX_BODY_BYTES
+from baton.pb import cluster_pb2, generation_pb2, generation_pb2_grpc
+from coordinator.grpc_front import GenerationService
+from coordinator.intake import Intake
+from coordinator.readiness import Readiness
+
+_SERVICES = (
+    generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,
+    cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name,
+)
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_BODY_BYTES),
+    ("grpc.max_send_message_length", MAX_BODY_BYTES),
+    ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.so_reuseport", 0),  # a second coordinator on the port is an error, not a silent share of its clients
+    ("grpc.keepalive_time_ms", 30_000),  # a client whose machine is gone holds its requests no longer than this
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+class GrpcPort:
+    """`server` is open for further services (baton.v1.Cluster) until `start`."""
+
+    def __init__(self, intake: Intake, readiness: Readiness, api_key: str) -> None:
+        self.server = grpc.aio.server(options=_OPTIONS)
+        self.port = 0
+        self._health = health.aio.HealthServicer()
+        self._changed: asyncio.Queue[bool] = asyncio.Queue()
+        self._following: asyncio.Task[None] | None = None
+        generation_pb2_grpc.add_GenerationServicer_to_server(  # type: ignore[no-untyped-call]
+            GenerationService(intake, api_key), self.server
+        )
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
+        readiness.listen(self._changed.put_nowait)
+
+    def bind(self, host: str, port: int) -> None:
+        """Port 0 picks a free one. Raises ConfigError."""
+        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            self.port = self.server.add_insecure_port(target)
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {target} ({error}): choose another --grpc-port, 0 for any") from None
+
+    async def start(self) -> None:
+        await self._tell(self._changed.get_nowait())  # before the first caller can ask
+        self._following = asyncio.create_task(self._follow(), name="grpc health")
+        await self.server.start()
+
+    async def stop(self, grace: float) -> None:
+        """Take no new call, let open ones end within `grace` seconds."""
+        await self._health.enter_graceful_shutdown()
+        if self._following is not None:
+            self._following.cancel()
+        await self.server.stop(grace)
+
+    async def _follow(self) -> None:
+        while True:
+            await self._tell(await self._changed.get())
+
+    async def _tell(self, ready: bool) -> None:
+        kinds = health_pb2.HealthCheckResponse
+        for service in ("", *_SERVICES):
+            await self._health.set(service, kinds.SERVING if ready else kinds.NOT_SERVING)

@@ -1,0 +1,65 @@
+"""What every gRPC service of the coordinator shares: how errors are told, and who may call."""
+
+import asyncio
+import math
+import urllib.parse
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NoReturn, TypeAlias
+
+import grpc
+import grpc.aio
+
+from baton import log
+from baton.errors import BatonError, Rejected
+from coordinator.auth import AdminGate
+from coordinator.defects import internal
+
+Context: TypeAlias = grpc.aio.ServicerContext
+ERROR_CODE, ERROR_PARAM, RETRY_AFTER = "baton-error-code", "baton-error-param", "retry-after"
+_log = log.get("grpc")
+
+
+@asynccontextmanager
+async def told(context: Context) -> AsyncIterator[None]:
+    """Any error of the block ends the call with its code; details are in the trailing metadata."""
+    try:
+        yield
+    except (BatonError, asyncio.CancelledError, grpc.aio.AbortError) as error:
+        if not isinstance(error, BatonError):
+            raise
+        await abort(context, error)
+    except Exception as error:
+        await abort(context, internal(error))
+
+
+async def abort(context: Context, error: BatonError) -> NoReturn:
+    if isinstance(error, Rejected):
+        _log.info("rejected", code=error.code, param=error.param)
+    trailing = [(ERROR_CODE, error.code)]
+    if error.param:
+        trailing.append((ERROR_PARAM, error.param))
+    if error.retry_after is not None:
+        trailing.append((RETRY_AFTER, str(max(1, math.ceil(error.retry_after)))))
+    await context.abort(grpc.StatusCode[error.grpc_code], error.message, tuple(trailing))
+    raise AssertionError("abort returned")
+
+
+def metadata(context: Context, key: str) -> str | None:
+    """The first value of a key that the caller sent."""
+    for name, value in context.invocation_metadata() or ():
+        if name == key:
+            return value if isinstance(value, str) else value.decode("utf-8", "replace")
+    return None
+
+
+def require_admin(context: Context, gate: AdminGate) -> None:
+    """Raises Unauthenticated unless the caller may administer this cluster."""
+    gate.check(peer_address(context.peer()), metadata(context, "authorization"))
+
+
+def peer_address(peer: str) -> str | None:
+    """The IP address in gRPC's name of a peer: ipv4:127.0.0.1:5, or ipv6:%5B::1%5D:5."""
+    kind, _, rest = peer.partition(":")
+    host, _, _ = urllib.parse.unquote(rest).rpartition(":")
+    return host.strip("[]") if kind in ("ipv4", "ipv6") and host else None

@@ -1,0 +1,48 @@
+"""The outermost layer of both HTTP applications: authentication, the client's own request id, and defects.
+
+Plain ASGI, because a route must see the server's own `receive` to learn of a disconnect.
+"""
+
+from collections.abc import Callable
+
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from baton.errors import BatonError
+from coordinator.ask import check_client_id
+from coordinator.defects import internal
+from coordinator.http import errors
+
+Guard = Callable[[Request], None]  # raises Unauthenticated
+
+
+class Boundary:
+    def __init__(self, app: ASGIApp, guard: Guard) -> None:
+        self._app = app
+        self._guard = guard
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        request = Request(scope, receive)
+        started = False
+        echoed: str | None = None
+
+        async def sender(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                if echoed is not None:
+                    MutableHeaders(scope=message)["x-request-id"] = echoed
+            await send(message)
+
+        try:
+            echoed = check_client_id(request.headers.get("x-request-id"))
+            self._guard(request)
+            await self._app(scope, receive, sender)
+        except Exception as error:
+            told = error if isinstance(error, BatonError) else internal(error)
+            if started:
+                raise told from None
+            await errors.response_to(told)(scope, receive, sender)

@@ -1,0 +1,61 @@
+"""Every error over HTTP has OpenAI's shape: {"error": {message, type, param, code}}."""
+
+import math
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from baton import log
+from baton.errors import BatonError, InvalidRequest, NotFound, Rejected
+from coordinator.defects import internal
+
+_log = log.get("http")
+
+
+class _Error(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class _Body(msgspec.Struct):
+    error: _Error
+
+
+class MethodNotAllowed(InvalidRequest):
+    http_status = 405
+    code = "method_not_allowed"
+
+
+def body_of(error: BatonError) -> bytes:
+    return msgspec.json.encode(_Body(_Error(error.message, error.type, error.param, error.code)))
+
+
+def response_to(error: BatonError) -> Response:
+    headers = {}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
+    if error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Response(body_of(error), error.http_status, headers, media_type="application/json")
+
+
+async def on_baton_error(request: Request, error: Exception) -> Response:
+    if not isinstance(error, BatonError):
+        error = internal(error)
+    if isinstance(error, Rejected):
+        _log.info("rejected", path=request.url.path, code=error.code, param=error.param)
+    return response_to(error)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own: no such route, or no such method on it."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        response = response_to(MethodNotAllowed(f"{request.method} is not allowed on {request.url.path}"))
+        response.headers.update(error.headers or {})
+        return response
+    return response_to(NotFound(f"there is no {request.method} {request.url.path}"))

@@ -1,0 +1,92 @@
+"""An HTTP application on a port, inside the event loop that is already running."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from baton import log
+from baton.errors import ConfigError
+from coordinator.http.protocol import BoundedProtocol
+
+BACKLOG = 1024
+_SEND_BUFFER = 64 << 10  # bytes asked of the kernel for each connection: what a slow reader can make us hold
+_UNACKED_MS = 30_000  # the kernel cuts a peer that accepts no byte for so long
+
+
+def bind(host: str, port: int, flag: str) -> socket.socket:
+    """A listening socket; port 0 picks a free one. Raises ConfigError naming the flag."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKED_MS)
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
+        listening.setblocking(False)
+    except OSError as error:
+        listening.close()
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise ConfigError(f"cannot listen on {host}:{port} ({reason}): choose another {flag}, 0 for any") from None
+    return listening
+
+
+class Listener(uvicorn.Server):
+    """One application on one bound socket. Signals are the process's business, not this one's."""
+
+    def __init__(self, app: ASGIApp, listening: socket.socket, grace: float = 5.0) -> None:
+        host, self.port = listening.getsockname()[:2]
+        self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        self._socket = listening
+        self.listening = asyncio.Event()
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=BoundedProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                backlog=BACKLOG,
+                timeout_graceful_shutdown=int(grace),
+            )
+        )
+        _route_logs()
+
+    async def run_until_stopped(self) -> None:
+        await self.serve(sockets=[self._socket])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    def stop(self) -> None:
+        """Accept no more, let open responses end, then return from `run_until_stopped`."""
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Structured(logging.Handler):
+    """uvicorn's own lines in our format. Tracebacks are cut to their kind: a message may quote a prompt."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        kind = record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else None
+        log.get("uvicorn").log(record.levelno, record.getMessage().strip(), **({"kind": kind} if kind else {}))
+
+
+def _route_logs() -> None:
+    logger = logging.getLogger("uvicorn.error")
+    logger.setLevel(logging.WARNING)
+    logger.propagate = False
+    logger.handlers = [_Structured()]

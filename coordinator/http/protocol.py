@@ -1,0 +1,72 @@
+"""uvicorn's HTTP protocol with every buffer and wait bounded, and our shape for errors below the application."""
+
+import asyncio
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from baton import log
+from baton.errors import InvalidRequest
+from baton.limits import MAX_BODY_BYTES
+from coordinator.http import errors
+
+MAX_HEAD_BYTES = 64 << 10  # request line and headers
+MAX_DROPPED_BYTES = 4 * MAX_BODY_BYTES  # of a body refused with 413, read and dropped so that the client hears of it
+WRITE_HIGH, WRITE_LOW = 64 << 10, 16 << 10  # bytes written and not yet taken by the kernel
+HEAD_SECONDS = 30.0
+
+_log = log.get("http")
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """Closes connections that send an endless head or body, or no request at all."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(WRITE_HIGH, WRITE_LOW)
+        self._in_head = True
+        self._head_bytes = 0
+        self._body_bytes = 0
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data) if self._in_head else 0
+        super().data_received(data)
+        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"]["hang_up"] = self.transport.close
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head_timer.cancel()
+        self._head_bytes = self._body_bytes = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        if self._body_bytes > MAX_DROPPED_BYTES:
+            self.transport.abort()
+            return
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_head = True
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Bytes that are not HTTP. In the middle of a response there is no way to say so but to close."""
+        _log.info("rejected", code=InvalidRequest.code, reason=msg)
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            body = errors.body_of(InvalidRequest(msg))
+            head = (
+                "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        self.transport.close()

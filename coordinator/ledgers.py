@@ -1,0 +1,48 @@
+"""Asking every node for its block ledger."""
+
+import asyncio
+from itertools import count
+from operator import attrgetter
+
+from baton.pb.cluster_pb2 import CoordinatorMessage, LedgerQuery, LedgerReply, LedgerResponse
+from baton.pb.common_pb2 import Ledger
+from baton.types import Incarnation
+from coordinator.dispatcher import Dispatcher
+
+PATIENCE = 2.0  # seconds
+
+
+class Ledgers:
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._numbers = count(1)
+        self._open: dict[int, dict[Incarnation, asyncio.Future[Ledger]]] = {}
+
+    async def collect(self, patience: float = PATIENCE) -> LedgerResponse:
+        """Every node's ledger, and the names of those that did not answer within `patience` seconds."""
+        number = next(self._numbers)
+        loop = asyncio.get_running_loop()
+        names = {node.incarnation: node.info.name for node in self._dispatcher.brain.registry.nodes.values()}
+        waiting: dict[Incarnation, asyncio.Future[Ledger]] = {node: loop.create_future() for node in names}
+        self._open[number] = waiting
+        try:
+            for node in names:
+                link = self._dispatcher.links.get(node)
+                if link is not None:
+                    link.send(CoordinatorMessage(ledger_query=LedgerQuery(query=number)))
+            if waiting:
+                await asyncio.wait(waiting.values(), timeout=patience)
+        finally:
+            del self._open[number]
+        answered = {node: future.result() for node, future in waiting.items() if future.done()}
+        ledgers = sorted(answered.values(), key=attrgetter("node"))
+        return LedgerResponse(
+            ledgers=ledgers,
+            silent=sorted(name for node, name in names.items() if node not in answered),
+        )
+
+    def answered(self, sender: Incarnation, reply: LedgerReply) -> None:
+        """Late and repeated replies are no-ops."""
+        future = self._open.get(reply.query, {}).get(sender)
+        if future is not None and not future.done():
+            future.set_result(reply.ledger)

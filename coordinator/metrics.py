@@ -1,0 +1,151 @@
+"""Prometheus metrics. The brain counts; a collector reads what it has counted at each scrape, and what nodes last
+reported. Only durations are observed as they happen."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from baton.pb.cluster_pb2 import NodeStats
+from baton.types import Role
+from coordinator.core.brain import Brain
+from coordinator.core.counters import CLASS, INTERNAL
+from coordinator.core.messages import End
+from coordinator.dispatcher import Dispatcher
+
+STAGES = ("queue", "reserve", "prefill", "transfer", "first_token")
+MAX_NODE_COUNTERS = 512  # of one node
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_BLOCK_STATES = ("free", "cached", "reserved", "writing", "in_use", "quarantined")
+_NAME = re.compile(r"(?P<name>[a-z][a-z0-9_]*)(\{(?P<labels>.*)\})?")
+_LABEL = re.compile(r'(?P<key>[a-z_]+)="(?P<value>[^"]*)"')
+
+
+class Metrics:
+    """`registry` is what /metrics exposes."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self.registry = CollectorRegistry(auto_describe=False)
+        self._ttft = Histogram(
+            "baton_request_ttft_seconds",
+            "Time from the arrival of a request to its first token",
+            ["class"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._tpot = Histogram(
+            "baton_request_tpot_seconds",
+            "Time per output token after the first",
+            ["class"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._stage = Histogram(
+            "baton_request_stage_seconds",
+            "Parts of the time to the first token; they add up to it",
+            ["stage"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self._collector = BrainCollector(dispatcher.brain)
+        self.registry.register(self._collector)
+        dispatcher.on_end.append(self.observe)
+
+    def observe(self, end: End) -> None:
+        """The durations of a request that had a first token."""
+        if end.ttft is None:
+            return
+        label = INTERNAL if end.internal else CLASS
+        self._ttft.labels(label).observe(end.ttft)
+        if end.tokens > 1:
+            self._tpot.labels(label).observe((end.timeline.total - end.ttft) / (end.tokens - 1))
+        if not end.internal:
+            for stage in STAGES:
+                self._stage.labels(stage).observe(getattr(end.timeline, stage))
+
+    def counters(self) -> dict[str, float]:
+        """The coordinator's own counters, as `name{label="value"}`."""
+        found: dict[str, float] = {}
+        for family in self._collector.own_counters():
+            for sample in family.samples:
+                labels = ",".join(f'{key}="{value}"' for key, value in sample.labels.items())
+                found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
+        return found
+
+
+class BrainCollector(Collector):
+    def __init__(self, brain: Brain) -> None:
+        self._brain = brain
+
+    def collect(self) -> Iterator[Metric]:
+        own = [*self.own_counters(), *self._gauges()]
+        yield from own
+        taken = {family.name for family in own}
+        yield from self._reported(taken)
+
+    def own_counters(self) -> list[Metric]:
+        counted = self._brain.counters
+        return [
+            _counter("baton_requests_total", "Requests ended", ["outcome", "class"], counted.requests),
+            _counter("baton_rejected_total", "Requests not admitted", ["reason", "class"], counted.rejected),
+            _counter("baton_prompt_tokens_total", "Prompt tokens by source", ["source"], counted.prompt_tokens),
+            _counter("baton_generated_tokens_total", "Output tokens", [], {(): counted.generated_tokens}),
+            _counter("baton_handoffs_total", "Hand-offs ended", ["outcome", "transport"], counted.handoffs),
+            _counter("baton_handoff_bytes_total", "Bytes handed over", ["transport"], counted.handoff_bytes),
+            _counter("baton_replaced_total", "Requests placed again", ["reason"], counted.replaced),
+            _counter("baton_recomputed_tokens_total", "Tokens computed again", ["reason"], counted.recomputed_tokens),
+            _counter("baton_dropped_messages_total", "Messages of nodes dropped", ["reason"], counted.dropped_messages),
+            _counter("baton_joins_total", "Nodes that came", ["outcome"], counted.joins),
+            _counter("baton_nodes_lost_total", "Nodes given up", ["reason"], counted.nodes_lost),
+        ]
+
+    def _gauges(self) -> list[Metric]:
+        nodes = list(self._brain.registry.nodes.values())
+        depth = GaugeMetricFamily("baton_queue_depth", "Requests waiting, by where they wait", labels=["role"])
+        depth.add_metric(["coordinator"], self._brain.queued)
+        for role in Role:
+            reported = [node.stats for node in nodes if node.info.role is role and node.stats is not None]
+            depth.add_metric([role.value], sum(stats.waiting for stats in reported))
+        roles = GaugeMetricFamily("baton_node_role", "1 for the role a node has", labels=["node", "role"])
+        blocks = GaugeMetricFamily("baton_kv_blocks", "KV blocks of a node, by state", labels=["node", "state"])
+        attempts = GaugeMetricFamily("baton_node_attempts", "Attempts placed on a node", labels=["node"])
+        for node in nodes:
+            roles.add_metric([node.info.name, node.info.role.value], 1)
+            attempts.add_metric([node.info.name], self._brain.placed_on(node.incarnation))
+            for state in _BLOCK_STATES if node.stats is not None else ():
+                blocks.add_metric([node.info.name, state], getattr(node.stats, f"blocks_{state}"))
+        running = GaugeMetricFamily("baton_requests_running", "Requests placed and not ended", self._brain.running)
+        return [depth, roles, blocks, attempts, running]
+
+    def _reported(self, taken: set[str]) -> Iterator[Metric]:
+        """Nodes' own counters, with the node as a label. One that has a name of ours is put beside it."""
+        families: dict[str, Metric] = {}
+        for node in self._brain.registry.nodes.values():
+            for name, labels, value in _parsed(node.stats):
+                base = name.removesuffix("_total")
+                if not name.startswith("baton_") or base in taken:
+                    name = f"baton_node_{name.removeprefix('baton_')}"
+                kind = "counter" if name.endswith("_total") else "gauge"
+                family = families.setdefault(name, Metric(name.removesuffix("_total"), "As counted by the node", kind))
+                family.add_sample(name, labels | {"node": node.info.name}, value)
+        yield from families.values()
+
+
+def _counter(name: str, help_text: str, labels: list[str], values: Mapping[Any, int]) -> Metric:
+    """Keys of `values` are label values: a tuple, or one string."""
+    family = CounterMetricFamily(name, help_text, labels=labels)
+    for key, value in values.items():
+        family.add_metric([key] if isinstance(key, str) else list(key), value)
+    return family
+
+
+def _parsed(stats: NodeStats | None) -> Iterable[tuple[str, dict[str, str], float]]:
+    """`name` or `name{key="value",...}`; what is neither is left out."""
+    for number, (text, value) in enumerate(sorted(stats.counters.items()) if stats else ()):
+        match = _NAME.fullmatch(text)
+        if match is None or number >= MAX_NODE_COUNTERS:
+            continue
+        yield match["name"], dict(_LABEL.findall(match["labels"] or "")), value

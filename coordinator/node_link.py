@@ -1,0 +1,146 @@
+"""NodeLink: the one stream between the coordinator and each node.
+
+A stream is one incarnation. It starts with a Join within `JOIN_TIMEOUT` seconds and ends when the node goes, when the
+brain gives the incarnation up, or when the node reads so slowly that its bounded outbox fills.
+"""
+
+import asyncio
+import hmac
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any
+
+import grpc
+
+from baton import log, wire
+from baton.config import Config
+from baton.errors import ConfigError, NodeGone
+from baton.failpoints import FAILPOINTS, Action
+from baton.limits import MAX_UNSENT
+from baton.pb import cluster_pb2_grpc
+from baton.pb.cluster_pb2 import CoordinatorMessage, NodeMessage, Ping, Refusal
+from baton.types import Incarnation
+from coordinator.dispatcher import Dispatcher
+from coordinator.ledgers import Ledgers
+from coordinator.node_messages import input_from_pb, join_from_pb
+
+TOKEN_KEY = "baton-cluster-token"
+JOIN_TIMEOUT = 5.0  # seconds
+_FAILPOINT = "link.coordinator.send"
+
+Context = Any  # grpc.aio.ServicerContext, which ships without types
+
+_log = log.get("node_link")
+
+
+class NodeStream:
+    """The sending half of one node's stream: a bounded outbox, and a ping when nothing else is to be said."""
+
+    def __init__(self, heartbeat: float) -> None:
+        self.closed = asyncio.Event()
+        self._heartbeat = heartbeat
+        self._outbox: deque[CoordinatorMessage] = deque()
+        self._wake = asyncio.Event()
+
+    def send(self, message: CoordinatorMessage) -> None:
+        if len(self._outbox) >= MAX_UNSENT:
+            self.close()
+        if not self.closed.is_set():
+            self._outbox.append(message)
+            self._wake.set()
+
+    def close(self) -> None:
+        self.closed.set()
+
+    async def drain_to(self, context: Context) -> None:
+        """Write what is sent, until cancelled."""
+        while True:
+            while self._outbox:
+                await _write(context, self._outbox.popleft())
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(self._heartbeat):
+                    await self._wake.wait()
+            except TimeoutError:
+                self.send(CoordinatorMessage(ping=Ping()))
+
+
+async def _write(context: Context, message: CoordinatorMessage) -> None:
+    action = None
+    if FAILPOINTS.armed(_FAILPOINT):
+        action = await asyncio.to_thread(FAILPOINTS.hit, _FAILPOINT)  # a delay must not hold the event loop
+    if action is not Action.DROP:
+        await context.write(message)
+    if action is Action.DUPLICATE:
+        await context.write(message)
+
+
+class NodeLink(cluster_pb2_grpc.NodeLinkServicer):
+    def __init__(self, config: Config, dispatcher: Dispatcher, ledgers: Ledgers) -> None:
+        self._config = config
+        self._dispatcher = dispatcher
+        self._ledgers = ledgers
+
+    async def Attach(self, _: object, context: Context) -> None:
+        """One node's stream, from its Join to its end."""
+        await self._authenticate(context)
+        stream = NodeStream(self._config.heartbeat)
+        first = await self._first(context)
+        try:
+            incarnation = self._dispatcher.join(join_from_pb(first.join), stream)
+        except ConfigError as error:
+            _log.warning("join refused", node=first.join.name, reason=error.message)
+            await context.write(CoordinatorMessage(refusal=Refusal(error=wire.error_to_pb(error))))
+            return
+        try:
+            await self._until_one_ends(self._read(context, incarnation), stream.drain_to(context), stream.closed.wait())
+        except grpc.RpcError as error:
+            _log.info("stream broke", node=first.join.name, error=str(error))
+        finally:
+            stream.close()
+            self._dispatcher.leave(incarnation, NodeGone(f"the stream of node {first.join.name} ended"))
+
+    async def _authenticate(self, context: Context) -> None:
+        given = dict(context.invocation_metadata()).get(TOKEN_KEY, "")
+        expected = self._config.cluster_token
+        if expected and not hmac.compare_digest(str(given).encode(), expected.encode()):
+            self._dispatcher.brain.counters.joins["unauthenticated"] += 1
+            _log.warning("a node came with a wrong cluster token", peer=context.peer())
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"metadata {TOKEN_KEY} is missing or wrong")
+
+    async def _first(self, context: Context) -> NodeMessage:
+        try:
+            async with asyncio.timeout(JOIN_TIMEOUT):
+                message = await context.read()
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no Join within {JOIN_TIMEOUT:g} s")
+        if message is grpc.aio.EOF or not message.HasField("join"):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Join")
+        return message  # type: ignore[no-any-return]
+
+    async def _read(self, context: Context, incarnation: Incarnation) -> None:
+        counters = self._dispatcher.brain.counters
+        while (message := await context.read()) is not grpc.aio.EOF:
+            if message.incarnation != incarnation:
+                counters.dropped_messages["stale"] += 1
+                return
+            report = input_from_pb(message)
+            if report is not None:
+                self._dispatcher.receive(incarnation, report)
+            elif message.HasField("ledger"):
+                self._ledgers.answered(incarnation, message.ledger)
+            else:
+                counters.dropped_messages["unexpected"] += 1
+
+    @staticmethod
+    async def _until_one_ends(*parts: Coroutine[Any, Any, object]) -> None:
+        """Run all until one is done, then stop the others. Raises what it raised."""
+        tasks = [asyncio.ensure_future(part) for part in parts]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,93 @@
+"""The brain's plain messages to protobuf and back."""
+
+from collections.abc import Callable
+from typing import Any
+
+from baton import wire
+from baton.errors import ConfigError
+from baton.pb import cluster_pb2 as pb
+from baton.types import Incarnation, NodeName, Role
+from coordinator.core import messages as m
+from coordinator.core.identity import JoinInfo
+
+
+def join_from_pb(join: pb.Join) -> JoinInfo:
+    """Raises ConfigError for a role that there is not."""
+    try:
+        role = Role(join.role)
+    except ValueError:
+        known = ", ".join(role.value for role in Role)
+        raise ConfigError(f"node {join.name!r} has role {join.role!r}: roles are {known}", param="role") from None
+    return JoinInfo(
+        protocol_version=join.protocol_version,
+        name=NodeName(join.name),
+        role=role,
+        host_id=join.host_id,
+        transfer_endpoint=join.transfer_endpoint,
+        pid=join.pid,
+        model_digest=join.model_digest,
+        layout=wire.layout_from_pb(join.layout),
+        num_blocks=join.num_blocks,
+        max_num_seqs=join.max_num_seqs,
+        max_batched_tokens=join.max_batched_tokens,
+        max_model_len=join.max_model_len,
+        vocab_size=join.vocab_size,
+        eos_token_ids=tuple(join.eos_token_ids),
+        engine=join.engine,
+        rejoining=join.rejoining,
+    )
+
+
+def _reserved(message: pb.Reserved) -> m.Reserved:
+    ticket = wire.ticket_from_pb(message.ticket) if message.HasField("ticket") else None
+    return m.Reserved(wire.key_from_pb(message.key), ticket, message.held_tokens)
+
+
+def _prefill_ended(message: pb.PrefillEnded) -> m.PrefillEnded:
+    return m.PrefillEnded(wire.key_from_pb(message.key), message.computed_tokens, message.cached_tokens)
+
+
+def _admitted(message: pb.Admitted) -> m.Admitted:
+    key = wire.key_from_pb(message.key)
+    return m.Admitted(key, message.computed_tokens, message.cached_tokens, message.received_tokens)
+
+
+_INPUTS: dict[str, Callable[[Any], m.NodeInput]] = {
+    "heartbeat": lambda message: m.Heartbeat(message.stats),
+    "reserved": _reserved,
+    "refused": lambda message: m.Refused(wire.key_from_pb(message.key), message.needed, message.free),
+    "tokens": lambda message: m.Tokens(tuple(map(wire.token_from_pb, message.tokens))),
+    "failed": lambda message: m.AttemptFailed(wire.key_from_pb(message.key), wire.error_from_pb(message.error)),
+    "prefill_ended": _prefill_ended,
+    "handed_off": lambda message: m.HandedOff(wire.key_from_pb(message.key), message.report),
+    "admitted": _admitted,
+    "leaving": lambda message: m.Leaving(message.reason),
+}
+
+
+def input_from_pb(message: pb.NodeMessage) -> m.NodeInput | None:
+    """None for what is not the brain's: a ledger reply, a second join, or a kind this version does not know."""
+    kind = message.WhichOneof("message")
+    convert = _INPUTS.get(kind) if kind else None
+    return convert(getattr(message, kind)) if convert and kind else None
+
+
+def order_to_pb(order: m.NodeOrder) -> pb.CoordinatorMessage:
+    match order:
+        case m.Submit(work, writer):
+            peer = wire.peer_to_pb(writer) if writer else None
+            return pb.CoordinatorMessage(submit=pb.Submit(work=wire.work_to_pb(work), writer=peer))
+        case m.Prefill(work, alone):
+            return pb.CoordinatorMessage(prefill=pb.Prefill(work=wire.work_to_pb(work), alone=alone))
+        case m.GiveTicket(ticket):
+            return pb.CoordinatorMessage(ticket=pb.GiveTicket(ticket=wire.ticket_to_pb(ticket)))
+        case m.Cancel(key, reason):
+            cancel = pb.Cancel(key=wire.key_to_pb(key), reason=wire.error_to_pb(reason))
+            return pb.CoordinatorMessage(cancel=cancel)
+        case m.PeerGone(incarnation):
+            return pb.CoordinatorMessage(peer_gone=pb.PeerGone(incarnation=incarnation))
+
+
+def welcome(incarnation: Incarnation, heartbeat: float, silence: float) -> pb.CoordinatorMessage:
+    fields = pb.Welcome(incarnation=incarnation, heartbeat_seconds=heartbeat, silence_seconds=silence)
+    return pb.CoordinatorMessage(welcome=fields)

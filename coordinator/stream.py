@@ -1,0 +1,76 @@
+"""One request's events on their way to one reader."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+
+from baton.errors import BatonError
+from baton.types import RequestId
+from coordinator.generation import Delta, Done, Event
+
+MAX_UNREAD = 1024  # tokens that a slow reader may leave behind
+
+
+class Stream:
+    """A `Generation`. Written by the dispatcher, read by one task, both on the event loop."""
+
+    def __init__(self, request: RequestId, cancel: Callable[[RequestId], None]) -> None:
+        self._id = request
+        self._cancel = cancel
+        self._events: deque[Event] = deque()
+        self._unread = 0
+        self._error: BatonError | None = None
+        self._ended = False
+        self._admitted = False
+        self._wake: asyncio.Event = asyncio.Event()
+
+    @property
+    def id(self) -> RequestId:
+        return self._id
+
+    def cancel(self) -> None:
+        if not self._ended:
+            self._cancel(self._id)
+
+    def admit(self) -> None:
+        self._admitted = True
+        self._wake.set()
+
+    def push(self, delta: Delta) -> bool:
+        """False if the reader has fallen too far behind."""
+        self._events.append(delta)
+        self._unread += len(delta.tokens)
+        self._wake.set()
+        return self._unread <= MAX_UNREAD
+
+    def end(self, result: Done | BatonError) -> None:
+        if isinstance(result, Done):
+            self._events.append(result)
+        else:
+            self._error = result
+        self._ended = True
+        self._wake.set()
+
+    async def admitted(self) -> None:
+        """Until the request is accepted for good. Raises what ended it before."""
+        while not self._admitted:
+            if self._error is not None:
+                raise self._error
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        while True:
+            while self._events:
+                event = self._events.popleft()
+                if isinstance(event, Delta):
+                    self._unread -= len(event.tokens)
+                yield event
+                if isinstance(event, Done):
+                    return
+            if self._ended:
+                if self._error is not None:
+                    raise self._error
+                return
+            self._wake.clear()
+            await self._wake.wait()

@@ -1,0 +1,59 @@
+"""Rights that end by themselves."""
+
+from collections.abc import Hashable
+from heapq import heappop, heappush
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Leases(Generic[K]):
+    """A set of leases with one sweep that finds every expired one, whatever the order of grants and renewals.
+
+    A heap of (deadline, key) with lazy deletion: an entry counts only if it equals the key's present
+    deadline, and every change of a deadline pushes an entry. A lease is over when `now >= deadline`.
+    """
+
+    def __init__(self) -> None:
+        self._deadline: dict[K, float] = {}
+        self._heap: list[tuple[float, int, K]] = []
+        self._pushed = 0  # breaks ties, so that keys are never compared
+
+    def __len__(self) -> int:
+        return len(self._deadline)
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._deadline
+
+    def set(self, key: K, deadline: float) -> None:
+        """Grant a lease, or move its end either way."""
+        self._deadline[key] = deadline
+        self._pushed += 1
+        heappush(self._heap, (deadline, self._pushed, key))
+        if len(self._heap) > 64 + 4 * len(self._deadline):
+            self._rebuild()
+
+    def drop(self, key: K) -> None:
+        self._deadline.pop(key, None)
+
+    def expire(self, now: float) -> list[K]:
+        """End and return every lease whose deadline has come."""
+        over = []
+        while self._heap and self._heap[0][0] <= now:
+            deadline, _, key = heappop(self._heap)
+            if self._deadline.get(key) == deadline:
+                del self._deadline[key]
+                over.append(key)
+        return over
+
+    def next_deadline(self) -> float | None:
+        while self._heap and self._deadline.get(self._heap[0][2]) != self._heap[0][0]:
+            heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def _rebuild(self) -> None:
+        self._heap = [
+            (deadline, number, key) for number, (key, deadline) in enumerate(self._deadline.items(), start=self._pushed)
+        ]
+        self._heap.sort()
+        self._pushed += len(self._heap)

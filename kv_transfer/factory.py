@@ -1,0 +1,155 @@
+"""Builds both planes, so that no role knows a backend.
+
+`inbound_plane` and `outbound_plane` take what a node's host has; `build_inbound` and `build_outbound` take the parts
+one by one.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from baton.clock import Clock, steady
+from baton.config import Config
+from baton.failpoints import FAILPOINTS, Failpoints
+from baton.fence import ArenaFences
+from baton.kv_layout import KVLayout
+from baton.segment import Segment
+from baton.segment import host_id as host_of
+from baton.types import Incarnation
+from kv_transfer.core.events import InboundEvent, OutboundEvent
+from kv_transfer.inbound_plane import InboundTransfer
+from kv_transfer.memory_link import MemoryDecodeLink, MemoryDialer
+from kv_transfer.outbound_plane import OutboundTransfer
+from kv_transfer.plane import InboundPlane, OutboundPlane
+from kv_transfer.security import derive_keys
+from kv_transfer.settings import TransferSettings
+from kv_transfer.transport import DecodeLink, Dialer
+from kv_transfer.zmq_link import ZmqDecodeLink, ZmqDialer
+
+NOT_JOINED = Incarnation("")
+
+
+class _HasLayout(Protocol):
+    @property
+    def layout(self) -> KVLayout: ...
+
+
+class PlaneParts(Protocol):
+    """The part of a node's parts that a plane needs."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def host_id(self) -> str: ...
+    @property
+    def engine(self) -> _HasLayout: ...
+    @property
+    def arena(self) -> Segment: ...
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def emit(self) -> Callable[[Any], None]: ...
+
+
+def settings_from(config: Config) -> TransferSettings:
+    return TransferSettings(
+        transport=config.transport,
+        listen=config.listen,
+        advertise=config.advertise,
+        segment_folder=Path(config.segment_dir),
+        ticket_ttl=config.ticket_ttl,
+        progress_timeout=config.progress_timeout,
+        layers_per_message=config.layers_per_message,
+    )
+
+
+def inbound_plane(parts: PlaneParts) -> InboundPlane:
+    """Decode's plane over the node's arena, with a fence file beside it. It has no incarnation until `rejoin`."""
+    return build_inbound(
+        arena=parts.arena.view,
+        layout=parts.engine.layout,
+        incarnation=NOT_JOINED,
+        token=parts.config.cluster_token,
+        fences=ArenaFences(parts.arena.path),
+        emit=parts.emit,
+        settings=settings_from(parts.config),
+        host_id=parts.host_id,
+        clock=parts.clock,
+    )
+
+
+def outbound_plane(parts: PlaneParts) -> OutboundPlane:
+    """Prefill's plane over the node's arena. It has no incarnation until `rejoin`."""
+    return build_outbound(
+        arena=parts.arena.view,
+        layout=parts.engine.layout,
+        incarnation=NOT_JOINED,
+        token=parts.config.cluster_token,
+        emit=parts.emit,
+        settings=settings_from(parts.config),
+        host_id=parts.host_id,
+        clock=parts.clock,
+    )
+
+
+def build_inbound(
+    *,
+    arena: memoryview,
+    layout: KVLayout,
+    incarnation: Incarnation,
+    token: str,
+    fences: ArenaFences | None,
+    emit: Callable[[InboundEvent], None],
+    settings: TransferSettings | None = None,
+    host_id: str = "",
+    clock: Clock = steady,
+    failpoints: Failpoints = FAILPOINTS,
+) -> InboundTransfer:
+    """Decode's plane over the blocks in `arena`. `fences` are those of the arena's segment, None if it is none; the
+    plane closes them. `token` is the cluster token; `host_id` is that of the segment folder by default."""
+    settings = settings or TransferSettings()
+    link: DecodeLink
+    if settings.transport == "memory":
+        link = MemoryDecodeLink()
+    else:
+        link = ZmqDecodeLink(derive_keys(token), settings)
+    return InboundTransfer(
+        arena=arena,
+        layout=layout,
+        incarnation=incarnation,
+        link=link,
+        fences=fences,
+        host_id=host_id or host_of(settings.segment_folder),
+        settings=settings,
+        emit=emit,
+        clock=clock,
+        failpoints=failpoints,
+    )
+
+
+def build_outbound(
+    *,
+    arena: memoryview,
+    layout: KVLayout,
+    incarnation: Incarnation,
+    token: str,
+    emit: Callable[[OutboundEvent], None],
+    settings: TransferSettings | None = None,
+    host_id: str = "",
+    clock: Clock = steady,
+    failpoints: Failpoints = FAILPOINTS,
+) -> OutboundTransfer:
+    """Prefill's plane over the blocks in `arena`. It dials whatever backend a ticket names."""
+    settings = settings or TransferSettings()
+    dialers: dict[str, Dialer] = {"memory": MemoryDialer(), "tcp": ZmqDialer(derive_keys(token), settings)}
+    return OutboundTransfer(
+        arena=arena,
+        layout=layout,
+        incarnation=incarnation,
+        dialers=dialers,
+        host_id=host_id or host_of(settings.segment_folder),
+        settings=settings,
+        emit=emit,
+        clock=clock,
+        failpoints=failpoints,
+    )

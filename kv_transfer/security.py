@@ -1,0 +1,39 @@
+"""Keys of the transfer sockets, derived from the cluster token: whoever has the token can talk and be
+believed, nobody else can even begin. docs/design/0002 has the measurements behind "always encrypted".
+
+CurveZMQ authenticates both ends and encrypts and authenticates every frame. Decode's long-term key pair and
+the writers' key pair are both functions of the token, so there are no key files to hand out, and a key
+belongs to the cluster, not to a node: which node speaks is told by the incarnations in the frames.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+
+import zmq
+from zmq.utils import z85
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    public: bytes  # Z85, 40 characters
+    secret: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterKeys:
+    decode: KeyPair
+    writer: KeyPair
+
+
+@lru_cache(maxsize=8)
+def derive_keys(token: str) -> ClusterKeys:
+    """Key pairs of a cluster. The token is stretched with scrypt (16 MiB, about 50 ms, once per process), so
+    that recorded traffic of a cluster with a poor token is no cheap oracle for guessing it."""
+    seed = hashlib.scrypt(token.encode(), salt=b"baton transfer plane v1", n=1 << 14, r=8, p=1, dklen=64)
+    return ClusterKeys(decode=_pair(seed[:32]), writer=_pair(seed[32:]))
+
+
+def _pair(secret: bytes) -> KeyPair:
+    encoded = z85.encode(secret)
+    return KeyPair(public=zmq.curve_public(encoded), secret=encoded)

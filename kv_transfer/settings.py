@@ -1,0 +1,28 @@
+"""The transfer plane's settings: frozen, resolved once by the node's configuration."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.segment import DEFAULT_FOLDER
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    """Times in seconds, sizes in bytes."""
+
+    transport: str = "auto"  # auto: shm on the same host, else zmq; or shm, zmq, memory
+    listen: str = "127.0.0.1:0"  # where decode's transfer socket binds; port 0 is an ephemeral one
+    advertise: str = ""  # HOST or HOST:PORT that writers dial, if it is not the one bound
+    segment_folder: Path = DEFAULT_FOLDER
+    ticket_ttl: float = 10.0  # a ticket that is not renewed for so long is lost
+    progress_timeout: float = 10.0  # a started hand-off in which nothing moves for so long is lost
+    renew_interval: float = 1.0  # how often a writer renews each ticket
+    fence_retry: float = 0.2  # how often decode tries again to fence a quarantined ticket
+    credit_bytes: int = 32 * MIB  # sent and not yet landed, per hand-off
+    max_payload_bytes: int = MIB  # per message
+    layers_per_message: int = 0  # 0: as many layers as are ready and fit
+    max_queued_messages: int = 64  # per link and direction, in zmq
+    heartbeat_timeout: float = 5.0  # a link silent for so long is lost
+    close_timeout: float = 1.0  # how long a side waits at close for its aborts to be acknowledged

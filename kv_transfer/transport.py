@@ -1,0 +1,88 @@
+"""What a backend provides: a message link between one writer and one decode node. How the payload travels is
+a second, independent choice: inline in the message, or by one copy into decode's mapped arena (shm_arena.py).
+
+    backend   link     payload
+    memory    memory   inline
+    shm       zmq      mapped arena
+    zmq       zmq      inline
+
+All methods are called on the plane's own thread and never block. The link between two processes is ordered
+and may lose everything after some point, which `lost` then reports; it never alters, repeats or reorders a
+message.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from baton.errors import BatonError
+
+Pollable = Any  # a zmq socket or a file descriptor: what zmq.Poller.register takes
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message as decode receives it. `route` names the link that an answer goes back on."""
+
+    route: bytes
+    header: bytes
+    payload: memoryview | None
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Why a link is lost; `was_up` says whether the peer had ever answered on it."""
+
+    error: BatonError
+    was_up: bool
+
+
+class WriterLink(Protocol):
+    """The writer's end: a link to one decode node."""
+
+    def send(self, header: bytes, payload: memoryview | None = None) -> bool:
+        """False when the link is full: try again when it is writable. The payload must not change
+        afterwards."""
+        ...
+
+    def receive(self) -> bytes | None:
+        """The next message, None when there is none now."""
+        ...
+
+    def loss(self) -> Loss | None:
+        """Whether the link is lost, once and for all."""
+        ...
+
+    def readable(self) -> Sequence[Pollable]: ...
+    def writable(self) -> Pollable | None:
+        """What to poll for room after `send` said False; None if `readable` covers it."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class DecodeLink(Protocol):
+    """Decode's end: one listening point, many writers."""
+
+    @property
+    def endpoint(self) -> str: ...
+
+    def receive(self) -> Message | None:
+        """The next message of any writer, None when there is none now."""
+        ...
+
+    def send(self, route: bytes, header: bytes) -> bool:
+        """False when the writer is gone or does not read: the message is lost and its hand-off will time
+        out."""
+        ...
+
+    def readable(self) -> Sequence[Pollable]: ...
+    def counters(self) -> dict[str, float]: ...
+    def close(self) -> None: ...
+
+
+class Dialer(Protocol):
+    """Makes links to endpoints of one backend."""
+
+    def dial(self, endpoint: str) -> WriterLink: ...
+    def close(self) -> None: ...

@@ -1,0 +1,204 @@
+"""Message links over TCP: DEALER at the writer, ROUTER at decode, CURVE on both.
+
+Each end has a context of its own, so that the one authenticator a context can have is its own too. zmq errors
+are translated here and go no further.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+from zmq.utils.monitor import recv_monitor_message
+
+from baton.errors import ConfigError, PeerGone
+from kv_transfer.core.frames import MAX_HEADER_BYTES
+from kv_transfer.security import ClusterKeys
+from kv_transfer.settings import TransferSettings
+from kv_transfer.transport import Loss, Message, Pollable
+
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by the ZAP specification (ZeroMQ RFC 27)
+_ZAP_DOMAIN = b"baton"
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_HAS_PORT = re.compile(r"(\[.+\]|[^:]+):\d+")
+_HEARTBEATS = 5  # per heartbeat_timeout
+_REDIAL_MS = 100
+_REFUSALS = 3  # connections refused in a row before a link that never was up is given up
+
+Socket = zmq.Socket[bytes]
+Context = zmq.Context[Socket]
+
+
+def _configure(socket: Socket, settings: TransferSettings) -> None:
+    timeout_ms = int(settings.heartbeat_timeout * 1000)
+    socket.linger = 0
+    socket.sndhwm = socket.rcvhwm = settings.max_queued_messages
+    socket.maxmsgsize = max(settings.max_payload_bytes, MAX_HEADER_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, timeout_ms // _HEARTBEATS))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, timeout_ms)
+
+
+class ZmqWriterLink:
+    def __init__(self, context: Context, endpoint: str, keys: ClusterKeys, settings: TransferSettings) -> None:
+        self._endpoint = endpoint
+        self._socket = context.socket(zmq.DEALER)
+        _configure(self._socket, settings)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, _REDIAL_MS)
+        self._socket.curve_serverkey = keys.decode.public
+        self._socket.curve_publickey = keys.writer.public
+        self._socket.curve_secretkey = keys.writer.secret
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | _HANDSHAKE_FAILED
+        )
+        self._up = False
+        self._refusals = 0
+        self._loss: Loss | None = None
+        try:
+            self._socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self._loss = Loss(PeerGone(f"transfer endpoint {endpoint[:200]!r}: {error.strerror}"), False)
+
+    def send(self, header: bytes, payload: memoryview | None = None) -> bool:
+        parts: list[Any] = [header] if payload is None else [header, payload]
+        try:
+            self._socket.send_multipart(parts, zmq.NOBLOCK, copy=payload is None)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self) -> bytes | None:
+        try:
+            parts = self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return parts[0]
+
+    def loss(self) -> Loss | None:
+        while self._loss is None and self._monitor.poll(0):
+            self._note(recv_monitor_message(self._monitor)["event"])
+        return self._loss
+
+    def _note(self, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._up = True
+        elif event & _HANDSHAKE_FAILED:
+            self._lose("refused the handshake: is the cluster token the same?")
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._lose("the connection was lost" if self._up else "closed the connection during the handshake")
+        else:
+            self._refusals += 1
+            if self._refusals >= _REFUSALS:
+                self._lose("does not accept connections")
+
+    def _lose(self, what: str) -> None:
+        self._loss = Loss(PeerGone(f"transfer link to {self._endpoint}: {what}"), self._up)
+
+    def readable(self) -> Sequence[Pollable]:
+        return (self._socket, self._monitor)
+
+    def writable(self) -> Pollable | None:
+        return self._socket
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+
+
+class ZmqDialer:
+    def __init__(self, keys: ClusterKeys, settings: TransferSettings) -> None:
+        self._context: Context = zmq.Context()
+        self._keys = keys
+        self._settings = settings
+
+    def dial(self, endpoint: str) -> ZmqWriterLink:
+        return ZmqWriterLink(self._context, endpoint, self._keys, self._settings)
+
+    def close(self) -> None:
+        """Every link must be closed before."""
+        self._context.term()
+
+
+class ZmqDecodeLink:
+    def __init__(self, keys: ClusterKeys, settings: TransferSettings) -> None:
+        """Raises ConfigError when `settings.listen` cannot be bound."""
+        self._counters: Counter[str] = Counter()
+        self._keys = keys
+        self._context: Context = zmq.Context()
+        self._zap = self._context.socket(zmq.REP)
+        self._zap.linger = 0
+        self._zap.bind(_ZAP_ENDPOINT)
+        self._socket = self._context.socket(zmq.ROUTER)
+        _configure(self._socket, settings)
+        self._socket.router_mandatory = True
+        self._socket.zap_domain = _ZAP_DOMAIN
+        self._socket.curve_server = True
+        self._socket.curve_publickey = keys.decode.public
+        self._socket.curve_secretkey = keys.decode.secret
+        self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
+        host, _, port = settings.listen.rpartition(":")
+        try:
+            self._socket.bind(f"tcp://{host}:{'*' if port in ('', '0') else port}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"transfer socket cannot listen on {settings.listen}: {error.strerror}") from error
+        bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        port = bound.rpartition(":")[2]
+        self._endpoint = f"tcp://{_dialled(settings.advertise, port)}" if settings.advertise else bound
+
+    @property
+    def endpoint(self) -> str:
+        return self._endpoint
+
+    def receive(self) -> Message | None:
+        self._authenticate()
+        try:
+            route, header, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        except ValueError:
+            self._counters["bad_frames"] += 1
+            return self.receive()
+        return Message(route.bytes, header.bytes, rest[0].buffer if rest else None)
+
+    def send(self, route: bytes, header: bytes) -> bool:
+        try:
+            self._socket.send_multipart([route, header], zmq.NOBLOCK)
+        except zmq.ZMQError:  # EHOSTUNREACH: the writer is gone; EAGAIN: it does not read
+            self._counters["answers_undeliverable"] += 1
+            return False
+        return True
+
+    def _authenticate(self) -> None:
+        """Answer libzmq's questions whether a client key may come in, and count those that failed before."""
+        while self._monitor.poll(0):
+            recv_monitor_message(self._monitor)
+            self._counters["auth_failures"] += 1
+        while self._zap.poll(0):
+            version, request_id, *_, credentials = self._zap.recv_multipart()
+            allowed = credentials == z85.decode(self._keys.writer.public)
+            status = (b"200", b"OK", b"writer") if allowed else (b"400", b"not a writer of this cluster", b"")
+            self._zap.send_multipart([version, request_id, *status, b""])
+
+    def readable(self) -> Sequence[Pollable]:
+        return (self._socket, self._zap, self._monitor)
+
+    def counters(self) -> dict[str, float]:
+        return dict(self._counters)
+
+    def close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+        self._zap.close(0)
+        self._context.term()
+
+
+def _dialled(advertise: str, port: str) -> str:
+    """`advertise` with the bound port, unless it names one: behind a port mapping the two differ."""
+    return advertise if _HAS_PORT.fullmatch(advertise) else f"{advertise}:{port}"

@@ -1,0 +1,191 @@
+"""Clients of a real cluster, through every door, that write down what they see (tests/history.py)."""
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncGenerator, Callable
+from types import TracebackType
+from typing import Any, Self
+
+import grpc.aio
+import httpx
+
+from baton.errors import BY_CODE, BatonError
+from baton.pb import generation_pb2_grpc
+from baton.pb.common_pb2 import FinishReason, TokenIds
+from baton.pb.generation_pb2 import GenerateRequest, GenerateResponse
+from tests.history import Call, Closed, Door, Event, Failed, Finished, GaveUp, History, Hung, Operation, Tokens
+
+_PATIENCE = 10.0  # seconds beyond its deadline after which a client calls an operation hung
+_CHANNEL = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),  # a coordinator that is back is found at once
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 200),
+)
+
+
+class Clients:
+    """Connections to one coordinator. `perform` runs an operation to its end; cancelling it is the client going
+    away. After every event `on_event` is called with the operation."""
+
+    def __init__(self, http: str, grpc_endpoint: str, history: History) -> None:
+        self.history = history
+        self.on_event: Callable[[Operation], None] = lambda operation: None
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=16)
+        self._http = httpx.AsyncClient(base_url=f"http://{http}", timeout=None, limits=limits, trust_env=False)
+        self._channel = grpc.aio.insecure_channel(grpc_endpoint, options=_CHANNEL)
+        self._stub = generation_pb2_grpc.GenerationStub(self._channel)
+        self._doors = {
+            Door.SSE: self._sse,
+            Door.HTTP: self._unary_http,
+            Door.GRPC_STREAM: self._grpc_stream,
+            Door.GRPC_ONCE: self._grpc_once,
+        }
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+        await self._channel.close()
+
+    async def perform(self, call: Call) -> Operation:
+        """Never raises for what the cluster does."""
+        operation = self.history.begin(call, time.monotonic())
+        asking = asyncio.create_task(self._follow(operation), name=str(operation))
+        leaving: asyncio.TimerHandle | None = None
+        if call.give_up_in is not None:
+            leaving = asyncio.get_running_loop().call_later(call.give_up_in, asking.cancel)
+        try:
+            async with asyncio.timeout(call.timeout + _PATIENCE):
+                await asyncio.wait({asking})
+        except (TimeoutError, asyncio.CancelledError) as reason:
+            asking.cancel()
+            await asyncio.wait({asking})
+            end = Hung() if isinstance(reason, TimeoutError) else GaveUp()
+            operation.events[-1:] = [(time.monotonic(), end)]  # instead of the note of its cancellation
+        finally:
+            if leaving is not None:
+                leaving.cancel()
+        if not asking.cancelled():
+            asking.result()
+        return operation
+
+    async def _follow(self, operation: Operation) -> None:
+        received = 0
+        try:
+            async with contextlib.aclosing(self._doors[operation.call.door](operation.call)) as events:
+                async for event in events:
+                    self._note(operation, event)
+                    if isinstance(event, Tokens):
+                        received += len(event.tokens)
+                    if operation.call.give_up_after is not None and received >= operation.call.give_up_after:
+                        break
+                else:
+                    return
+            self._note(operation, GaveUp())
+        except asyncio.CancelledError:
+            self._note(operation, GaveUp())
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            self._note(operation, Failed("UNAVAILABLE", f"cannot connect: {error}"))
+        except httpx.TransportError:
+            self._note(operation, Closed(in_order=False))
+        except grpc.aio.AioRpcError as error:
+            self._note(operation, Failed(error.code().name, error.details() or ""))
+
+    def _note(self, operation: Operation, event: Event) -> None:
+        operation.events.append((time.monotonic(), event))
+        self.on_event(operation)
+
+    # the doors
+
+    async def _sse(self, call: Call) -> AsyncGenerator[Event, None]:
+        body = _body(call) | {"stream": True, "stream_options": {"include_usage": True}}
+        reason = ""
+        async with self._http.stream("POST", "/v1/completions", json=body, headers=_headers(call)) as response:
+            if response.status_code != 200:
+                await response.aread()
+                yield _failed(response.json())
+                return
+            done = False
+            async for line in response.aiter_lines():
+                if not line:
+                    continue
+                data = line.removeprefix("data: ")
+                if data == "[DONE]":
+                    done = True
+                    yield Closed(in_order=True)
+                    continue
+                chunk = json.loads(data)
+                if "error" in chunk:
+                    yield _failed(chunk)
+                    return
+                for choice in chunk["choices"]:
+                    if choice["token_ids"]:
+                        yield Tokens(tuple(choice["token_ids"]))
+                    reason = choice["finish_reason"] or reason
+                if not chunk["choices"]:
+                    usage = chunk["usage"]
+                    yield Finished(reason, usage["prompt_tokens"], usage["completion_tokens"])
+        if not done:
+            yield Closed(in_order=False)
+
+    async def _unary_http(self, call: Call) -> AsyncGenerator[Event, None]:
+        response = await self._http.post("/v1/completions", json=_body(call), headers=_headers(call))
+        answer = response.json()
+        if response.status_code != 200:
+            yield _failed(answer)
+            return
+        (choice,), usage = answer["choices"], answer["usage"]
+        yield Tokens(tuple(choice["token_ids"]))
+        yield Finished(choice["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"])
+        yield Closed(in_order=True)
+
+    async def _grpc_stream(self, call: Call) -> AsyncGenerator[Event, None]:
+        asked = self._stub.Generate(_message(call), timeout=call.timeout)
+        try:
+            async for response in asked:
+                for event in _events(response):
+                    yield event
+        finally:
+            asked.cancel()
+        yield Closed(in_order=True)
+
+    async def _grpc_once(self, call: Call) -> AsyncGenerator[Event, None]:
+        for event in _events(await self._stub.GenerateOnce(_message(call), timeout=call.timeout)):
+            yield event
+        yield Closed(in_order=True)
+
+
+def _headers(call: Call) -> dict[str, str]:
+    return {"x-request-timeout": f"{call.timeout:g}"}
+
+
+def _body(call: Call) -> dict[str, Any]:
+    return {
+        "prompt": list(call.prompt),
+        "max_tokens": call.max_tokens,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+
+
+def _message(call: Call) -> GenerateRequest:
+    return GenerateRequest(token_ids=TokenIds(ids=call.prompt), max_tokens=call.max_tokens, temperature=0.0)
+
+
+def _events(response: GenerateResponse) -> list[Event]:
+    found: list[Event] = [Tokens(tuple(response.token_ids))] if response.token_ids else []
+    if response.finish_reason:
+        reason = FinishReason.Name(response.finish_reason).removeprefix("FINISH_REASON_").lower()
+        found.append(Finished(reason, response.usage.prompt_tokens, response.usage.completion_tokens))
+    return found
+
+
+def _failed(body: dict[str, Any]) -> Failed:
+    error = body["error"]
+    return Failed(BY_CODE.get(error["code"], BatonError).grpc_code, error["message"])

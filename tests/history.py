@@ -1,0 +1,254 @@
+"""What the clients of a load saw, and what is wrong with it. Pure: events in, complaints out.
+
+The invariants, by the names used in complaints:
+
+    I1 conservation    every ledger balances at every look, and nothing is held once traffic has stopped
+    I2 right or error  what a client got is the reference's output, or a beginning of it that ends in an error
+    I3 one end         every operation has exactly one terminal event, in time
+    I4 isolation       follows from I2 where tokens depend on what the KV blocks hold
+    I5 blast radius    a process that was no target neither ends nor is started again
+    I6 self-heal       once the fault is over, service is back within a bound
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.pb.common_pb2 import Ledger
+
+GRACE = 2.0  # seconds beyond its deadline in which an operation must have ended
+
+# Codes (names of grpc.StatusCode, which every error of ours has) that a fault excuses. Anything else is a defect.
+EXCUSED = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"})
+
+Reference = Callable[[Sequence[int], int], Sequence[int]]  # (prompt, max_tokens) -> the whole output
+
+
+class Door(Enum):
+    """The ways in."""
+
+    SSE = "sse"
+    HTTP = "http"
+    GRPC_STREAM = "grpc-stream"
+    GRPC_ONCE = "grpc-once"
+
+    @property
+    def streams(self) -> bool:
+        return self in (Door.SSE, Door.GRPC_STREAM)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a client asks. `timeout` in seconds; `give_up_after` tokens (streams only) or `give_up_in` seconds it
+    goes away."""
+
+    door: Door
+    prompt: tuple[int, ...]
+    max_tokens: int
+    timeout: float
+    give_up_after: int | None = None
+    give_up_in: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The server said that the output is complete."""
+
+    reason: str
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The server said that there is no more, or could not be reached. `code` is a name of grpc.StatusCode."""
+
+    code: str
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The protocol's own end: `[DONE]`, a whole body, status OK. Not `in_order` if the connection just ended."""
+
+    in_order: bool
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """The client went away."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hung:
+    """The client's last patience was over."""
+
+
+Event = Tokens | Finished | Failed | Closed | GaveUp | Hung
+_ENDS = (Failed, Closed, GaveUp, Hung)
+
+
+@dataclass(slots=True)
+class Operation:
+    """One call and its events, in seconds of one clock."""
+
+    number: int
+    call: Call
+    began: float
+    events: list[tuple[float, Event]] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(token for _, event in self.events if isinstance(event, Tokens) for token in event.tokens)
+
+    @property
+    def end(self) -> Event | None:
+        return next((event for _, event in self.events if isinstance(event, _ENDS)), None)
+
+    @property
+    def finished(self) -> Finished | None:
+        return next((event for _, event in self.events if isinstance(event, Finished)), None)
+
+    def __str__(self) -> str:
+        call = self.call
+        return f"#{self.number} {call.door.value} {len(call.prompt)}+{call.max_tokens}"
+
+
+class History:
+    """Every operation of a load, in the order of their beginnings."""
+
+    def __init__(self) -> None:
+        self.operations: list[Operation] = []
+
+    def begin(self, call: Call, now: float) -> Operation:
+        operation = Operation(len(self.operations), call, now)
+        self.operations.append(operation)
+        return operation
+
+    def outcomes(self) -> Counter[str]:
+        """How many operations ended in which way: what a round was like."""
+        return Counter(_outcome(operation) for operation in self.operations)
+
+
+def _outcome(operation: Operation) -> str:
+    match operation.end:
+        case Failed(code):
+            return code
+        case Closed(True):
+            return "finished"
+        case None:
+            return "open"
+        case other:
+            return type(other).__name__.lower()
+
+
+def complaints(
+    operations: Iterable[Operation],
+    reference: Reference,
+    *,
+    excused: frozenset[str] = EXCUSED,
+    cut_excused: bool = False,
+    grace: float = GRACE,
+) -> list[str]:
+    """Breaches of I2 and I3, one line each. `cut_excused`: the coordinator itself was killed, which resets its
+    clients' connections without a word."""
+    found: list[str] = []
+    for operation in operations:
+        wrong = [*_wrong_content(operation, reference), *_wrong_end(operation, excused, cut_excused, grace)]
+        found += [f"{operation}: {line}" for line in wrong]
+    return found
+
+
+def _wrong_content(operation: Operation, reference: Reference) -> list[str]:
+    tokens, finished = operation.tokens, operation.finished
+    if not tokens and finished is None:
+        return []
+    right = tuple(reference(operation.call.prompt, operation.call.max_tokens))
+    if tokens != right[: len(tokens)]:
+        at = next((i for i, pair in enumerate(zip(tokens, right, strict=False)) if pair[0] != pair[1]), len(right))
+        return [f"I2: token {at} of {len(right)} is wrong, of {len(tokens)} received ({_end_of(operation)})"]
+    if finished is None:
+        return []
+    wrong = []
+    if tokens != right:
+        wrong.append(f"I2: finished ({finished.reason}) with {len(tokens)} of {len(right)} tokens")
+    usage, expected = (finished.prompt_tokens, finished.completion_tokens), (len(operation.call.prompt), len(right))
+    if usage != expected:
+        wrong.append(f"I2: usage says {usage}, not {expected}")
+    return wrong
+
+
+def _wrong_end(operation: Operation, excused: frozenset[str], cut_excused: bool, grace: float) -> list[str]:
+    if not operation.events or operation.end is None:
+        return ["I3: has no end"]
+    wrong = []
+    kinds = [type(event).__name__ for _, event in operation.events if not isinstance(event, Tokens)]
+    match operation.end:
+        case Failed(code, message) if code not in excused:
+            wrong.append(f"I3: ended in {code}: {message}")
+        case Closed(False) if not cut_excused:
+            wrong.append("I3: ended without a word")
+        case Closed(True) if operation.finished is None:
+            wrong.append("I3: closed in order, but never said that it had finished")
+        case Hung():
+            wrong.append("I3: hung")
+        case _:
+            pass
+    if len(kinds) > 1 and kinds != ["Finished", "Closed"] and kinds[-1] != "GaveUp":
+        wrong.append(f"I3: more than one end: {kinds}")
+    if isinstance(operation.events[-1][1], Tokens):
+        wrong.append("I3: tokens after the end")
+    late = operation.events[-1][0] - operation.began - operation.call.timeout
+    if late > grace:
+        wrong.append(f"I3: ended {late:.1f} s after its deadline")
+    return wrong
+
+
+def _end_of(operation: Operation) -> str:
+    end = operation.finished or operation.end
+    return "still open" if end is None else type(end).__name__.lower()
+
+
+# I1
+
+_STATES = ("free", "cached", "reserved", "writing", "in_use", "quarantined")
+_HELD = ("reserved", "writing", "in_use", "quarantined")
+
+
+def unbalanced(ledgers: Iterable[Ledger]) -> list[str]:
+    """Breaches of conservation that no moment excuses."""
+    found = []
+    for ledger in ledgers:
+        counts = {state: int(getattr(ledger, state)) for state in _STATES}
+        if sum(counts.values()) != ledger.total:
+            found.append(f"I1: {ledger.node}: {counts} is {sum(counts.values())}, not {ledger.total}")
+        owned: Counter[str] = Counter()
+        for owner in ledger.owners:
+            owned[owner.state] += owner.blocks
+        found += [
+            f"I1: {ledger.node}: {counts[state]} blocks {state}, its owners have {owned[state]}"
+            for state in _HELD
+            if owned[state] < counts[state]
+        ]
+    return found
+
+
+def held(ledgers: Iterable[Ledger]) -> list[str]:
+    """What is not free and not cache: nothing, once traffic has stopped."""
+    return [
+        f"I1: {ledger.node}: {owner.blocks} blocks {owner.state} by {owner.owner} for {owner.age_seconds:.1f} s"
+        for ledger in ledgers
+        for owner in ledger.owners
+        if owner.state in _HELD
+    ] + [
+        f"I1: {ledger.node}: {getattr(ledger, state)} blocks {state}"
+        for ledger in ledgers
+        for state in _HELD
+        if getattr(ledger, state) and not any(owner.state == state for owner in ledger.owners)
+    ]

@@ -1,0 +1,179 @@
+"""Both front doors over a scripted brain, on real loopback ports inside the test's own event loop."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+import httpx
+
+from baton.errors import BatonError, Cancelled, Overloaded, SlowReader, Unavailable
+from baton.limits import ModelBounds
+from baton.pb.cluster_pb2 import LedgerResponse, StatusResponse
+from baton.pb.common_pb2 import Ledger, Timeline
+from baton.pb.generation_pb2_grpc import GenerationStub
+from baton.types import FinishReason, RequestId, mint_id
+from coordinator import admin
+from coordinator.generation import Delta, Done, Event, Submission
+from coordinator.grpc_port import GrpcPort
+from coordinator.http import app
+from coordinator.http.listener import Listener, bind
+from coordinator.intake import Intake
+from coordinator.readiness import Readiness
+from coordinator.tokenizer import NoTokenizer, Text
+
+BOUNDS = ModelBounds(vocab_size=1000, max_model_len=512, cache_tokens=4096)
+BUFFER = 64  # events that a generation holds for its reader
+
+
+class FakeGeneration:
+    """A generation that a test steers: `give` puts events in its bounded buffer, `cancelled` tells of its cancel."""
+
+    def __init__(self, submission: Submission) -> None:
+        self.id = RequestId(mint_id())
+        self.submission = submission
+        self.cancelled = asyncio.Event()
+        self.ended = False
+        self._events: deque[Event | BatonError] = deque()
+        self._filled = asyncio.Event()
+
+    def give(self, *events: Event | Exception) -> None:
+        for event in events:
+            if self.ended:
+                return
+            if len(self._events) >= BUFFER:
+                event = SlowReader(f"more than {BUFFER} steps unread")
+            self.ended = not isinstance(event, Delta)
+            self._events.append(event)
+        self._filled.set()
+
+    def cancel(self) -> None:
+        if not self.ended:
+            self.cancelled.set()
+            self.give(Cancelled("cancelled"))
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        while True:
+            while not self._events:
+                self._filled.clear()
+                await self._filled.wait()
+            event = self._events.popleft()
+            if isinstance(event, Exception):
+                raise event
+            yield event
+            if isinstance(event, Done):
+                return
+
+
+Script = Callable[[FakeGeneration], None]
+
+
+def done(reason: FinishReason = FinishReason.LENGTH, cached: int = 0) -> Done:
+    return Done(reason, cached, Timeline(ttft=0.5, total=1.0, attempts=1))
+
+
+def count_up(generation: FakeGeneration) -> None:
+    """The default script: max_tokens tokens 1, 2, 3, ..., one a step."""
+    tokens = range(1, generation.submission.sampling.max_tokens + 1)
+    generation.give(*(Delta((token,)) for token in tokens), done(cached=3))
+
+
+@dataclass
+class FakeBrain:
+    """Records what it was asked; `script` answers, `refusal` refuses, `held` keeps submissions waiting."""
+
+    script: Script = count_up
+    refusal: Exception | None = None
+    no_nodes: bool = False
+    submissions: list[Submission] = field(default_factory=list)
+    generations: "asyncio.Queue[FakeGeneration]" = field(default_factory=asyncio.Queue)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    waiting: asyncio.Event = field(default_factory=asyncio.Event)
+    abandoned: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.gate.set()
+
+    def bounds(self) -> ModelBounds:
+        if self.no_nodes:
+            raise Unavailable("no node has joined", retry_after=1.5)
+        return BOUNDS
+
+    async def submit(self, submission: Submission) -> FakeGeneration:
+        self.submissions.append(submission)
+        self.waiting.set()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.abandoned.set()
+            raise
+        if self.refusal is not None:
+            raise self.refusal
+        generation = FakeGeneration(submission)
+        self.generations.put_nowait(generation)
+        self.script(generation)
+        return generation
+
+    def status(self) -> StatusResponse:
+        return StatusResponse(ready=True, mode="disaggregated", model="demo", queued=2)
+
+    async def ledger(self) -> LedgerResponse:
+        return LedgerResponse(ledgers=[Ledger(node="decode-0", total=10, free=10)])
+
+    def metrics(self) -> bytes:
+        return b"# HELP baton_up x\nbaton_up 1.0\n"
+
+
+@dataclass
+class Front:
+    brain: FakeBrain
+    readiness: Readiness
+    http_port: int
+    grpc_port: int
+    admin_port: int
+    http: httpx.AsyncClient
+    admin: httpx.AsyncClient
+    channel: grpc.aio.Channel
+    apps: Any
+
+    @property
+    def stub(self) -> Any:
+        return GenerationStub(self.channel)
+
+
+def overloaded() -> Overloaded:
+    return Overloaded("the queue holds 8 of 8 requests (--max-queue)", retry_after=2.2)
+
+
+@asynccontextmanager
+async def serving(
+    *, text: Text | None = None, api_key: str = "", admin_token: str = "", longest: float = 60.0
+) -> AsyncIterator[Front]:
+    brain, readiness = FakeBrain(), Readiness()
+    loaded: asyncio.Future[Text] = asyncio.get_running_loop().create_future()
+    loaded.set_result(text or NoTokenizer("demo has no tokenizer files"))
+    intake = Intake(brain, loaded, model="demo", longest=longest)
+    apps = app.build(intake, readiness, api_key), admin.build(brain, readiness, admin_token)
+    listeners = [Listener(one, bind("127.0.0.1", 0, "--port")) for one in apps]
+    port = GrpcPort(intake, readiness, api_key)
+    port.bind("127.0.0.1", 0)
+    await port.start()
+    key = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    async with asyncio.TaskGroup() as group:
+        for listener in listeners:
+            group.create_task(listener.run_until_stopped())
+            await listener.listening.wait()
+        async with (
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{listeners[0].port}", headers=key, timeout=10) as http,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{listeners[1].port}", timeout=10) as admin_http,
+            grpc.aio.insecure_channel(f"127.0.0.1:{port.port}") as channel,
+        ):
+            yield Front(
+                brain, readiness, listeners[0].port, port.port, listeners[1].port, http, admin_http, channel, apps
+            )
+        await port.stop(grace=0.0)
+        for listener in listeners:
+            listener.stop()

@@ -1,0 +1,121 @@
+"""The judge is judged: each breach must be seen, and nothing else."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from baton.pb.common_pb2 import Ledger, LedgerOwner
+from tests.history import (
+    Call,
+    Closed,
+    Door,
+    Event,
+    Failed,
+    Finished,
+    GaveUp,
+    History,
+    Hung,
+    Operation,
+    Tokens,
+    complaints,
+    held,
+    unbalanced,
+)
+
+TIMEOUT = 5.0
+
+
+def reference(prompt: Sequence[int], n: int) -> list[int]:
+    return [sum(prompt) + i for i in range(n)]
+
+
+def operation(*events: Event, door: Door = Door.SSE, last_at: float = 1.0) -> Operation:
+    made = History().begin(Call(door, (10, 20), 3, TIMEOUT), now=0.0)
+    made.events = [(last_at, event) for event in events]
+    return made
+
+
+def judged(*events: Event, cut_excused: bool = False, last_at: float = 1.0) -> list[str]:
+    return complaints([operation(*events, last_at=last_at)], reference, cut_excused=cut_excused)
+
+
+RIGHT = (Tokens((30, 31)), Tokens((32,)), Finished("length", 2, 3), Closed(True))
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        RIGHT,
+        (Failed("UNAVAILABLE"),),
+        (Tokens((30,)), Failed("DEADLINE_EXCEEDED")),
+        (GaveUp(),),
+        (Tokens((30, 31)), GaveUp()),
+        (Tokens((30, 31, 32)), Finished("length", 2, 3), GaveUp()),
+    ],
+    ids=str,
+)
+def test_what_is_right_or_an_excused_error_passes(events: tuple[Event, ...]) -> None:
+    assert judged(*events) == []
+
+
+@pytest.mark.parametrize(
+    ("events", "complaint"),
+    [
+        ((Tokens((30, 99, 32)), Finished("length", 2, 3), Closed(True)), "I2: token 1 of 3 is wrong"),
+        ((Tokens((31,)), Failed("UNAVAILABLE")), "I2: token 0 of 3 is wrong"),
+        ((Tokens((99,)), GaveUp()), "I2: token 0 of 3 is wrong"),
+        ((Tokens((30, 31, 32, 33)), Failed("UNAVAILABLE")), "I2: token 3 of 3 is wrong"),
+        ((Tokens((30, 30)), Failed("UNAVAILABLE")), "I2: token 1 of 3 is wrong"),
+        ((Tokens((30, 31)), Finished("length", 2, 2), Closed(True)), "I2: finished (length) with 2 of 3"),
+        ((Finished("length", 2, 3), Closed(True)), "I2: finished (length) with 0 of 3"),
+        ((Tokens((30, 31, 32)), Finished("length", 5, 3), Closed(True)), "I2: usage says (5, 3)"),
+        ((), "I3: has no end"),
+        ((Tokens((30,)),), "I3: has no end"),
+        ((Tokens((30,)), Closed(False)), "I3: ended without a word"),
+        ((Tokens((30,)), Closed(True)), "never said that it had finished"),
+        ((Failed("INTERNAL", "boom"),), "I3: ended in INTERNAL: boom"),
+        ((Failed("CANCELLED"),), "I3: ended in CANCELLED"),
+        ((*RIGHT, Failed("UNAVAILABLE")), "I3: more than one end"),
+        ((*RIGHT, Closed(True)), "I3: more than one end"),
+        ((Failed("UNAVAILABLE"), Failed("UNAVAILABLE")), "I3: more than one end"),
+        ((*RIGHT[2:], *RIGHT[:2]), "I3: tokens after the end"),
+        ((Tokens((30,)), Hung()), "I3: hung"),
+    ],
+    ids=str,
+)
+def test_every_breach_is_seen(events: tuple[Event, ...], complaint: str) -> None:
+    assert any(complaint in line for line in judged(*events)), judged(*events)
+
+
+def test_an_end_that_comes_late_is_a_breach() -> None:
+    assert judged(*RIGHT, last_at=TIMEOUT + 1.9) == []
+    assert any("after its deadline" in line for line in judged(*RIGHT, last_at=TIMEOUT + 2.1))
+
+
+def test_a_killed_coordinator_excuses_a_silent_end_and_nothing_else() -> None:
+    assert judged(Tokens((30,)), Closed(False), cut_excused=True) == []
+    assert judged(Tokens((99,)), Closed(False), cut_excused=True)
+
+
+def test_outcomes_are_counted_by_their_ends() -> None:
+    history = History()
+    history.operations = [operation(*RIGHT), operation(Failed("UNAVAILABLE")), operation(GaveUp()), operation()]
+    assert history.outcomes() == {"finished": 1, "UNAVAILABLE": 1, "gaveup": 1, "open": 1}
+
+
+def ledger(**counts: int) -> Ledger:
+    owners = [LedgerOwner(owner="a", state=state, blocks=n) for state, n in counts.items() if state != "free"]
+    return Ledger(node="decode-0", total=10, owners=owners, **counts)
+
+
+def test_a_ledger_must_balance_and_account_for_what_is_held() -> None:
+    assert unbalanced([ledger(free=6, in_use=4)]) == []
+    assert unbalanced([ledger(free=6, in_use=3)]) != []
+    assert unbalanced([Ledger(node="decode-0", total=10, free=6, in_use=4)]) != []
+
+
+def test_cache_may_stay_when_traffic_stops_and_nothing_else() -> None:
+    assert held([ledger(free=6, cached=4)]) == []
+    for state in ("reserved", "writing", "in_use", "quarantined"):
+        assert held([ledger(free=6, **{state: 4})])
+    assert held([Ledger(node="decode-0", total=10, free=6, quarantined=4)])
