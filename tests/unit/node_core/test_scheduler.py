@@ -424,7 +424,9 @@ def test_nothing_is_dropped_in_vain() -> None:
     node.add(firm, hand_off=True)
     node.scheduler.ticket_arrived(firm.key)
     assert node.step() is None
-    assert not [each for each in node.outcomes if isinstance(each, Dropped)], "4 + 2 blocks are less than 5 and 4 pinned"
+    assert not [each for each in node.outcomes if isinstance(each, Dropped)], (
+        "4 + 2 blocks are less than 5 and 4 pinned"
+    )
     node.scheduler.release(pinned.key)
     node.run()
     assert [each.event.key for each in node.outcomes if isinstance(each, PrefillCompleted)][-1] == firm.key
