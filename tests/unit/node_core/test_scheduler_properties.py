@@ -89,7 +89,9 @@ def test_every_job_ends_once_with_its_tokens(
 @given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=12), budget=st.integers(BLOCK + 3, 200))
 def test_prefill_is_first_come_first_served_and_wastes_no_budget(lengths: list[int], budget: int) -> None:
     node = Node(num_blocks=200, max_num_seqs=4, max_batched_tokens=budget)
-    jobs = [work(number, [1 + (97 * number + each) % 997 for each in range(size)]) for number, size in enumerate(lengths)]
+    jobs = [
+        work(number, [1 + (97 * number + each) % 997 for each in range(size)]) for number, size in enumerate(lengths)
+    ]
     for job in jobs:
         node.add(job, hand_off=True)
     node.run()
@@ -102,7 +104,9 @@ def test_prefill_is_first_come_first_served_and_wastes_no_budget(lengths: list[i
     assert len(ends) == len(jobs)
     assert [steps[key] for key in sorted(steps)] == sorted(steps.values()), "nobody ends before an older one"
     for batch in node.batches[:-1]:
-        assert batch.num_tokens > budget - BLOCK or len(batch.slices) == 4, "less than a block of the budget is left over"
+        assert batch.num_tokens > budget - BLOCK or len(batch.slices) == 4, (
+            "less than a block of the budget is left over"
+        )
 
 
 class TwoNodes(RuleBasedStateMachine):
