@@ -48,9 +48,11 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     @asynccontextmanager
     async def _started(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[Running]:
         """A submitted request that is cancelled when the call ends early, however it ends."""
-        self._key.check(metadata(context, "authorization"))
-        client_id = check_client_id(metadata(context, "x-request-id"))
-        running = await self._intake.start(to_ask(request, context.time_remaining(), client_id))
+        with self._intake.refusals.counted():
+            self._key.check(metadata(context, "authorization"))
+            client_id = check_client_id(metadata(context, "x-request-id"))
+            ask = to_ask(request, context.time_remaining(), client_id)
+        running = await self._intake.start(ask)
         try:
             echoed = (("x-request-id", client_id),) if client_id else ()
             await context.send_initial_metadata((("x-baton-request-id", running.id), *echoed))

@@ -10,14 +10,12 @@ from typing import NoReturn, TypeAlias
 import grpc
 import grpc.aio
 
-from baton import log
-from baton.errors import BatonError, Rejected
+from baton.errors import BatonError
 from coordinator.auth import AdminGate
 from coordinator.defects import internal
 
 Context: TypeAlias = grpc.aio.ServicerContext
 ERROR_CODE, ERROR_PARAM, RETRY_AFTER = "baton-error-code", "baton-error-param", "retry-after"
-_log = log.get("grpc")
 
 
 @asynccontextmanager
@@ -34,8 +32,6 @@ async def told(context: Context) -> AsyncIterator[None]:
 
 
 async def abort(context: Context, error: BatonError) -> NoReturn:
-    if isinstance(error, Rejected):
-        _log.info("rejected", code=error.code, param=error.param)
     trailing = [(ERROR_CODE, error.code)]
     if error.param:
         trailing.append((ERROR_PARAM, error.param))

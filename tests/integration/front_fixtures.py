@@ -1,6 +1,7 @@
 """Both front doors over a scripted brain, on real loopback ports inside the test's own event loop."""
 
 import asyncio
+import json
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -23,6 +24,7 @@ from coordinator.http import app
 from coordinator.http.listener import Listener, bind
 from coordinator.intake import Intake
 from coordinator.readiness import Readiness
+from coordinator.refusals import Refusals
 from coordinator.tokenizer import NoTokenizer, Text
 
 BOUNDS = ModelBounds(vocab_size=1000, max_model_len=512, cache_tokens=4096)
@@ -131,13 +133,14 @@ class FakeBrain:
 class Front:
     brain: FakeBrain
     readiness: Readiness
+    refused: list[str]  # codes, in order
+    apps: Any  # the client-facing and the admin application
     http_port: int
-    grpc_port: int
     admin_port: int
+    grpc_port: int
     http: httpx.AsyncClient
     admin: httpx.AsyncClient
     channel: grpc.aio.Channel
-    apps: Any
 
     @property
     def stub(self) -> Any:
@@ -152,28 +155,52 @@ def overloaded() -> Overloaded:
 async def serving(
     *, text: Text | None = None, api_key: str = "", admin_token: str = "", longest: float = 60.0
 ) -> AsyncIterator[Front]:
-    brain, readiness = FakeBrain(), Readiness()
+    brain, readiness, refused = FakeBrain(), Readiness(), []
+    refusals = Refusals(refused.append)
     loaded: asyncio.Future[Text] = asyncio.get_running_loop().create_future()
     loaded.set_result(text or NoTokenizer("demo has no tokenizer files"))
-    intake = Intake(brain, loaded, model="demo", longest=longest)
-    apps = app.build(intake, readiness, api_key), admin.build(brain, readiness, admin_token)
+    intake = Intake(brain, loaded, model="demo", longest=longest, refusals=refusals)
+    apps = app.build(intake, readiness, api_key), admin.build(brain, readiness, admin_token, refusals)
     listeners = [Listener(one, bind("127.0.0.1", 0, "--port")) for one in apps]
     port = GrpcPort(intake, readiness, api_key)
     port.bind("127.0.0.1", 0)
     await port.start()
     key = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    async with asyncio.TaskGroup() as group:
-        for listener in listeners:
-            group.create_task(listener.run_until_stopped())
-            await listener.listening.wait()
+    running = [asyncio.create_task(listener.run_until_stopped()) for listener in listeners]
+    for listener in listeners:
+        await listener.listening.wait()
+    try:
         async with (
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{listeners[0].port}", headers=key, timeout=10) as http,
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{listeners[1].port}", timeout=10) as admin_http,
             grpc.aio.insecure_channel(f"127.0.0.1:{port.port}") as channel,
         ):
             yield Front(
-                brain, readiness, listeners[0].port, port.port, listeners[1].port, http, admin_http, channel, apps
+                brain=brain,
+                readiness=readiness,
+                refused=refused,
+                apps=apps,
+                http_port=listeners[0].port,
+                admin_port=listeners[1].port,
+                grpc_port=port.port,
+                http=http,
+                admin=admin_http,
+                channel=channel,
             )
+    finally:
         await port.stop(grace=0.0)
         for listener in listeners:
             listener.stop()
+        await asyncio.gather(*running)
+
+
+async def raw_post(
+    front: Front, body: object, *, headers: str = ""
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A completion request on a connection that the test holds in its hands."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port, limit=1 << 24)
+    payload = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n{headers}\r\n"
+    writer.write(head.encode() + payload)
+    await writer.drain()
+    return reader, writer
