@@ -71,7 +71,7 @@ async def _measure(transport: str, options: argparse.Namespace, console: Console
     source = random.Random(options.seed)
     async with local_cluster(console, NARROW, "narrow", **settings) as cluster:
         async with grpc.aio.insecure_channel(cluster.endpoints.grpc) as channel:
-            stub = generation_pb2_grpc.GenerationStub(channel)  # type: ignore[no-untyped-call]
+            stub = generation_pb2_grpc.GenerationStub(channel)
             samples = [await _one(stub, source, options.prompt) for _ in range(_WARM_UP + options.requests)]
     for sample in samples:
         used = sample.timeline.handoff.transport or "none"

@@ -13,9 +13,9 @@ _log = log.get("front")
 
 
 class Refusals:
-    """`count(code)` adds one to baton_rejected_total."""
+    """`count(error)` adds one to baton_rejected_total."""
 
-    def __init__(self, count: Callable[[str], None]) -> None:
+    def __init__(self, count: Callable[[Rejected], None]) -> None:
         self._count = count
 
     @contextmanager
@@ -23,6 +23,6 @@ class Refusals:
         try:
             yield
         except Rejected as error:
-            self._count(error.code)
+            self._count(error)
             _log.info("refused", code=error.code, param=error.param)
             raise

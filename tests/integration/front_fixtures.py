@@ -156,7 +156,7 @@ async def serving(
     *, text: Text | None = None, api_key: str = "", admin_token: str = "", longest: float = 60.0
 ) -> AsyncIterator[Front]:
     brain, readiness, refused = FakeBrain(), Readiness(), []
-    refusals = Refusals(refused.append)
+    refusals = Refusals(lambda error: refused.append(error.code))
     loaded: asyncio.Future[Text] = asyncio.get_running_loop().create_future()
     loaded.set_result(text or NoTokenizer("demo has no tokenizer files"))
     intake = Intake(brain, loaded, model="demo", longest=longest, refusals=refusals)
