@@ -29,7 +29,7 @@ class Checkpoint:
                     raise ConfigError(
                         f"{path}: cannot be read as safetensors: {error}: download it again"
                     ) from None
-                for name in shard.keys():  # noqa: SIM118: not a mapping
+                for name in shard.keys():
                     if name in self._home:
                         raise ConfigError(
                             f"{path}: tensor {name} is in another shard as well: download the model again"
@@ -50,10 +50,10 @@ class Checkpoint:
         return frozenset(self._home)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._home[name].get_slice(name).get_shape())
+        return tuple(self._home[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]
 
     def tensor(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._home[name].get_tensor(name)
+        tensor: torch.Tensor = self._home[name].get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor
 
 
@@ -76,7 +76,7 @@ def _shards(folder: Path) -> list[Path]:
     pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
     if pickled:
         raise ConfigError(
-            f"{folder}: weights are pickled ({', '.join(pickled)}), which can run code: convert them to safetensors"
+            f"{folder}: pickled weights can run code ({', '.join(pickled)}): convert them to safetensors"
         )
     raise ConfigError(
         f"{folder}: neither {SINGLE} nor {INDEX}: use --load-format dummy to run without weights"
