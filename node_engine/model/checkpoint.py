@@ -26,8 +26,10 @@ class Checkpoint:
                 try:
                     shard = opening.enter_context(safe_open(path, framework="pt"))
                 except (OSError, SafetensorError) as error:
-                    raise ConfigError(f"{path}: cannot be read as safetensors: {error}: download it again") from None
-                for name in shard.keys():  # noqa: SIM118: not a mapping
+                    raise ConfigError(
+                        f"{path}: cannot be read as safetensors: {error}: download it again"
+                    ) from None
+                for name in shard.keys():
                     if name in self._home:
                         raise ConfigError(
                             f"{path}: tensor {name} is in another shard as well: download the model again"
@@ -48,10 +50,10 @@ class Checkpoint:
         return frozenset(self._home)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._home[name].get_slice(name).get_shape())
+        return tuple(self._home[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]
 
     def tensor(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._home[name].get_tensor(name)
+        tensor: torch.Tensor = self._home[name].get_tensor(name)  # type: ignore[no-untyped-call]
         return tensor
 
 
@@ -65,13 +67,17 @@ def _shards(folder: Path) -> list[Path]:
         outside = [name for name in names if Path(name).name != name]
         missing = [name for name in names if not (folder / name).is_file()]
         if outside or missing:
-            raise ConfigError(f"{index}: names shards that are not in {folder}: {outside or missing}: download them")
+            raise ConfigError(
+                f"{index}: names shards that are not in {folder}: {outside or missing}: download them"
+            )
         return [folder / name for name in names]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
     if pickled:
         raise ConfigError(
-            f"{folder}: weights are pickled ({', '.join(pickled)}), which can run code: convert them to safetensors"
+            f"{folder}: pickled weights can run code ({', '.join(pickled)}): convert them to safetensors"
         )
-    raise ConfigError(f"{folder}: neither {SINGLE} nor {INDEX}: use --load-format dummy to run without weights")
+    raise ConfigError(
+        f"{folder}: neither {SINGLE} nor {INDEX}: use --load-format dummy to run without weights"
+    )
