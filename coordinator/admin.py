@@ -13,7 +13,7 @@ from baton.errors import BatonError, NotAvailable, Unavailable
 from baton.pb.cluster_pb2 import LedgerResponse, StatusResponse
 from coordinator.auth import AdminGate
 from coordinator.http import errors
-from coordinator.http.boundary import Boundary
+from coordinator.http.boundary import Boundary, authorization
 from coordinator.readiness import Readiness
 from coordinator.refusals import Refusals
 
@@ -43,7 +43,7 @@ def build(cluster: ClusterView, readiness: Readiness, admin_token: str, refusals
     gate = AdminGate(admin_token)
 
     def guard(request: Request) -> None:
-        gate.check(request.client.host if request.client else None, request.headers.get("authorization"))
+        gate.check(request.client.host if request.client else None, authorization(request))
 
     app = FastAPI(title="Baton admin", docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Boundary, guard=guard, refusals=refusals)

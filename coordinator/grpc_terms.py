@@ -42,16 +42,18 @@ async def abort(context: Context, error: BatonError) -> NoReturn:
 
 
 def metadata(context: Context, key: str) -> str | None:
-    """The first value of a key that the caller sent."""
-    for name, value in context.invocation_metadata() or ():
-        if name == key:
-            return value if isinstance(value, str) else value.decode("utf-8", "replace")
-    return None
+    """The first value of a text key that the caller sent."""
+    return next((str(value) for name, value in context.invocation_metadata() or () if name == key), None)
+
+
+def authorization(context: Context) -> bytes | None:
+    value = metadata(context, "authorization")
+    return None if value is None else value.encode()
 
 
 def require_admin(context: Context, gate: AdminGate) -> None:
     """Raises Unauthenticated unless the caller may administer this cluster."""
-    gate.check(peer_address(context.peer()), metadata(context, "authorization"))
+    gate.check(peer_address(context.peer()), authorization(context))
 
 
 def peer_address(peer: str) -> str | None:

@@ -24,5 +24,5 @@ class Refusals:
             yield
         except Rejected as error:
             self._count(error)
-            _log.info("refused", code=error.code, param=error.param)
+            _log.info("refused", code=error.code)  # not its message or field, which may be the client's own words
             raise

@@ -11,7 +11,7 @@ from baton.clock import steady
 from baton.errors import BatonError, InvalidRequest, NotAvailable, Unavailable
 from coordinator.auth import BearerKey
 from coordinator.http import errors, schema
-from coordinator.http.boundary import Boundary
+from coordinator.http.boundary import Boundary, authorization
 from coordinator.http.completions import CompletionResponse
 from coordinator.http.connection import read_body
 from coordinator.intake import Intake
@@ -27,7 +27,7 @@ def build(intake: Intake, readiness: Readiness, api_key: str) -> FastAPI:
 
     def guard(request: Request) -> None:
         if request.url.path not in PUBLIC:
-            key.check(request.headers.get("authorization"))
+            key.check(authorization(request))
 
     app = FastAPI(title="Baton", version=version(), redoc_url=None, swagger_ui_oauth2_redirect_url=None)
     app.add_middleware(Boundary, guard=guard, refusals=intake.refusals)

@@ -18,6 +18,12 @@ from coordinator.refusals import Refusals
 Guard = Callable[[Request], None]  # raises Unauthenticated
 
 
+def authorization(request: Request) -> bytes | None:
+    """As it was sent: header text is Latin-1 here, whatever the client meant."""
+    value = request.headers.get("authorization")
+    return None if value is None else value.encode("latin-1")
+
+
 class Boundary:
     def __init__(self, app: ASGIApp, guard: Guard, refusals: Refusals) -> None:
         self._app = app

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ from baton.pb.common_pb2 import Ledger, Timeline
 from baton.pb.generation_pb2_grpc import GenerationStub
 from baton.types import FinishReason, RequestId, mint_id
 from coordinator import admin
+from coordinator.detokenizer import Detokenizer
 from coordinator.generation import Delta, Done, Event, Submission
 from coordinator.grpc_port import GrpcPort
 from coordinator.http import app
@@ -129,6 +131,27 @@ class FakeBrain:
         return b"# HELP baton_up x\nbaton_up 1.0\n"
 
 
+class GatedText:
+    """A `Text` that tokenizes only while its gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.asked = asyncio.Event()
+        self.abandoned = asyncio.Event()
+
+    async def encode(self, text: str) -> tuple[int, ...]:
+        self.asked.set()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.abandoned.set()
+            raise
+        return (1, 2, 3)
+
+    def detokenizer(self) -> Detokenizer:
+        return NoTokenizer("").detokenizer()
+
+
 @dataclass
 class Front:
     brain: FakeBrain
@@ -165,7 +188,7 @@ async def serving(
     port = GrpcPort(intake, readiness, api_key)
     port.bind("127.0.0.1", 0)
     await port.start()
-    key = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    key = {"authorization": f"Bearer {api_key}".encode()} if api_key else {}
     running = [asyncio.create_task(listener.run_until_stopped()) for listener in listeners]
     for listener in listeners:
         await listener.listening.wait()
@@ -195,12 +218,28 @@ async def serving(
 
 
 async def raw_post(
-    front: Front, body: object, *, headers: str = ""
+    front: Front, body: object, *, receive_buffer: int = 0
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A completion request on a connection that the test holds in its hands."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port, limit=1 << 24)
+    connection = socket.socket()
+    if receive_buffer:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", front.http_port))
+    reader, writer = await asyncio.open_connection(sock=connection)
     payload = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n{headers}\r\n"
-    writer.write(head.encode() + payload)
-    await writer.drain()
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(payload) + payload)
     return reader, writer
+
+
+async def grpc_error(call: Any) -> grpc.aio.AioRpcError:
+    """The error that ends a call of either kind."""
+    try:
+        if hasattr(call, "__aiter__"):
+            async for _ in call:
+                pass
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        return error
+    raise AssertionError("the call was served")

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import grpc
-import grpc.aio
 import pytest
 import pytest_asyncio
 
 from baton.limits import MAX_BODY_BYTES, MAX_SEED
 from baton.pb import generation_pb2 as pb
-from tests.integration.front_fixtures import BOUNDS, Front, serving
+from tests.integration.front_fixtures import BOUNDS, Front, grpc_error, serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -214,12 +213,5 @@ def to_grpc(body: dict[str, Any] | bytes) -> pb.GenerateRequest:
 async def refusal(
     front: Front, request: pb.GenerateRequest, streaming: bool
 ) -> tuple[grpc.StatusCode, dict[str, str], str]:
-    try:
-        if streaming:
-            async for _ in front.stub.Generate(request):
-                pass
-        else:
-            await front.stub.GenerateOnce(request)
-    except grpc.aio.AioRpcError as error:
-        return error.code(), dict(error.trailing_metadata()), error.details()
-    raise AssertionError("the request was served")
+    error = await grpc_error((front.stub.Generate if streaming else front.stub.GenerateOnce)(request))
+    return error.code(), dict(error.trailing_metadata()), error.details()
