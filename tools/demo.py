@@ -31,8 +31,15 @@ START_TIMEOUT = 120.0  # seconds
 
 
 async def demonstrate(console: Console, model: Path, folder: Path, began: float) -> None:
-    free = {"port": 0, "grpc_port": 0, "admin_port": 0}
-    settings = Config(model=str(model), state_dir=str(folder), kv_memory="128MiB", drain_timeout=5.0, **free)
+    settings = Config(
+        model=str(model),
+        state_dir=str(folder),
+        port=0,
+        grpc_port=0,
+        admin_port=0,
+        kv_memory="128MiB",
+        drain_timeout=5.0,
+    )
     config, held = ports.hold_all(plan.complete(settings)[0])
     logs = LogFiles(folder / "logs")
     try:
