@@ -7,8 +7,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import grpc
 from rich.console import Console
 
+from baton.cli.errors import innermost
 from baton.errors import BatonError
 from benchmarks.report import Row, print_rows, write_json
 
@@ -34,8 +36,11 @@ def main(arguments: list[str]) -> int:
     try:
         for name in list(parts) if options.benchmark == "all" else [options.benchmark]:
             rows += _run(parts[name], name, options, console)
-    except* (BatonError, ValueError, TimeoutError) as group:
-        failure = str(_first(group)) or "it took too long"
+    except Exception as group:
+        error = innermost(group)
+        if not isinstance(error, BatonError | ValueError | TimeoutError | grpc.RpcError):
+            raise
+        failure = str(error) or "it took too long"
     if options.json and rows:
         write_json(options.json, rows)
     if failure:
@@ -67,12 +72,6 @@ def _parser(parts: dict[str, ModuleType]) -> argparse.ArgumentParser:
 
 def _add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
-
-
-def _first(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 if __name__ == "__main__":

@@ -26,9 +26,7 @@ class Checkpoint:
                 try:
                     shard = opening.enter_context(safe_open(path, framework="pt"))
                 except (OSError, SafetensorError) as error:
-                    raise ConfigError(
-                        f"{path}: cannot be read as safetensors: {error}: download it again"
-                    ) from None
+                    raise ConfigError(f"{path}: cannot be read as safetensors: {error}: download it again") from None
                 for name in shard.keys():
                     if name in self._home:
                         raise ConfigError(
@@ -67,17 +65,11 @@ def _shards(folder: Path) -> list[Path]:
         outside = [name for name in names if Path(name).name != name]
         missing = [name for name in names if not (folder / name).is_file()]
         if outside or missing:
-            raise ConfigError(
-                f"{index}: names shards that are not in {folder}: {outside or missing}: download them"
-            )
+            raise ConfigError(f"{index}: names shards that are not in {folder}: {outside or missing}: download them")
         return [folder / name for name in names]
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
     if pickled:
-        raise ConfigError(
-            f"{folder}: pickled weights can run code ({', '.join(pickled)}): convert them to safetensors"
-        )
-    raise ConfigError(
-        f"{folder}: neither {SINGLE} nor {INDEX}: use --load-format dummy to run without weights"
-    )
+        raise ConfigError(f"{folder}: pickled weights can run code ({', '.join(pickled)}): convert them to safetensors")
+    raise ConfigError(f"{folder}: neither {SINGLE} nor {INDEX}: use --load-format dummy to run without weights")

@@ -20,9 +20,7 @@ class Transformer:
         self._kernels = kernels
         self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(weights.embedding.device)
 
-    def forward(
-        self, plan: StepPlan, cache: PagedCache, on_layer: OnLayer | None = None
-    ) -> torch.Tensor | None:
+    def forward(self, plan: StepPlan, cache: PagedCache, on_layer: OnLayer | None = None) -> torch.Tensor | None:
         """Compute the step's tokens, write their KV, return logits [sampled, vocab].
 
         None when nothing is sampled: the last layer then ends once its KV is written. When only some rows
