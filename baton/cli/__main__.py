@@ -1,0 +1,3 @@
+from baton.cli.main import main
+
+main()

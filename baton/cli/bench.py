@@ -1,0 +1,18 @@
+"""`baton bench`: measurements run in a process of their own, so that the client stays thin."""
+
+import os
+import sys
+
+import typer
+
+
+def register(app: typer.Typer) -> None:
+    app.command(
+        "bench",
+        context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    )(bench)
+
+
+def bench(context: typer.Context) -> None:
+    """Measure: `baton bench serve|transfer|engine|all`."""
+    os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *context.args])

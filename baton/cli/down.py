@@ -1,0 +1,38 @@
+"""`baton down`: stop the cluster that `up` runs on this machine, detached or not."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.cli.errors import Bad
+from baton.config import resolve
+
+_PATIENCE = 15.0  # seconds beyond what a drain may take
+
+
+def register(app: typer.Typer) -> None:
+    app.command("down")(down)
+
+
+def down(
+    port: Annotated[str | None, typer.Option(metavar="N", help="HTTP port of the cluster (default 8000)")] = None,
+    state_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Its state folder")] = None,
+    config_file: Annotated[str | None, typer.Option("--config", metavar="FILE", help="TOML file of settings")] = None,
+    segment_dir: Annotated[str | None, typer.Option(metavar="DIR", help="Its folder of segments")] = None,
+) -> None:
+    """Drain and stop the cluster of this machine.
+
+    Returns when no process and no shared memory of it is left.
+    """
+    from baton.cli import state
+    from baton.segment import sweep
+
+    flags = {"port": port, "state_dir": state_dir, "segment_dir": segment_dir}
+    config = resolve({key: value for key, value in flags.items() if value is not None}, file=config_file)
+    folder = state.folder_of(config)
+    by_itself = state.stop_running(folder, config.drain_timeout + _PATIENCE)
+    sweep(Path(config.segment_dir))
+    if not by_itself:
+        raise Bad(f"the cluster of {folder} did not end by itself: it was killed")
+    print("stopped")

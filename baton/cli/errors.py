@@ -1,0 +1,20 @@
+"""What a command can fail with beyond the errors of baton/errors.py, and the exit code of each."""
+
+from baton.errors import BatonError, ConfigError
+
+EXIT_BAD, EXIT_USAGE, EXIT_UNREACHABLE = 1, 2, 3
+
+
+class Bad(BatonError):
+    """The thing asked about is bad, or the cluster answered with an error. The message says all."""
+
+
+class Unreachable(BatonError):
+    """Nothing answers at the endpoint."""
+
+
+def exit_code(error: BatonError) -> int:
+    """The exit code that the command-line contract gives this error."""
+    if isinstance(error, Unreachable):
+        return EXIT_UNREACHABLE
+    return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_BAD

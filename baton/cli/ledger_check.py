@@ -1,0 +1,59 @@
+"""What `baton audit` calls wrong with a block ledger. Pure: ledgers in, findings out."""
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from baton.pb.cluster_pb2 import StatusResponse
+from baton.pb.common_pb2 import Ledger
+
+STATES = ("free", "cached", "reserved", "writing", "in_use", "quarantined")
+OWNED = ("reserved", "writing", "in_use", "quarantined")  # states that somebody must answer for
+LIVE = ("reserved", "writing", "in_use")  # states whose owner must be a request that the coordinator knows
+
+
+class Held(NamedTuple):
+    """Blocks that one owner holds on one node."""
+
+    node: str
+    incarnation: str
+    owner: str
+    state: str
+
+
+def faults(ledgers: Iterable[Ledger], silent: Iterable[str]) -> list[str]:
+    """One line per ledger that does not balance, state that its owners do not account for, and silent node."""
+    found = [f"{node}: did not answer" for node in silent]
+    for ledger in ledgers:
+        counts = {state: int(getattr(ledger, state)) for state in STATES}
+        if sum(counts.values()) != ledger.total:
+            shown = " + ".join(f"{count} {state}" for state, count in counts.items())
+            found.append(f"{ledger.node}: does not balance: {shown} is {sum(counts.values())}, not {ledger.total}")
+        owned: Counter[str] = Counter()
+        for owner in ledger.owners:
+            owned[owner.state] += owner.blocks
+        # A shared block is in use for several owners at once, so owners may claim more blocks than there are.
+        found += [
+            f"{ledger.node}: {counts[state]} blocks {state}, owners account for {owned[state]}"
+            for state in OWNED
+            if owned[state] < counts[state]
+        ]
+    return found
+
+
+def ownerless(ledgers: Iterable[Ledger], idle: Collection[tuple[str, str]], older_than: float) -> set[Held]:
+    """Holdings on `idle` nodes (name, incarnation), where the coordinator knows of no attempt, that are older than
+    `older_than` seconds: older than the look-up itself, so that no request that came and went meanwhile is blamed."""
+    return {
+        Held(ledger.node, ledger.incarnation, owner.owner, owner.state)
+        for ledger in ledgers
+        if (ledger.node, ledger.incarnation) in idle
+        for owner in ledger.owners
+        if owner.state in LIVE and owner.age_seconds > older_than
+    }
+
+
+def idle_nodes(*looks: StatusResponse) -> set[tuple[str, str]]:
+    """Nodes on which every look found no attempt placed."""
+    found = [{(node.name, node.incarnation) for node in look.nodes if not node.placed} for look in looks]
+    return set.intersection(*found)

@@ -1,0 +1,37 @@
+"""`baton`: a thin client. It starts processes and calls them; it imports none of them, and no torch.
+
+Every command lives in its own file and imports what is slow (grpc, uvloop) inside its function, so that `--help`
+answers at once.
+"""
+
+import sys
+
+import typer
+
+from baton.cli import audit, bench, down, generate, status, unbuilt, up
+from baton.cli.errors import exit_code
+from baton.errors import BatonError
+
+app = typer.Typer(
+    name="baton",
+    help="Serve language models with prefill and decode on separate nodes.",
+    epilog="Exit codes: 0 done, 1 the thing asked about is bad, 2 wrong usage, 3 cannot reach the cluster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for command in (up, down, generate, status, audit, bench, unbuilt):
+    command.register(app)
+
+
+def main() -> None:
+    """The entry point. An error of ours is one line on standard error and its exit code, never a traceback."""
+    try:
+        app()
+    except BatonError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(exit_code(error))
+
+
+if __name__ == "__main__":
+    main()

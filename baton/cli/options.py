@@ -1,0 +1,102 @@
+"""Options made from the fields of Config, so that flag, variable and file cannot drift, and those commands share."""
+
+import inspect
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from baton import config_flags
+from baton.cli.unbuilt import not_available
+from baton.config import Config, choices, description, resolve
+
+Endpoint = Annotated[
+    str, typer.Option("--endpoint", envvar="BATON_ENDPOINT", metavar="HOST:PORT", help="The coordinator's gRPC port")
+]
+DEFAULT_ENDPOINT = "127.0.0.1:50051"
+ApiKey = Annotated[
+    str,
+    typer.Option("--api-key", envvar="BATON_API_KEY", metavar="KEY|@FILE", help="Needed if `up` was given one"),
+]
+AdminToken = Annotated[
+    str,
+    typer.Option("--admin-token", envvar="BATON_ADMIN_TOKEN", metavar="KEY|@FILE", help="Needed from another host"),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
+
+# The field that opens each panel of `up --help`; a panel reaches to the next one.
+PANELS = {
+    "model": "The model",
+    "prefill": "The cluster",
+    "host": "Where things listen",
+    "api_key": "Who may do what",
+    "segment_dir": "The transfer plane",
+    "heartbeat": "Patience",
+    "paced_prefill_us_per_token": "The paced engine",
+    "log_level": "Logs",
+}
+UNBUILT_VALUES = (("transport", "grpc"),)
+# A node's own settings, which `up` decides for each node.
+PER_NODE = frozenset({"coordinator", "name", "listen", "advertise", "health_port", "host_id"})
+
+
+def add_config_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Give `command(settings: Config, **own)` one option per setting, `--config FILE` and `--set KEY=VALUE`.
+
+    The wrapper resolves flag > environment > file > default. Raises ConfigError naming field, value and source.
+    """
+    own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"]
+    parameters = [*own, *_file_options(), *_field_options()]
+
+    def wrapper(**values: Any) -> None:
+        mine = {parameter.name: values.pop(parameter.name) for parameter in own}
+        command(settings=_resolve(values), **mine)
+
+    wrapper.__doc__ = command.__doc__
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return wrapper
+
+
+def _resolve(values: Mapping[str, Any]) -> Config:
+    typed = {key: value for key, value in values.items() if value is not None and key in Config.__struct_fields__}
+    for field, value in UNBUILT_VALUES:
+        if typed.get(field) == value:
+            raise not_available(f"--{field} {value}")
+    assignments = values["config_assignments"] or []
+    return resolve(config_flags.given(Namespace(config_assignments=assignments, **typed)), file=values["config_file"])
+
+
+def _option(name: str, kind: Any, info: Any) -> inspect.Parameter:
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
+    )
+
+
+def _file_options() -> list[inspect.Parameter]:
+    file = typer.Option("--config", metavar="FILE", help="TOML file of settings (BATON_CONFIG)")
+    assignments = typer.Option("--set", metavar="KEY=VALUE", help="Any setting by its name; may be repeated")
+    return [_option("config_file", str, file), _option("config_assignments", list[str], assignments)]
+
+
+def _field_options() -> Iterator[inspect.Parameter]:
+    panel = ""
+    for field in msgspec.structs.fields(Config):
+        panel = PANELS.get(field.name, panel)
+        if field.name in PER_NODE:
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        if isinstance(field.default, bool):
+            info = typer.Option(f"{flag}/--no-{flag[2:]}", help=_help(field.name, ""), rich_help_panel=panel)
+            yield _option(field.name, bool, info)
+            continue
+        metavar = "|".join(choices(field.name)) or {int: "N", float: "X"}.get(type(field.default), "TEXT")
+        text = _help(field.name, field.default)
+        yield _option(field.name, str, typer.Option(flag, metavar=metavar, help=text, rich_help_panel=panel))
+
+
+def _help(field: str, default: object) -> str:
+    text = description(field)
+    return f"{text} (default {default})".strip() if default != "" else text

@@ -1,0 +1,26 @@
+"""Protobuf messages as plain JSON values, with the field names of the .proto files and numbers as numbers."""
+
+from typing import Any
+
+from google.protobuf.message import Message
+
+
+def to_plain(message: Message) -> dict[str, Any]:
+    """Every field of `message`, set or not. (protobuf's own JSON writes 64-bit numbers as strings.)"""
+    return {field.name: _value(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+
+
+def _value(field: Any, value: Any) -> Any:
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return dict(value)
+    if field.is_repeated:
+        return [_scalar(field, item) for item in value]
+    return _scalar(field, value)
+
+
+def _scalar(field: Any, value: Any) -> Any:
+    if field.message_type is not None:
+        return to_plain(value)
+    if field.enum_type is not None:
+        return field.enum_type.values_by_number[value].name
+    return value

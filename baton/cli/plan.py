@@ -1,0 +1,92 @@
+"""What `up` starts: pure. Settings in, child processes with their environments out.
+
+Settings travel in the environment only: secrets never stand on a command line, and a child reads the same table as a
+process that was started by hand.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from baton.cli.ports import Endpoints
+from baton.config import Config
+from baton.errors import ConfigError
+from baton.types import Role, mint_id
+
+COORDINATOR = "coordinator"
+_MODULES = {Role.PREFILL: "prefill_node", Role.DECODE: "decode_node"}
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """One child: its name, the module that `python -m` runs, and its whole environment."""
+
+    name: str
+    module: str
+    environ: Mapping[str, str]
+
+
+def complete(config: Config) -> tuple[Config, list[str]]:
+    """Fill in what `up` decides: the mode without prefill nodes, a token. Also returns what to tell the user."""
+    changed: dict[str, object] = {}
+    notes = []
+    if config.prefill == 0 and config.mode != "colocated":
+        changed["mode"] = "colocated"
+        notes.append(f"--prefill 0: mode {config.mode} becomes colocated")
+    if not config.cluster_token:
+        changed["cluster_token"] = mint_id(256)
+    return msgspec.structs.replace(config, **changed), notes
+
+
+def threads_per_node(threads: str, nodes: int, cores: int) -> int:
+    """Compute threads of each node. `auto` shares the cores out: two nodes with as many threads as cores each would
+    slow each other down several times over. Raises ConfigError unless `threads` is auto or a positive number."""
+    if threads == "auto":
+        return max(1, cores // nodes)
+    if not threads.isdecimal() or int(threads) < 1:
+        raise ConfigError(f"threads is {threads!r}: it must be auto or a number from 1", param="threads")
+    return int(threads)
+
+
+def children(
+    config: Config, where: Endpoints, *, environ: Mapping[str, str], cores: int, supervisor: int
+) -> tuple[ChildSpec, ...]:
+    """The coordinator, then the nodes. `config` is complete and has real ports; `supervisor` is the pid to die with."""
+    roles = [(role, index) for role, count in _counts(config).items() for index in range(count)]
+    threads = str(threads_per_node(config.threads, len(roles), cores))
+    base = _inherited(environ) | _settings(config) | {"BATON_SUPERVISOR_PID": str(supervisor)}
+    base["OMP_WAIT_POLICY"] = environ.get("OMP_WAIT_POLICY", "passive")  # a spinning thread takes a neighbour's core
+    node = base | {
+        "BATON_THREADS": threads,
+        "BATON_COORDINATOR": where.cluster,
+        "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", threads),
+    }
+    nodes = (ChildSpec(name, _MODULES[role], node | {"BATON_NAME": name}) for role, name in _names(roles))
+    return (ChildSpec(COORDINATOR, COORDINATOR, base | {"OMP_NUM_THREADS": "1"}), *nodes)
+
+
+def _counts(config: Config) -> dict[Role, int]:
+    return {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
+
+
+def _names(roles: list[tuple[Role, int]]) -> list[tuple[Role, str]]:
+    return [(role, f"{role.value}-{index}") for role, index in roles]
+
+
+def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
+    """The user's environment without settings: those were resolved once, and every one is passed on."""
+    settings = {_variable(field) for field in Config.__struct_fields__} | {"BATON_CONFIG"}
+    return {key: value for key, value in environ.items() if key not in settings}
+
+
+def _settings(config: Config) -> dict[str, str]:
+    values = {field: getattr(config, field) for field in Config.__struct_fields__}
+    return {
+        _variable(field): str(value).lower() if isinstance(value, bool) else str(value)
+        for field, value in values.items()
+    }
+
+
+def _variable(field: str) -> str:
+    return "BATON_" + field.upper()

@@ -1,0 +1,70 @@
+"""`baton status`: the nodes, their load and their caches, once."""
+
+import json
+from typing import Any
+
+import typer
+
+from baton.cli.errors import EXIT_BAD
+from baton.cli.options import DEFAULT_ENDPOINT, AdminToken, Endpoint, Json
+
+
+def register(app: typer.Typer) -> None:
+    app.command("status")(status)
+
+
+def status(as_json: Json = False, endpoint: Endpoint = DEFAULT_ENDPOINT, admin_token: AdminToken = "") -> None:
+    """Show nodes, roles, load and cache.
+
+    Exits with 1 while the cluster is not ready.
+    """
+    from baton.cli.client import admin, connected
+    from baton.cli.plain import to_plain
+    from baton.pb import cluster_pb2, cluster_pb2_grpc
+
+    with connected(endpoint) as channel:
+        stub = cluster_pb2_grpc.ClusterStub(channel)  # type: ignore[no-untyped-call]
+        answer = stub.Status(cluster_pb2.StatusRequest(), timeout=10.0, metadata=admin(admin_token))
+    if as_json:
+        print(json.dumps(to_plain(answer)))
+    else:
+        _print_table(answer)
+    if not answer.ready:
+        raise typer.Exit(EXIT_BAD)
+
+
+def _print_table(answer: Any) -> None:
+    from rich.table import Table
+
+    from baton.cli.screen import screen
+
+    console = screen()
+    state = "[green]ready[/]" if answer.ready else f"[red]not ready[/]: {answer.reason}"
+    console.print(
+        f"{state}  model {answer.model or '-'}  mode {answer.mode}  queued {answer.queued}  running {answer.running}"
+    )
+    table = Table(box=None, header_style="bold")
+    for heading in ("node", "role", "pid", "placed", "running", "waiting"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("blocks free", "cached", "in use", "held", "heard ago", "up"):
+        table.add_column(heading, justify="right")
+    for node in sorted(answer.nodes, key=lambda node: str(node.name)):
+        table.add_row(*_row(node))
+    console.print(table)
+
+
+def _row(node: Any) -> list[str]:
+    stats = node.stats
+    held = stats.blocks_reserved + stats.blocks_writing + stats.blocks_quarantined
+    numbers = (node.pid, node.placed, stats.running, stats.waiting)
+    return [
+        node.name,
+        node.role,
+        *(str(number) for number in numbers),
+        f"{stats.blocks_free}/{stats.blocks_total}",
+        str(stats.blocks_cached),
+        str(stats.blocks_in_use),
+        str(held),
+        f"{node.heard_seconds_ago:.1f} s",
+        f"{node.joined_seconds_ago:.0f} s",
+    ]

@@ -1,0 +1,86 @@
+"""The processes of one cluster on this machine, started together, kept running, and stopped in order."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from baton import clock
+from baton.cli.child import Child
+from baton.cli.health import serving
+from baton.cli.output import Output
+from baton.cli.plan import children
+from baton.cli.ports import Endpoints, endpoints
+from baton.config import Config
+from baton.segment import sweep
+
+_LOOK_EVERY = 1.0  # seconds between looks for stopped children
+_TERM_PATIENCE = 5.0  # seconds from SIGTERM to SIGKILL, beyond what a drain may take
+
+
+class Supervisor:
+    """What a caller sees of a running cluster. Made by `running`."""
+
+    def __init__(self, config: Config, output: Output, tell: Callable[[str], None]) -> None:
+        self.config = config
+        self.endpoints: Endpoints = endpoints(config)
+        specs = children(
+            config,
+            self.endpoints,
+            environ=os.environ,
+            cores=len(os.sched_getaffinity(0)),
+            supervisor=os.getpid(),
+        )
+        self._children = [Child(spec, output, tell) for spec in specs]
+
+    def pids(self) -> dict[str, int]:
+        """Pid by name of the children that run at this moment."""
+        return {child.spec.name: child.pid for child in self._children if child.pid is not None}
+
+    async def ready(self) -> None:
+        """Return once the coordinator serves: a warm-up token has gone through the whole cluster."""
+        await serving(self.endpoints.grpc)
+        for child in self._children:
+            child.starting = False
+
+    async def keep(self) -> None:
+        """Run all children until `stop()`. Raises what `Child.keep` raises, for the first that cannot start."""
+        watch = asyncio.create_task(self._watch())
+        try:
+            async with asyncio.TaskGroup() as group:
+                for child in self._children:
+                    group.create_task(child.keep())
+        finally:
+            watch.cancel()
+
+    async def stop(self) -> None:
+        """The coordinator first: it refuses what is new and waits for what runs. Then the nodes, all at once."""
+        coordinator, *nodes = self._children
+        await coordinator.stop(self.config.drain_timeout + _TERM_PATIENCE)
+        await asyncio.gather(*(node.stop(_TERM_PATIENCE) for node in nodes))
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_LOOK_EVERY)
+            for child in self._children:
+                child.kill_if_frozen(clock.steady())
+
+
+@asynccontextmanager
+async def running(config: Config, output: Output, tell: Callable[[str], None]) -> AsyncIterator[Supervisor]:
+    """A cluster for the length of the block, ready or not yet. `config` is complete and its ports are real and held.
+
+    Raises (in an exception group) ConfigError or NodeFailed when a child cannot start. Afterwards no child is left, and
+    no segment that any dead process of ours held.
+    """
+    supervisor = Supervisor(config, output, tell)
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(supervisor.keep())
+            try:
+                yield supervisor
+            finally:
+                await supervisor.stop()
+    finally:
+        sweep(Path(config.segment_dir))

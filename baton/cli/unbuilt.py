@@ -1,0 +1,39 @@
+"""Commands that are documented and not built yet. They say so, whatever their arguments."""
+
+from collections.abc import Callable
+
+import typer
+
+from baton.cli.errors import Bad
+
+COMMANDS = {
+    "chat": "An interactive conversation",
+    "top": "Nodes, load, cache and hand-offs, live",
+    "ratio": "Show or change the prefill:decode ratio",
+    "drain": "Take a node out of service without losing a request",
+    "undrain": "Put a drained node back into service",
+    "explain": "Where a request's time went",
+    "plan": "Recommend a ratio for a workload",
+    "doctor": "Check this machine and configuration",
+}
+
+
+def not_available(what: str) -> Bad:
+    return Bad(f"{what} is not available in this version")
+
+
+def register(app: typer.Typer) -> None:
+    for name, text in COMMANDS.items():
+        app.command(
+            name,
+            help=text + ".",
+            rich_help_panel="Not available in this version",
+            context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+        )(_refusal(name))
+
+
+def _refusal(name: str) -> Callable[[], None]:
+    def refuse() -> None:
+        raise not_available(f"baton {name}")
+
+    return refuse

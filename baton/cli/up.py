@@ -1,0 +1,73 @@
+"""`baton up`: the whole cluster on this machine."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from baton.cli.options import add_config_options
+from baton.cli.unbuilt import not_available
+from baton.config import Config
+
+UNBUILT = ("quantize", "tenants", "pool_memory", "pool_disk")
+_Unbuilt = Annotated[str | None, typer.Option(hidden=True)]
+
+
+def register(app: typer.Typer) -> None:
+    app.command("up")(add_config_options(up))
+
+
+def up(
+    settings: Config,
+    detach: Annotated[bool, typer.Option("--detach", help="Return once it serves; stop it with `baton down`")] = False,
+    quantize: _Unbuilt = None,
+    tenants: _Unbuilt = None,
+    pool_memory: _Unbuilt = None,
+    pool_disk: _Unbuilt = None,
+) -> None:
+    """Start coordinator, prefill and decode nodes, and keep them running.
+
+    Prints where it listens once ready. Ctrl-C or SIGTERM drains and stops every child; a child that dies is started
+    again. Each setting is also a variable BATON_<NAME> and a key of --config FILE; flag > variable > file > default.
+    """
+    for flag, value in zip(UNBUILT, (quantize, tenants, pool_memory, pool_disk), strict=True):
+        if value is not None:
+            raise not_available("--" + flag.replace("_", "-"))
+    from baton.cli import plan, ports, state
+    from baton.cli.default_model import default_model
+    from baton.cli.detach import detach as go_to_background
+
+    plan.threads_per_node(settings.threads, 1, 1)  # a bad value is told before anything else happens
+    config, notes = plan.complete(settings)
+    if not config.model and config.engine == "model":
+        config = msgspec.structs.replace(config, model=str(default_model(_note)))
+    for note in notes:
+        _note(note)
+    config, held = ports.hold_all(config)
+    folder = state.folder_of(config)
+    pid_file = state.PidFile(folder)
+    logs = folder / "logs"
+    config = msgspec.structs.replace(config, state_dir=str(folder))
+    if detach:
+        logs.mkdir(exist_ok=True)
+        go_to_background(logs / "up.log")
+    pid_file.write()
+    try:
+        code = _supervise(config, logs if detach else None)
+    finally:
+        pid_file.release()
+        for one in held:
+            one.close()
+    raise typer.Exit(code)
+
+
+def _supervise(config: Config, logs: Path | None) -> int:
+    from baton.cli.foreground import supervise
+
+    return supervise(config, logs)
+
+
+def _note(text: str) -> None:
+    sys.stderr.write(f"{text}\n")

@@ -1,0 +1,101 @@
+"""Small seeded random models as Hugging Face folders: what the benchmarks and the demo serve."""
+
+import argparse
+import asyncio
+import inspect
+import json
+import os
+import shutil
+import statistics
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+_END = "<|end|>"
+_SOURCES: tuple[ModuleType, ...] = (argparse, asyncio, inspect, json, shutil, statistics, tempfile)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Geometry of a Llama. `eos` says whether the tokenizer's end token stops an answer."""
+
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    context: int
+    eos: bool
+
+
+DEMO = Shape(256, 704, 8, 8, 4, 32, 2048, 4096, eos=True)
+# 24 layers give a hand-off many steps to hide behind, and little arithmetic in each keeps it from hiding much.
+NARROW = Shape(128, 256, 24, 4, 2, 32, 512, 2048, eos=False)
+
+
+def build(folder: Path, shape: Shape, seed: int = 0) -> Path:
+    """Write the model and a byte-level BPE tokenizer to `folder`, unless it is there; whole or not at all."""
+    if (folder / "config.json").exists():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        made = Path(scratch, folder.name)
+        _write_tokenizer(made, shape)
+        _write_weights(made, shape, seed)
+        if folder.exists():  # an interrupted copy of somebody's; ours is whole
+            shutil.rmtree(folder)
+        os.rename(made, folder)
+    return folder
+
+
+def _write_weights(folder: Path, shape: Shape, seed: int) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        vocab_size=shape.vocabulary,
+        max_position_embeddings=shape.context,
+        initializer_range=0.1,  # wide enough that answers depend on the prompt
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        pad_token_id=None,
+        eos_token_id=0 if shape.eos else None,
+    )
+    torch.manual_seed(seed)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def _write_tokenizer(folder: Path, shape: Shape) -> None:
+    """Trained on the standard library's own documentation; the end token has id 0."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=shape.vocabulary,
+        special_tokens=[_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_texts(), trainer)
+    folder.mkdir()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END)  # type: ignore[no-untyped-call]
+    wrapped.save_pretrained(folder)
+
+
+def _texts() -> Iterator[str]:
+    for module in _SOURCES:
+        yield module.__doc__ or ""
+        yield from (text for _, member in sorted(vars(module).items()) if (text := inspect.getdoc(member)))

@@ -1,0 +1,175 @@
+import json
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+
+from baton.cli.unbuilt import COMMANDS
+from baton.pb import cluster_pb2, common_pb2, generation_pb2
+from tests.unit.cli.conftest import FakeFront, Run, timeline
+
+Capture = pytest.CaptureFixture[str]
+
+
+def answers() -> list[generation_pb2.GenerateResponse]:
+    last = generation_pb2.GenerateResponse(
+        request_id="r",
+        text=" lô",
+        token_ids=[3],
+        finish_reason=common_pb2.FINISH_REASON_LENGTH,
+        usage=generation_pb2.Usage(prompt_tokens=4, completion_tokens=3),
+        timeline=timeline(),
+    )
+    return [generation_pb2.GenerateResponse(request_id="r", text="Hal", token_ids=[1, 2]), last]
+
+
+def test_generate_writes_the_answer_and_nothing_else(front: FakeFront, run: Run, capsys: Capture) -> None:
+    front.answers = answers()
+    options = ("--max-tokens", "3", "--temperature", "0.5", "--seed", "7", "--ignore-eos", "--top-k", "5")
+    assert run("generate", "Say hi", *options, "--endpoint", front.endpoint, "--api-key", "sesame") == 0
+    assert capsys.readouterr() == ("Hal lô\n", "")
+    assert front.requests == [
+        generation_pb2.GenerateRequest(text="Say hi", max_tokens=3, temperature=0.5, seed=7, top_k=5, ignore_eos=True)
+    ]
+    assert front.metadata["authorization"] == "Bearer sesame"
+
+
+def test_generate_leaves_what_was_not_said_to_the_model(front: FakeFront, run: Run) -> None:
+    front.answers = answers()
+    assert run("generate", "x", "--endpoint", front.endpoint) == 0
+    [request] = front.requests
+    assert not any(request.HasField(name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed"))
+
+
+def test_generate_json_is_one_object_with_numbers_as_numbers(front: FakeFront, run: Run, capsys: Capture) -> None:
+    front.answers = answers()
+    assert run("generate", "x", "--json", "--endpoint", front.endpoint) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["text"], shown["token_ids"], shown["finish_reason"]) == ("Hal lô", [1, 2, 3], "length")
+    assert shown["usage"] == {"prompt_tokens": 4, "completion_tokens": 3, "cached_tokens": 0}
+    assert shown["timeline"]["handoff"]["bytes"] == 2**40
+
+
+def test_generate_timeline_goes_beside_the_answer(front: FakeFront, run: Run, capsys: Capture) -> None:
+    front.answers = answers()
+    assert run("generate", "x", "--timeline", "--endpoint", front.endpoint) == 0
+    out, err = capsys.readouterr()
+    assert out == "Hal lô\n"
+    assert re.search(r"prefill\s+100\.0", err)
+    assert "75% landed before" in re.sub(r"\s+", " ", err)
+
+
+def test_an_error_of_the_cluster_is_one_line_and_exit_1(front: FakeFront, run: Run, capsys: Capture) -> None:
+    front.error = (grpc.StatusCode.INVALID_ARGUMENT, "temperature is 9: it must be 0 to 2")
+    assert run("generate", "x", "--endpoint", front.endpoint) == 1
+    assert capsys.readouterr() == ("", "error: temperature is 9: it must be 0 to 2 (invalid_argument)\n")
+
+
+@pytest.mark.parametrize("command", [("generate", "x"), ("status",), ("audit",)])
+def test_nobody_there_is_exit_3(run: Run, capsys: Capture, command: tuple[str, ...]) -> None:
+    with socket.socket() as held:  # bound, not listening: nobody answers, and nobody else takes the port
+        held.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{held.getsockname()[1]}"
+        assert run(*command, "--endpoint", endpoint) == 3
+    assert re.fullmatch(f"error: no cluster answers at {endpoint}.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_status_tells_readiness_by_exit_code(front: FakeFront, run: Run, capsys: Capture, ready: bool) -> None:
+    stats = cluster_pb2.NodeStats(blocks_total=64, blocks_free=60)
+    node = cluster_pb2.NodeStatus(name="decode-0", role="decode", pid=42, stats=stats)
+    front.status = cluster_pb2.StatusResponse(ready=ready, reason="" if ready else "no decode node", nodes=[node])
+    assert run("status", "--endpoint", front.endpoint, "--admin-token", "t") == (0 if ready else 1)
+    out = capsys.readouterr().out
+    assert "decode-0" in out
+    assert ("no decode node" in out) is not ready
+    assert front.metadata["authorization"] == "Bearer t"
+    assert run("status", "--json", "--endpoint", front.endpoint) == (0 if ready else 1)
+    assert json.loads(capsys.readouterr().out)["nodes"][0]["stats"]["blocks_free"] == 60
+
+
+def ledger(**counts: int) -> common_pb2.Ledger:
+    return common_pb2.Ledger(node="decode-0", incarnation="i", total=10, **counts)
+
+
+def audit_json(front: FakeFront, run: Run, capsys: Capture) -> tuple[int, list[str]]:
+    code = run("audit", "--json", "--settle", "0", "--endpoint", front.endpoint)
+    return code, json.loads(capsys.readouterr().out)["faults"]
+
+
+def test_audit_passes_a_ledger_that_balances(front: FakeFront, run: Run, capsys: Capture) -> None:
+    front.ledger = cluster_pb2.LedgerResponse(ledgers=[ledger(free=4, cached=6)])
+    assert audit_json(front, run, capsys) == (0, [])
+
+
+def test_audit_names_what_is_wrong(front: FakeFront, run: Run, capsys: Capture) -> None:
+    front.ledger = cluster_pb2.LedgerResponse(ledgers=[ledger(free=4, in_use=5)], silent=["prefill-0"])
+    code, faults = audit_json(front, run, capsys)
+    assert code == 1
+    assert [line.split(":")[0] for line in faults] == ["prefill-0", "decode-0", "decode-0"]
+    assert "is 9, not 10" in faults[1]
+    assert "5 blocks in_use, owners account for 0" in faults[2]
+
+
+def test_audit_finds_blocks_whose_request_is_gone(front: FakeFront, run: Run, capsys: Capture) -> None:
+    held = ledger(free=7, in_use=3)
+    held.owners.add(owner="r/1.0", state="in_use", blocks=3, age_seconds=60)
+    node = cluster_pb2.NodeStatus(name="decode-0", incarnation="i", placed=0)
+    front.status = cluster_pb2.StatusResponse(ready=True, nodes=[node])
+    front.ledger = cluster_pb2.LedgerResponse(ledgers=[held])
+    code, faults = audit_json(front, run, capsys)
+    assert code == 1
+    assert faults == ["decode-0: r/1.0 holds blocks in_use, and is no live request"]
+    front.status.nodes[0].placed = 1
+    assert audit_json(front, run, capsys) == (0, [])
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_what_is_not_built_says_so(run: Run, capsys: Capture, command: str) -> None:
+    assert run(command, "anything", "--with", "options") == 1
+    assert capsys.readouterr().err == f"error: baton {command} is not available in this version\n"
+
+
+@pytest.mark.parametrize(
+    "option", [("--quantize", "int8"), ("--tenants", "f"), ("--pool-memory", "1GiB"), ("--transport", "grpc")]
+)
+def test_options_that_are_not_built_say_so(run: Run, capsys: Capture, option: tuple[str, str]) -> None:
+    assert run("up", *option) == 1
+    assert re.fullmatch(f"error: {option[0]}.* is not available in this version\n", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--port", "70000"), "port is '70000'"),
+        (("--mode", "sideways"), "mode is 'sideways'"),
+        (("--set", "nonsense"), "nonsense"),
+        (("--set", "colour=red"), "colour"),
+        (("--threads", "many"), "threads is 'many'"),
+        (("--config", "/nowhere.toml"), "/nowhere.toml"),
+    ],
+)
+def test_wrong_settings_are_exit_2_and_name_themselves(
+    run: Run, capsys: Capture, arguments: tuple[str, str], message: str
+) -> None:
+    assert run("up", *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_option_is_exit_2(run: Run) -> None:
+    assert run("up", "--no-such-option") == 2
+    assert run("no-such-command") == 2
+
+
+def test_the_client_is_thin() -> None:
+    """Neither a process of ours nor a library that takes seconds comes with the command line."""
+    code = "import sys, baton.cli.main; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    root = Path(__file__).resolve().parents[3]
+    loaded = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True).stdout
+    heavy = {"torch", "transformers", "grpc", "uvloop", "numpy", "fastapi", "zmq", "structlog"}
+    ours = {"coordinator", "prefill_node", "decode_node", "node_engine", "kv_transfer", "kv_kernels", "benchmarks"}
+    assert not (heavy | ours) & set(loaded.split())

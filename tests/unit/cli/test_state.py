@@ -1,0 +1,76 @@
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.cli.errors import Bad
+from baton.cli.state import PidFile, folder_of, stop_running
+from baton.config import Config
+from baton.errors import ConfigError
+
+HOLDER = """
+import signal, sys
+from pathlib import Path
+from baton.cli.state import PidFile
+if sys.argv[2] == "deaf":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+PidFile(Path(sys.argv[1])).write()
+print("held", flush=True)
+signal.pause()
+"""
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def holder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    hearing = getattr(request, "param", "hears")
+    command = [sys.executable, "-c", HOLDER, str(tmp_path), hearing]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        yield process
+        process.kill()
+
+
+def test_a_cluster_is_asked_to_end_by_its_folder(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    assert stop_running(tmp_path, 10.0) is True
+    assert holder.wait() == -signal.SIGTERM
+    with pytest.raises(Bad, match="no cluster runs"):
+        stop_running(tmp_path, 10.0)
+
+
+@pytest.mark.parametrize("holder", ["deaf"], indirect=True)
+def test_one_that_does_not_end_is_killed(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    assert stop_running(tmp_path, 0.05) is False
+    assert holder.wait() == -signal.SIGKILL
+
+
+def test_two_clusters_cannot_share_a_folder(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    with pytest.raises(ConfigError, match=rf"pid {holder.pid}\)"):
+        PidFile(tmp_path)
+    holder.kill()
+    holder.wait()
+    PidFile(tmp_path).release()
+
+
+def test_a_stranger_with_the_pid_of_a_dead_cluster_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "up.pid").write_text(f"{os.getpid()}\n")  # nobody holds the lock
+    with pytest.raises(Bad, match="no cluster runs"):
+        stop_running(tmp_path, 1.0)
+
+
+def test_where_nothing_ever_ran(tmp_path: Path) -> None:
+    with pytest.raises(Bad, match="no cluster runs"):
+        stop_running(tmp_path / "none", 1.0)
+
+
+def test_each_port_has_a_folder(tmp_path: Path) -> None:
+    home = {"HOME": str(tmp_path)}
+    assert folder_of(Config(port=8123), home) == tmp_path / ".baton" / "8123"
+    assert folder_of(Config(port=8123), home | {"XDG_RUNTIME_DIR": "/run/user/1"}) == Path("/run/user/1/baton/8123")
+    assert folder_of(Config(port=8123), {"HOME": "/nonexistent"}).name == "8123"
+    assert folder_of(Config(port=8123, state_dir="/x"), home) == Path("/x")

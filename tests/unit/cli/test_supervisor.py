@@ -1,0 +1,214 @@
+"""The supervisor over children that only pretend: what is tested is starting, ending and starting again."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from baton.cli import supervisor
+from baton.cli.output import LogFiles, Output, Relay
+from baton.cli.plan import complete
+from baton.cli.ports import hold_all
+from baton.cli.restarts import FROZEN_FOR
+from baton.cli.supervisor import Supervisor, running
+from baton.config import Config
+from baton.errors import ConfigError, NodeFailed
+
+NODE = """
+import os, signal, sys
+def note(what):
+    with open("events", "a") as file:
+        file.write(f"{what} {os.environ.get('BATON_NAME') or 'coordinator'}\\n")
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+note("started")
+print("hello from", os.environ.get("BATON_NAME"), flush=True)
+"""
+WAIT = "signal.sigwait({signal.SIGTERM})\nnote('ended')\nos._exit(0)\n"
+COORDINATOR = """
+import grpc
+from concurrent.futures import ThreadPoolExecutor
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+server = grpc.server(ThreadPoolExecutor(2))
+servicer = health.HealthServicer()
+servicer.set("baton.v1.Generation", health_pb2.HealthCheckResponse.SERVING)
+health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+assert server.add_insecure_port("127.0.0.1:" + os.environ["BATON_GRPC_PORT"])
+server.start()
+"""
+Play = Callable[..., None]
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
+    """Write the modules that the children run; each defaults to one that starts, and ends when told."""
+
+    def write(coordinator: str = COORDINATOR + WAIT, prefill: str = WAIT, decode: str = WAIT) -> None:
+        parts = {"coordinator": coordinator, "prefill_node": prefill, "decode_node": decode}
+        for module, code in parts.items():
+            (tmp_path / f"{module}.py").write_text(NODE + code)
+
+    monkeypatch.chdir(tmp_path)
+    write()
+    return write
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Iterator[Config]:
+    free = Config(port=0, grpc_port=0, admin_port=0, drain_timeout=5.0, segment_dir=str(tmp_path))
+    held_config, held = hold_all(complete(free)[0])
+    yield held_config
+    for one in held:
+        one.close()
+
+
+@asynccontextmanager
+async def cluster(config: Config, output: Output | None = None) -> AsyncIterator[tuple[Supervisor, list[str]]]:
+    told: list[str] = []
+    try:
+        async with asyncio.timeout(30), running(config, output or Relay(lambda *_: None), told.append) as started:
+            yield started, told
+    except* ConfigError as group:
+        raise leaf(group) from None
+    except* NodeFailed as group:
+        raise leaf(group) from None
+
+
+def leaf(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def events() -> list[str]:
+    return Path("events").read_text().splitlines()
+
+
+def alive(pids: Iterable[int]) -> bool:
+    return any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[1])
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while True:
+        if holds():
+            return
+        await asyncio.sleep(0.02)
+
+
+async def replaced(started: Supervisor, name: str, old: int) -> None:
+    await until(lambda: started.pids().get(name, old) != old)
+
+
+async def test_the_coordinator_ends_before_the_nodes(play: Play, config: Config) -> None:
+    async with cluster(config) as (started, _):
+        await started.ready()
+        pids = started.pids()
+        assert set(pids) == {"coordinator", "prefill-0", "decode-0"}
+        assert {parent(pid) for pid in pids.values()} == {os.getpid()}
+    assert sorted(events()[:3]) == ["started coordinator", "started decode-0", "started prefill-0"]
+    assert events()[3] == "ended coordinator"
+    assert sorted(events()[4:]) == ["ended decode-0", "ended prefill-0"]
+    assert not alive(pids.values())
+
+
+async def test_a_child_that_dies_is_started_again(play: Play, config: Config) -> None:
+    async with cluster(config) as (started, told):
+        await started.ready()
+        for name, number in (("decode-0", signal.SIGKILL), ("coordinator", signal.SIGKILL)):
+            pid = started.pids()[name]
+            os.kill(pid, number)
+            await replaced(started, name, pid)
+        await started.ready()
+        assert told == [
+            "decode-0 was ended by SIGKILL: starting it again in 0.1 s",
+            "coordinator was ended by SIGKILL: starting it again in 0.1 s",
+        ]
+
+
+async def test_a_configuration_that_a_child_refuses_ends_it_all(play: Play, config: Config) -> None:
+    play(prefill="sys.stderr.write('{}\\nerror: model is broken: fix it\\n')\nsys.exit(2)")
+    with pytest.raises(ConfigError, match=r"^model is broken: fix it$"):
+        async with cluster(config):
+            await asyncio.Event().wait()
+
+
+async def test_a_child_that_cannot_start_ends_it_all_with_its_last_line(play: Play, config: Config) -> None:
+    play(decode="sys.exit('no memory')")
+    with pytest.raises(NodeFailed, match=r"decode-0 failed 5 times \(ended with exit code 1\).*: no memory"):
+        async with cluster(config):
+            await asyncio.Event().wait()
+
+
+async def test_the_same_exit_code_later_is_only_a_restart(play: Play, config: Config) -> None:
+    async with cluster(config) as (started, told):
+        await started.ready()
+        play(prefill="if not os.path.exists('tried'):\n open('tried', 'w')\n sys.exit(2)\n" + WAIT)
+        pid = started.pids()["prefill-0"]
+        os.kill(pid, signal.SIGKILL)
+        await until(lambda: len(told) == 2)
+        assert told[1] == "prefill-0 ended with exit code 2: starting it again in 0.2 s"
+
+
+async def test_a_stopped_child_is_killed_and_replaced(
+    play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moments = iter(range(0, 10_000, int(FROZEN_FOR)))  # every look is ten seconds after the last
+    monkeypatch.setattr(supervisor.clock, "steady", lambda: float(next(moments)))
+    monkeypatch.setattr(supervisor, "_LOOK_EVERY", 0.05)
+    async with cluster(config) as (started, told):
+        await started.ready()
+        pid = started.pids()["decode-0"]
+        os.kill(pid, signal.SIGSTOP)
+        await replaced(started, "decode-0", pid)
+        assert told[0] == "decode-0 has been stopped for 10 s: killing it"
+
+
+async def test_a_child_that_does_not_hear_is_killed(
+    play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_TERM_PATIENCE", 0.2)
+    play(decode="note('deaf')\nsignal.sigwait({signal.SIGUSR1})")
+    async with cluster(config) as (started, told):
+        await started.ready()
+        await until(lambda: "deaf decode-0" in events())
+        pid = started.pids()["decode-0"]
+    assert told == ["decode-0 did not end within 0.2 s of SIGTERM: killing it"]
+    assert not alive([pid])
+
+
+async def test_stopping_before_anything_is_ready_leaves_nothing(play: Play, config: Config) -> None:
+    play(coordinator=WAIT)
+    async with cluster(config) as (started, _):
+        await asyncio.sleep(0)
+    assert started.pids() == {}
+
+
+async def test_lines_of_children_carry_their_names(play: Play, config: Config) -> None:
+    lines: list[tuple[str, str]] = []
+    async with cluster(config, Relay(lambda name, line: lines.append((name, line)))) as (started, _):
+        await started.ready()
+    assert ("decode-0", "hello from decode-0") in lines
+
+
+async def test_detached_children_write_files_that_begin_anew(play: Play, config: Config, tmp_path: Path) -> None:
+    for _ in range(2):
+        logs = LogFiles(tmp_path / "logs")
+        async with cluster(config, logs) as (started, _):
+            await started.ready()
+        assert logs.last_words("decode-0") == ["hello from decode-0"]
+        logs.close()
+
+
+async def test_segments_of_the_dead_are_swept(play: Play, config: Config, tmp_path: Path) -> None:
+    left = tmp_path / f"baton-arena-{'0' * 32}"
+    left.write_bytes(b"")
+    async with cluster(config):
+        pass
+    assert not left.exists()
