@@ -32,7 +32,7 @@ COORDINATOR = """
 import grpc
 from concurrent.futures import ThreadPoolExecutor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-server = grpc.server(ThreadPoolExecutor(2))
+server = grpc.server(ThreadPoolExecutor(2), options=[("grpc.so_reuseport", 0)])
 servicer = health.HealthServicer()
 servicer.set("baton.v1.Generation", health_pb2.HealthCheckResponse.SERVING)
 health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

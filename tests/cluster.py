@@ -1,0 +1,300 @@
+"""A real cluster for tests: every part its own process, on free ports, in folders of its own.
+
+    async with Cluster(tmp_path, model=str(folder), prefill=1, decode=2) as cluster:
+        answer = await cluster.generate([1, 2, 3], max_tokens=8)
+        cluster.kill("decode-0")
+        ...
+        await cluster.wait_quiet()
+    cluster.assert_clean()
+
+Entering waits until a warm-up token has come through. Processes are started directly and stay dead when they die
+(`start(name)` brings one back); with `supervised=True` they run under `baton up`. Nothing here is bound to an event
+loop, so a cluster may outlive the loop of one test. When the block ends with an error, the end of every log is printed.
+"""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any, Self
+
+from baton.cli import health, plan
+from baton.cli.ledger_check import OWNED, faults
+from baton.cli.output import LogFiles
+from baton.cli.ports import Endpoints, endpoints, hold_all
+from baton.config import Config
+from baton.pb import cluster_pb2
+from tests.answers import Answer, Call, cluster_call, collect, streaming
+from tests.processes import before_any_ends, environ_of, module_of, pids_with, wait_for_end
+
+UP = "up"  # the supervisor's name in pids() and logs
+DEFAULTS: dict[str, Any] = {
+    "port": 0,
+    "grpc_port": 0,
+    "admin_port": 0,
+    "kv_memory": "32MiB",
+    "drain_timeout": 5.0,
+    "failpoints_rpc": True,
+}
+_SHM = Path("/dev/shm")
+_END_PATIENCE = 10.0  # seconds from SIGTERM to SIGKILL
+
+
+class Cluster:
+    """See the module. `settings` are fields of Config. `per_node` gives one process (by name) settings of its own, by
+    field, or raw variables, by upper-case name. Names in `held_back` are not started on entry. `environ` is added to
+    the environment of every process."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        supervised: bool = False,
+        per_node: Mapping[str, Mapping[str, object]] | None = None,
+        held_back: Collection[str] = (),
+        environ: Mapping[str, str] | None = None,
+        wait_ready: bool = True,
+        start_timeout: float = 60.0,
+        **settings: Any,
+    ) -> None:
+        self.folder = folder
+        self.segment_dir = Path(tempfile.mkdtemp(prefix="baton-test-", dir=_SHM if _SHM.is_dir() else None))
+        self.config = _config(settings, folder, self.segment_dir)
+        self.logs = LogFiles(folder / "logs")
+        self._held_ports: list[Any] = []
+        self._supervised = supervised
+        self.per_node = dict(per_node or {})
+        self._held_back = held_back
+        self._environ = {**os.environ, **(environ or {})}
+        self._wait_ready = wait_ready
+        self._start_timeout = start_timeout
+        self._specs: dict[str, plan.ChildSpec] = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.where: Endpoints
+        self.left_processes: dict[int, str] = {}
+        self.left_segments: list[str] = []
+
+    # life
+
+    async def __aenter__(self) -> Self:
+        self.config, self._held_ports = hold_all(plan.complete(self.config)[0])
+        self.where = endpoints(self.config)
+        specs = plan.children(
+            self.config,
+            self.where,
+            environ=self._environ,
+            cores=len(os.sched_getaffinity(0)),
+            supervisor=os.getpid(),
+        )
+        self._specs = {spec.name: spec for spec in specs}
+        try:
+            for name in [UP] if self._supervised else [name for name in self._specs if name not in self._held_back]:
+                self.start(name)
+            if self._wait_ready:
+                await self.ready(self._start_timeout)
+        except BaseException as error:
+            await self.__aexit__(type(error), error, None)
+            raise
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        await asyncio.to_thread(self._stop_all)
+        self.logs.close()
+        for held in self._held_ports:
+            held.close()
+        if error is not None:
+            self.print_logs()
+        self.left_processes = {pid: _name_of(pid) for pid in self._all_pids()}
+        for pid in self.left_processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.left_segments = sorted(path.name for path in self.segment_dir.glob("baton-*"))
+        shutil.rmtree(self.segment_dir, ignore_errors=True)
+
+    def assert_clean(self) -> None:
+        """After the block: no process of ours runs, no segment is left, and whoever was asked to end did so well."""
+        assert self.left_segments == []
+        assert self.left_processes == {}
+        codes = {name: process.returncode for name, process in self._processes.items()}
+        unclean = {name: code for name, code in codes.items() if code not in (0, -signal.SIGKILL)}
+        assert unclean == {}, self.tail(next(iter(unclean)))
+
+    # processes
+
+    def start(self, name: str) -> None:
+        """Start a process that does not run: again after a kill, or for the first time if it was held back."""
+        process = self._processes.get(name)
+        assert process is None or process.poll() is not None, f"{name} runs already"
+        module, environ = ("baton.cli", self._up_environ()) if name == UP else self._child(name)
+        arguments = ["up"] if name == UP else []
+        self._processes[name] = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=self.logs.target(name),
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def pids(self) -> dict[str, int]:
+        """Pid by name of the processes that run at this moment."""
+        if self._supervised:
+            return {name: pid for pid in self._all_pids() if (name := _name_of(pid))}
+        return {name: process.pid for name, process in self._processes.items() if process.poll() is None}
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        os.kill(self.pids()[name], number)
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, and wait until it is gone (a supervised one may then be started again)."""
+        pid = self.pids()[name]
+        handle = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+        assert wait_for_end(handle, _END_PATIENCE), f"{name} outlived SIGKILL"
+        if name in self._processes:
+            self._processes[name].wait()
+
+    def terminate(self, name: str) -> None:
+        self.signal(name, signal.SIGTERM)
+
+    def stop(self, name: str) -> None:
+        """SIGSTOP: it is there, and does nothing."""
+        self.signal(name, signal.SIGSTOP)
+
+    def cont(self, name: str) -> None:
+        self.signal(name, signal.SIGCONT)
+
+    async def ended(self, name: str, within: float = _END_PATIENCE) -> int:
+        """Exit code of a process started here, once it has ended; negative for a signal."""
+        return await asyncio.to_thread(self._processes[name].wait, within)
+
+    # calls
+
+    @property
+    def http(self) -> str:
+        return f"http://{self.where.http}"
+
+    @property
+    def admin(self) -> str:
+        return f"http://{self.where.admin}"
+
+    @property
+    def grpc(self) -> str:
+        return self.where.grpc
+
+    async def ready(self, within: float = 60.0) -> None:
+        """Wait until the coordinator serves. Fails at once when a process started here ended instead."""
+        pids = {process.pid: name for name, process in self._processes.items() if process.poll() is None}
+        async with asyncio.timeout(within):
+            ended = await before_any_ends(health.serving(self.grpc), pids)
+        assert ended is None, f"{pids[ended]} ended before the cluster was ready"
+
+    async def generate(self, prompt: Sequence[int] | str, **fields: Any) -> Answer:
+        """One request by gRPC, streamed. `fields` are those of GenerateRequest, and `deadline` in seconds."""
+        async with self.streaming(prompt, **fields) as call:
+            return await collect(call)
+
+    def streaming(self, prompt: Sequence[int] | str, **fields: Any) -> AbstractAsyncContextManager[Call]:
+        """The call of one request: iterate over its responses, or `cancel()` it."""
+        return streaming(self.grpc, prompt, api_key=self.config.api_key, **fields)
+
+    async def status(self) -> cluster_pb2.StatusResponse:
+        answer: cluster_pb2.StatusResponse = await self._call("Status", cluster_pb2.StatusRequest())
+        return answer
+
+    async def ledgers(self) -> cluster_pb2.LedgerResponse:
+        answer: cluster_pb2.LedgerResponse = await self._call("Ledger", cluster_pb2.LedgerRequest())
+        return answer
+
+    async def arm(self, node: str, spec: str) -> None:
+        """Arm failpoints on the processes whose name begins with `node`; an empty spec disarms."""
+        request = cluster_pb2.ArmFailpointsRequest(node=node, spec=spec)
+        answer = await self._call("ArmFailpoints", request)
+        assert answer.nodes >= 1, f"no node is called {node}"
+
+    async def wait_quiet(self, within: float = 20.0) -> cluster_pb2.LedgerResponse:
+        """Wait until every node answers, every ledger balances, and nothing is held anywhere. Returns the ledgers; a
+        cluster that stays busy is an AssertionError that quotes them."""
+        deadline = time.monotonic() + within
+        while True:
+            answer = await self.ledgers()
+            busy = _busy(answer)
+            if not busy:
+                return answer
+            assert time.monotonic() < deadline, f"still busy after {within:g} s: {busy}"
+            await asyncio.sleep(0.05)
+
+    # logs
+
+    def tail(self, name: str) -> str:
+        """The end of a process's log."""
+        return "\n".join(self.logs.last_words(name)) if self.logs.path(name).exists() else ""
+
+    def print_logs(self) -> None:
+        for path in sorted(self.logs.folder.glob("*.log")):
+            sys.stdout.write(f"--- {path.stem} ---\n{self.tail(path.stem)}\n")
+
+    # inside
+
+    def _child(self, name: str) -> tuple[str, dict[str, str]]:
+        spec = self._specs[name]
+        own = {key if key.isupper() else f"BATON_{key.upper()}": str(value) for key, value in self._own(name)}
+        return spec.module, {**spec.environ, **own}
+
+    def _own(self, name: str) -> Iterable[tuple[str, object]]:
+        return self.per_node.get(name, {}).items()
+
+    def _up_environ(self) -> dict[str, str]:
+        """The settings of the whole cluster, as any child of ours gets them, for `baton up` to resolve again."""
+        environ = self._specs[plan.COORDINATOR].environ
+        return {key: value for key, value in environ.items() if key not in ("BATON_SUPERVISOR_PID", "OMP_NUM_THREADS")}
+
+    def _all_pids(self) -> list[int]:
+        return pids_with("BATON_STATE_DIR", self.config.state_dir)
+
+    def _stop_all(self) -> None:
+        """The coordinator (or the supervisor) first, as `up` does it."""
+        for names in ([UP, plan.COORDINATOR], list(self._processes)):
+            running = [p for name in names if (p := self._processes.get(name)) and p.poll() is None]
+            for process in running:
+                process.send_signal(signal.SIGCONT)
+                process.terminate()
+            for process in running:
+                try:
+                    process.wait(self.config.drain_timeout + _END_PATIENCE)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+    async def _call(self, method: str, request: Any) -> Any:
+        return await cluster_call(self.grpc, method, request, admin_token=self.config.admin_token)
+
+
+def _config(settings: Mapping[str, Any], folder: Path, segment_dir: Path) -> Config:
+    own = {"state_dir": str(folder), "segment_dir": str(segment_dir)}
+    return Config(**{**DEFAULTS, **own, **settings})
+
+
+def _name_of(pid: int) -> str:
+    """The name of a process of a cluster, "" for any other."""
+    module = module_of(pid)
+    return {"coordinator": plan.COORDINATOR, "baton.cli": UP}.get(module) or environ_of(pid).get("BATON_NAME", "")
+
+
+def _busy(answer: cluster_pb2.LedgerResponse) -> list[str]:
+    """What is not at rest: faults, and every owner of a block."""
+    owners = [
+        f"{ledger.node}: {owner.owner} {owner.state} {owner.blocks} blocks for {owner.age_seconds:.1f} s"
+        for ledger in answer.ledgers
+        for owner in ledger.owners
+        if owner.state in OWNED
+    ]
+    return faults(answer.ledgers, answer.silent) + owners
