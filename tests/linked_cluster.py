@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import grpc
+
 from baton.cli import plan, ports
 from baton.types import Role
 from tests.cluster import Cluster
@@ -77,6 +79,7 @@ class LinkedCluster(Cluster):
             for process in self.processes:
                 self.start(process)
             await self.ready(self._start_timeout)
+            await self.whole()
         except BaseException as error:
             await self.__aexit__(type(error), error, None)
             raise
@@ -121,7 +124,7 @@ class LinkedCluster(Cluster):
     async def _all_serve(self) -> bool:
         try:
             status = await self.status()
-        except OSError:
+        except grpc.RpcError:
             return False
         return status.ready and {node.name for node in status.nodes} == set(self.nodes)
 
