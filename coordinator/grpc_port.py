@@ -38,9 +38,7 @@ class GrpcPort:
         self._health = health.aio.HealthServicer()
         self._changed: asyncio.Queue[bool] = asyncio.Queue()
         self._following: asyncio.Task[None] | None = None
-        generation_pb2_grpc.add_GenerationServicer_to_server(  # type: ignore[no-untyped-call]
-            GenerationService(intake, api_key), self.server
-        )
+        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationService(intake, api_key), self.server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
         readiness.listen(self._changed.put_nowait)

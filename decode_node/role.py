@@ -22,7 +22,7 @@ from baton.types import AttemptKey, Incarnation, PeerAddress, SegmentRef, Ticket
 from kv_transfer.plane import Fenced, InboundPlane, Lost, Sealed, SealInfo, Started
 from node_engine.core.messages import Cancel, Command, CoordinatorLost, Joined, PeerGone, Submit
 from node_engine.core.outcome import Dropped, Emitted, Failed, Outcome, PrefillCompleted
-from node_engine.core.scheduler import Refusal
+from node_engine.core.residency import Refusal
 from node_engine.core.sequence import Sequence
 from node_engine.core.step import StepBatch
 from node_engine.role import NodeParts
@@ -58,7 +58,7 @@ class DecodeRole:
         return len(self._arrivals) + len(self._scheduler.sequences())
 
     def counters(self) -> dict[str, float]:
-        return self._plane.counters()
+        return {f"baton_transfer_{name}_total": value for name, value in self._plane.counters().items()}
 
     def close(self) -> None:
         self._plane.close()

@@ -77,7 +77,7 @@ class PrefillRole:
         return len(self._handoffs)
 
     def counters(self) -> dict[str, float]:
-        return self._plane.counters()
+        return {f"baton_transfer_{name}_total": value for name, value in self._plane.counters().items()}
 
     def close(self) -> None:
         self._plane.close()

@@ -34,7 +34,7 @@ def audit(
     from baton.pb import cluster_pb2_grpc
 
     with connected(endpoint) as channel:
-        stub = cluster_pb2_grpc.ClusterStub(channel)  # type: ignore[no-untyped-call]
+        stub = cluster_pb2_grpc.ClusterStub(channel)
         metadata = admin(admin_token)
         answer, suspects = _look(stub, metadata)
         if suspects:  # what a request that just ended left is given back within moments; a leak stays

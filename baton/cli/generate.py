@@ -49,7 +49,7 @@ def generate(
         ignore_eos=ignore_eos,
     )
     with connected(endpoint) as channel:
-        stub = generation_pb2_grpc.GenerationStub(channel)  # type: ignore[no-untyped-call]
+        stub = generation_pb2_grpc.GenerationStub(channel)
         call = stub.Generate(request, timeout=timeout, metadata=bearer(api_key))
         try:
             whole = _collect(call) if as_json else _stream(call)

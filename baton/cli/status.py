@@ -23,7 +23,7 @@ def status(as_json: Json = False, endpoint: Endpoint = DEFAULT_ENDPOINT, admin_t
     from baton.pb import cluster_pb2, cluster_pb2_grpc
 
     with connected(endpoint) as channel:
-        stub = cluster_pb2_grpc.ClusterStub(channel)  # type: ignore[no-untyped-call]
+        stub = cluster_pb2_grpc.ClusterStub(channel)
         answer = stub.Status(cluster_pb2.StatusRequest(), timeout=10.0, metadata=admin(admin_token))
     if as_json:
         print(json.dumps(to_plain(answer)))

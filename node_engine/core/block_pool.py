@@ -82,6 +82,10 @@ class BlockPool:
     def state(self, block: BlockIndex) -> BlockState:
         return self._accounts.state(block)
 
+    def refs(self, block: BlockIndex) -> int:
+        """Owners of a block that is IN_USE, else 0."""
+        return self._accounts.refs(block)
+
     def count(self, state: BlockState) -> int:
         return self._accounts.count(state)
 

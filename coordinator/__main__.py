@@ -1,0 +1,35 @@
+"""`python -m coordinator`: the front door and the brain. Its parts are joined in assemble.py."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from baton import config_flags, log, runtime
+from baton.errors import ConfigError
+from coordinator.assemble import coordinate
+
+FIELDS = (
+    *("model", "served_model_name", "engine", "mode", "prefill", "request_timeout", "max_queue", "max_attempts"),
+    *("host", "port", "grpc_port", "admin_host", "admin_port", "cluster_host", "cluster_port", "state_dir"),
+    *("api_key", "cluster_token", "admin_token", "insecure", "failpoints_rpc"),
+    *("heartbeat", "silence", "stall", "drain_timeout", "log_level", "log_format"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    supervisor = os.environ.get("BATON_SUPERVISOR_PID")
+    if supervisor:
+        runtime.die_with(int(supervisor))
+    try:
+        config = config_flags.load(
+            argv, prog="python -m coordinator", description="Baton's coordinator.", fields=FIELDS
+        )
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return runtime.EXIT_USAGE
+    log.configure(config.log_level, config.log_format)
+    return runtime.run(lambda stop: coordinate(config, stop))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,435 @@
+"""The pool's transitions, one by one, and by random operations against a model of who owns and what is inside."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+
+from baton.block_hash import BlockHash
+from baton.clock import FakeClock
+from baton.types import BlockIndex, TicketId
+from node_engine.core.block_pool import BlockPool
+from node_engine.core.hash_chain import HashChain
+from node_engine.core.ledger import BlockState, LedgerError
+from node_engine.core.prefix_index import common_beginning
+
+ROOT = BlockHash(b"root")
+SIZE = 4
+T = TicketId("t")
+
+
+def a_pool(num_blocks: int = 8) -> BlockPool:
+    return BlockPool(num_blocks, SIZE, FakeClock())
+
+
+def cached(pool: BlockPool, tokens: list[int]) -> HashChain:
+    """Compute `tokens`, whole blocks, seal them and let them go."""
+    chain = HashChain(ROOT, tokens, SIZE)
+    match = pool.match_prefix(chain, len(tokens), "warmer", allow_partial=False)
+    fresh = pool.allocate(len(tokens) // SIZE - len(match.blocks), "warmer")
+    assert fresh is not None
+    table = (*match.blocks, *fresh)
+    for number in range(len(match.blocks), len(table)):
+        pool.seal_block(table[number], chain, number)
+    pool.release(table, "warmer")
+    pool.check()
+    return chain
+
+
+# tickets: every state against every operation
+
+STEPS = {
+    "reserve": lambda pool: pool.reserve(2, T, "a"),
+    "mark_writing": lambda pool: pool.mark_writing(T),
+    "commit": lambda pool: pool.commit(T),
+    "release_ticket": lambda pool: pool.release_ticket(T),
+    "quarantine": lambda pool: pool.quarantine(T),
+    "fenced": lambda pool: pool.fenced(T),
+}
+PATHS: dict[BlockState, list[str]] = {
+    BlockState.FREE: [],
+    BlockState.RESERVED: ["reserve"],
+    BlockState.WRITING: ["reserve", "mark_writing"],
+    BlockState.IN_USE: ["reserve", "mark_writing", "commit"],
+    BlockState.QUARANTINED: ["reserve", "quarantine"],
+}
+LEGAL: dict[tuple[BlockState, str], BlockState] = {
+    (BlockState.FREE, "reserve"): BlockState.RESERVED,
+    (BlockState.RESERVED, "mark_writing"): BlockState.WRITING,
+    (BlockState.RESERVED, "release_ticket"): BlockState.FREE,
+    (BlockState.RESERVED, "quarantine"): BlockState.QUARANTINED,
+    (BlockState.WRITING, "commit"): BlockState.IN_USE,
+    (BlockState.WRITING, "release_ticket"): BlockState.FREE,
+    (BlockState.WRITING, "quarantine"): BlockState.QUARANTINED,
+    (BlockState.QUARANTINED, "fenced"): BlockState.FREE,
+}
+
+
+def test_every_state_is_covered() -> None:
+    assert set(PATHS) | {BlockState.CACHED} == set(BlockState)
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("state", PATHS)
+def test_ticket_transitions(state: BlockState, step: str) -> None:
+    pool = a_pool(2)
+    for each in PATHS[state]:
+        STEPS[each](pool)
+    assert pool.count(state) == 2
+    after = LEGAL.get((state, step))
+    if after is None and (state, step) == (BlockState.IN_USE, "reserve"):
+        assert pool.reserve(1, T, "a") is None  # a ticket that has committed is forgotten; there is no room
+    elif after is None:
+        with pytest.raises(LedgerError):
+            STEPS[step](pool)
+    else:
+        STEPS[step](pool)
+        assert pool.count(after) == 2
+    pool.check()
+
+
+def test_a_late_writer_keeps_its_blocks_out_of_reach() -> None:
+    pool = a_pool(4)
+    pool.reserve(3, T, "a")
+    pool.mark_writing(T)
+    pool.quarantine(T)
+    assert pool.available == 1
+    assert pool.allocate(2, "b") is None
+    pool.fenced(T)
+    assert pool.allocate(4, "b") is not None
+
+
+# references
+
+
+def test_running_out_changes_nothing() -> None:
+    pool = a_pool(4)
+    pool.allocate(3, "a")
+    assert pool.allocate(2, "b") is None
+    assert pool.reserve(2, T, "b") is None
+    assert pool.held_by("b") == 0
+    assert pool.available == 1
+    pool.check()
+
+
+def test_releasing_what_one_does_not_hold() -> None:
+    pool = a_pool()
+    blocks = pool.allocate(1, "a")
+    assert blocks is not None
+    with pytest.raises(LedgerError, match="b does not hold"):
+        pool.release(blocks, "b")
+    pool.release(blocks, "a")
+    with pytest.raises(LedgerError, match="a does not hold"):
+        pool.release(blocks, "a")
+    pool.check()
+
+
+@pytest.mark.parametrize("path", [[], ["reserve"], ["reserve", "mark_writing"], ["reserve", "quarantine"]])
+def test_only_committed_blocks_are_shared_or_sealed(path: list[str]) -> None:
+    pool = a_pool(2)
+    for each in path:
+        STEPS[each](pool)
+    with pytest.raises(LedgerError):
+        pool.share((BlockIndex(0),), "b")
+    with pytest.raises(LedgerError):
+        pool.seal_block(BlockIndex(0), HashChain(ROOT, [1, 2, 3, 4], SIZE), 0)
+
+
+def test_a_block_is_sealed_once() -> None:
+    pool = a_pool()
+    pool.allocate(1, "a")
+    chain = HashChain(ROOT, [1, 2, 3, 4], SIZE)
+    pool.seal_block(BlockIndex(0), chain, 0)
+    with pytest.raises(LedgerError, match="sealed before"):
+        pool.seal_block(BlockIndex(0), chain, 0)
+
+
+# prefixes
+
+
+@pytest.mark.parametrize(
+    ("cap", "blocks", "partial"), [(8, 2, 0), (7, 1, 3), (5, 1, 1), (4, 1, 0), (3, 0, 3), (1, 0, 1), (0, 0, 0)]
+)
+def test_the_cap_of_a_match(cap: int, blocks: int, partial: int) -> None:
+    pool = a_pool()
+    chain = cached(pool, [1, 2, 3, 4, 5, 6, 7, 8])
+    match = pool.match_prefix(chain, cap, "a")
+    assert len(match.blocks) == blocks
+    assert (match.partial.num_tokens if match.partial else 0) == partial
+    assert match.num_tokens == cap
+    assert pool.held_by("a") == blocks + (1 if partial else 0)
+    pool.check()
+
+
+def test_a_match_is_safe_from_eviction() -> None:
+    pool = a_pool(4)
+    chain = cached(pool, [1, 2, 3, 4, 5, 6, 7, 8])
+    match = pool.match_prefix(chain, 6, "a")
+    assert match.partial is not None
+    assert pool.allocate(3, "b") is None, "two blocks are free, two are referenced"
+    assert pool.allocate(2, "b") is not None
+    assert pool.state(match.partial.source) is BlockState.IN_USE
+
+
+def test_eviction_takes_the_least_recent_and_leaves_before_parents() -> None:
+    pool = a_pool(6)
+    old = cached(pool, [1] * 12)
+    new = cached(pool, [2] * 12)
+    pool.allocate(2, "a")
+    assert pool.peek_prefix(old, 12) == 4, "its last two blocks went first"
+    assert pool.peek_prefix(new, 12) == 12
+    pool.allocate(2, "a")
+    assert pool.peek_prefix(old, 12) == 0
+    assert pool.peek_prefix(new, 12) == 8
+
+
+def test_a_hit_refreshes_the_whole_prefix() -> None:
+    pool = a_pool(6)
+    first = cached(pool, [1] * 12)
+    cached(pool, [2] * 12)
+    match = pool.match_prefix(first, 12, "a", allow_partial=False)
+    pool.release(match.blocks, "a")
+    pool.allocate(3, "b")
+    assert pool.peek_prefix(first, 12) == 12
+
+
+def test_of_equal_blocks_one_is_kept() -> None:
+    """Two sequences compute the same block; both may use theirs, and only one stays as cache."""
+    pool = a_pool(4)
+    tokens = [1, 2, 3, 4]
+    for owner in ("a", "b"):
+        pool.allocate(1, owner)
+        pool.seal_block(BlockIndex(0 if owner == "a" else 1), HashChain(ROOT, tokens, SIZE), 0)
+        pool.check()
+    assert pool.match_prefix(HashChain(ROOT, tokens, SIZE), 4, "c").blocks == (0,), "the first one is found"
+    pool.release((BlockIndex(0),), "a")
+    pool.release((BlockIndex(0),), "c")
+    assert pool.state(BlockIndex(0)) is BlockState.FREE, "its twin lives on"
+    assert pool.match_prefix(HashChain(ROOT, tokens, SIZE), 4, "c").blocks == (1,)
+    pool.release((BlockIndex(1),), "c")
+    pool.release((BlockIndex(1),), "b")
+    assert pool.state(BlockIndex(1)) is BlockState.CACHED
+    pool.check()
+
+
+def test_a_cached_twin_makes_way() -> None:
+    pool = a_pool(4)
+    chain = HashChain(ROOT, [1, 2, 3, 4], SIZE)
+    pool.allocate(1, "late")  # began before the other was there
+    cached(pool, [1, 2, 3, 4])
+    assert pool.count(BlockState.CACHED) == 1
+    pool.seal_block(BlockIndex(0), chain, 0)
+    assert pool.count(BlockState.CACHED) == 0
+    assert pool.match_prefix(chain, 4, "a").blocks == (0,)
+    pool.check()
+
+
+# the ledger
+
+
+def test_the_ledger_names_everybody() -> None:
+    clock = FakeClock()
+    pool = BlockPool(10, SIZE, clock)
+    shared = pool.allocate(2, "a")
+    assert shared is not None
+    clock.advance(3.0)
+    pool.share(shared, "b")
+    pool.reserve(3, T, "c")
+    clock.advance(1.0)
+    pool.mark_writing(T)
+    clock.advance(0.5)
+    ledger = pool.ledger()
+    assert ledger.balanced
+    assert ledger.total == 10
+    assert ledger.counts == {
+        BlockState.FREE: 5,
+        BlockState.RESERVED: 0,
+        BlockState.WRITING: 3,
+        BlockState.IN_USE: 2,
+        BlockState.CACHED: 0,
+        BlockState.QUARANTINED: 0,
+    }
+    assert {(each.owner, each.state, each.blocks, each.age, each.ticket) for each in ledger.entries} == {
+        ("a", BlockState.IN_USE, 2, 4.5, None),
+        ("b", BlockState.IN_USE, 2, 1.5, None),
+        ("c", BlockState.WRITING, 3, 0.5, T),
+    }
+
+
+def test_check_sees_a_broken_book() -> None:
+    pool = a_pool()
+    pool.allocate(2, "a")
+    pool._accounts._refs[0] = 0
+    with pytest.raises(LedgerError, match="references"):
+        pool.check()
+
+
+# random operations
+
+
+class Holder:
+    """A sequence as the scheduler would run it: a chain, its table, how many blocks are sealed."""
+
+    def __init__(self, owner: str, tokens: list[int], table: list[BlockIndex], sealed: int) -> None:
+        self.owner = owner
+        self.tokens = tokens
+        self.chain = HashChain(ROOT, tokens, SIZE)
+        self.table = table
+        self.sealed = sealed
+
+
+class PoolMachine(RuleBasedStateMachine):
+    holders: Bundle[Holder] = Bundle("holders")
+    reserved: Bundle[TicketId] = Bundle("reserved")
+    writing: Bundle[TicketId] = Bundle("writing")
+    quarantined: Bundle[TicketId] = Bundle("quarantined")
+
+    @initialize(num_blocks=st.integers(3, 12))
+    def begin(self, num_blocks: int) -> None:
+        self.pool = a_pool(num_blocks)
+        self.count = 0
+        self.content: dict[BlockIndex, tuple[int, ...]] = {}  # what was last sealed into a block: its whole prefix
+        self.owned: dict[BlockIndex, set[str]] = {}
+        self.out: dict[TicketId, tuple[BlockIndex, ...]] = {}
+
+    def name(self) -> str:
+        self.count += 1
+        return str(self.count)
+
+    def take(self, blocks: tuple[BlockIndex, ...], owner: str) -> None:
+        for block in blocks:
+            assert not self.owned.get(block), f"block {block} was handed out twice"
+            assert all(block not in promised for promised in self.out.values())
+            self.owned[block] = {owner}
+            self.content.pop(block, None)
+
+    def let_go(self, holder: Holder) -> None:
+        self.pool.release(holder.table, holder.owner)
+        for block in holder.table:
+            self.owned[block].remove(holder.owner)
+
+    @rule(target=holders, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5 * SIZE))
+    def start(self, tokens: list[int]) -> object:
+        owner, cap = self.name(), len(tokens) - 1
+        chain = HashChain(ROOT, tokens, SIZE)
+        whole, best = self.oracle(tokens, cap)
+        match = self.pool.match_prefix(chain, cap, owner)
+        assert len(match.blocks) == whole
+        assert (match.partial.num_tokens if match.partial else 0) == best
+        for number, block in enumerate(match.blocks):
+            assert self.content[block] == tuple(tokens[: (number + 1) * SIZE])
+            self.owned[block].add(owner)
+        if match.partial:
+            assert self.content[match.partial.source][: match.num_tokens] == tuple(tokens[: match.num_tokens])
+            assert match.partial.source not in match.blocks
+            self.pool.release((match.partial.source,), owner)
+        needed = -(-len(tokens) // SIZE) - len(match.blocks)
+        available = self.pool.available
+        fresh = self.pool.allocate(needed, owner)
+        assert (fresh is None) == (needed > available)
+        if fresh is None:
+            self.pool.release(match.blocks, owner)
+            for block in match.blocks:
+                self.owned[block].remove(owner)
+            return multiple()
+        self.take(fresh, owner)
+        return Holder(owner, tokens, [*match.blocks, *fresh], len(match.blocks))
+
+    def oracle(self, tokens: list[int], cap: int) -> tuple[int, int]:
+        """Whole blocks and tokens of one more that a match has to find, by looking at every indexed block."""
+        there = {self.content[block] for block in self.content if block in self.pool.index}
+        whole = 0
+        while (whole + 1) * SIZE <= cap and tuple(tokens[: (whole + 1) * SIZE]) in there:
+            whole += 1
+        prefix, rest = tuple(tokens[: whole * SIZE]), tokens[whole * SIZE : cap]
+        children = [each[-SIZE:] for each in there if each[:-SIZE] == prefix]
+        return whole, max((common_beginning(child, rest) for child in children), default=0)
+
+    @rule(holder=holders)
+    def seal_next(self, holder: Holder) -> None:
+        number = holder.sealed
+        if (number + 1) * SIZE > len(holder.tokens):
+            return
+        self.pool.seal_block(holder.table[number], holder.chain, number)
+        self.content[holder.table[number]] = tuple(holder.tokens[: (number + 1) * SIZE])
+        holder.sealed += 1
+
+    @rule(holder=holders, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=SIZE))
+    def generate(self, holder: Holder, tokens: list[int]) -> None:
+        needed = -(-(len(holder.tokens) + len(tokens)) // SIZE) - len(holder.table)
+        fresh = self.pool.allocate(needed, holder.owner)
+        if fresh is not None:
+            self.take(fresh, holder.owner)
+            holder.table.extend(fresh)
+            holder.tokens.extend(tokens)
+
+    @rule(holder=consumes(holders))
+    def finish(self, holder: Holder) -> None:
+        self.let_go(holder)
+
+    @rule(target=reserved, count=st.integers(1, 4))
+    def reserve(self, count: int) -> object:
+        ticket = TicketId(self.name())
+        available = self.pool.available
+        blocks = self.pool.reserve(count, ticket, ticket)
+        assert (blocks is None) == (count > available)
+        if blocks is None:
+            return multiple()
+        self.take(blocks, ticket)
+        self.out[ticket] = blocks
+        return ticket
+
+    @rule(target=writing, ticket=consumes(reserved))
+    def write(self, ticket: TicketId) -> TicketId:
+        self.pool.mark_writing(ticket)
+        return ticket
+
+    @rule(target=holders, ticket=consumes(writing), token=st.integers(0, 1))
+    def commit(self, ticket: TicketId, token: int) -> Holder:
+        blocks = self.pool.commit(ticket)
+        assert blocks == self.out.pop(ticket)
+        return Holder(ticket, [token] * SIZE * len(blocks), list(blocks), 0)
+
+    @rule(target=quarantined, ticket=consumes(reserved) | consumes(writing))
+    def lose(self, ticket: TicketId) -> TicketId:
+        self.pool.quarantine(ticket)
+        return ticket
+
+    @rule(ticket=consumes(reserved) | consumes(writing))
+    def lose_fenced(self, ticket: TicketId) -> None:
+        self.pool.release_ticket(ticket)
+        self.end(ticket)
+
+    @rule(ticket=consumes(quarantined))
+    def fence(self, ticket: TicketId) -> None:
+        self.pool.fenced(ticket)
+        self.end(ticket)
+
+    def end(self, ticket: TicketId) -> None:
+        for block in self.out.pop(ticket):
+            self.owned[block].remove(ticket)
+
+    @invariant()
+    def balanced(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        self.pool.check()
+        ledger = self.pool.ledger()
+        assert ledger.balanced
+        for block, owners in self.owned.items():
+            if not any(block in promised for promised in self.out.values()):
+                assert self.pool.refs(block) == len(owners)
+        for state in (BlockState.RESERVED, BlockState.WRITING, BlockState.QUARANTINED):
+            assert sum(each.blocks for each in ledger.entries if each.state is state) == self.pool.count(state)
+
+    @invariant()
+    def nobody_is_stranded(self) -> None:
+        if hasattr(self, "pool"):
+            for number in range(self.pool.total):
+                if self.pool.state(BlockIndex(number)) is BlockState.CACHED:
+                    parent = self.pool.index.entry(BlockIndex(number)).parent
+                    assert parent == ROOT or self.pool.index.twins(parent)
+
+
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolMachine = PoolMachine.TestCase
