@@ -151,7 +151,7 @@ class InboundTransfer:
 
     def _peer_gone(self, writer: Incarnation) -> None:
         for machine in list(self._landings.values()):
-            if machine.ticket.writer == writer and machine.state in landing.LIVE:
+            if machine.ticket.writer == writer and machine.state in landing.IN_DOUBT:
                 self._revoke(machine.ticket.id, PeerGone(f"writer {writer} is gone"))
 
     def _revoke_all(self, error: BatonError) -> None:

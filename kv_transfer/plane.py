@@ -84,7 +84,8 @@ class InboundPlane(Protocol):
         ...
 
     def peer_gone(self, writer: Incarnation) -> None:
-        """The coordinator says that this incarnation is no more: its tickets are lost."""
+        """The coordinator says that this incarnation is no more: its tickets are lost, but for those that are Sealed,
+        which wait for `commit` or `revoke`."""
         ...
 
     def counters(self) -> dict[str, float]: ...

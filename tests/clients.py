@@ -109,7 +109,7 @@ class Clients:
         async with self._http.stream("POST", "/v1/completions", json=body, headers=_headers(call)) as response:
             if response.status_code != 200:
                 await response.aread()
-                yield _failed(response.json())
+                yield _refused(response)
                 return
             done = False
             async for line in response.aiter_lines():
@@ -136,10 +136,10 @@ class Clients:
 
     async def _unary_http(self, call: Call) -> AsyncGenerator[Event, None]:
         response = await self._http.post("/v1/completions", json=_body(call), headers=_headers(call))
-        answer = response.json()
         if response.status_code != 200:
-            yield _failed(answer)
+            yield _refused(response)
             return
+        answer = response.json()
         (choice,), usage = answer["choices"], answer["usage"]
         yield Tokens(tuple(choice["token_ids"]))
         yield Finished(choice["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"])
@@ -184,6 +184,14 @@ def _events(response: GenerateResponse) -> list[Event]:
         reason = FinishReason.Name(response.finish_reason).removeprefix("FINISH_REASON_").lower()
         found.append(Finished(reason, response.usage.prompt_tokens, response.usage.completion_tokens))
     return found
+
+
+def _refused(response: httpx.Response) -> Failed:
+    """An answer without tokens, which must have OpenAI's shape."""
+    try:
+        return _failed(response.json())
+    except (ValueError, KeyError, TypeError):
+        return Failed("UNKNOWN", f"HTTP {response.status_code} with the body {response.text[:100]!r}")
 
 
 def _failed(body: dict[str, Any]) -> Failed:

@@ -6,6 +6,9 @@
        +------------------+---- wrong, expired, revoked ----> LOST (fenced)
                                                      or ----> QUARANTINED --fenced--> LOST
 
+SEALED is the node's to decide, by `commit` or `revoke`, and nothing else moves it: the node may be committing at this
+very moment, and the writer, whatever became of it, can change nothing any more.
+
 `fence` is called to shut the writer out for good. It answers True when that is proven: at once for a
 two-sided backend, whose bytes land by decode's own hand, and for a one-sided one when the ticket's fence byte
 was obtained (baton/fence.py). No input of this machine moves QUARANTINED on but a call of `fence` that
@@ -47,7 +50,8 @@ class LandingState(Enum):
     LOST = "lost"
 
 
-LIVE = frozenset({LandingState.GRANTED, LandingState.WRITING, LandingState.SEALING, LandingState.SEALED})
+IN_DOUBT = frozenset({LandingState.GRANTED, LandingState.WRITING, LandingState.SEALING})
+LIVE = IN_DOUBT | {LandingState.SEALED}
 AWAITING_FENCE = frozenset({LandingState.SEALING, LandingState.QUARANTINED})
 ENDED = frozenset({LandingState.COMMITTED, LandingState.LOST})
 _FILLING = frozenset({LandingState.GRANTED, LandingState.WRITING})
@@ -96,7 +100,7 @@ class Landing:
     @property
     def deadline(self) -> float:
         """When `tick` must be called, by the lease or for want of progress."""
-        return min(self.lease, self.progress) if self.state in LIVE - {LandingState.SEALED} else NEVER
+        return min(self.lease, self.progress) if self.state in IN_DOUBT else NEVER
 
     # frames from the writer
 
@@ -163,7 +167,9 @@ class Landing:
     def abort(self, frame: frames.Abort) -> list[Output]:
         if self.state is LandingState.COMMITTED and self.is_ours(frame):
             return [Ignored("late"), frames.Committed(*self._ids)]
-        if not self.is_ours(frame) or self.state not in LIVE:
+        if self.state is LandingState.SEALED and self.is_ours(frame):
+            return [Ignored("late")]  # its answer is the node's decision
+        if not self.is_ours(frame) or self.state not in IN_DOUBT:
             return self._refuse(frame)
         return self._lose(from_code(frame.code, frame.message))
 

@@ -1,0 +1,136 @@
+"""Runs rounds on one cluster, and says what was wrong with each."""
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator
+
+import grpc
+
+from baton.cli.plan import COORDINATOR
+from tests.chaos.rounds import CLIENTS, TIMEOUT, Prompts, Round
+from tests.clients import Clients
+from tests.history import Call, Closed, Door, Failed, History, Operation, Reference, Tokens, complaints, held, unbalanced
+from tests.linked_cluster import LinkedCluster
+
+_LOOK_EVERY = 0.2  # seconds between looks at the ledgers while a load runs
+_AFTER_FAILURE = 0.05  # seconds that a client waits before it asks again
+_RECOVERY = 15.0  # seconds from the end of a fault to full service
+_QUIET = 10.0  # seconds from the end of a load until nothing is held
+_PROBE = Call(Door.GRPC_STREAM, tuple(range(2, 42)), 5, TIMEOUT)
+
+
+class Arena:
+    """One cluster, used for many rounds. After a round with complaints it is not to be used again."""
+
+    def __init__(self, cluster: LinkedCluster, reference: Reference, prompts: Prompts) -> None:
+        self.cluster = cluster
+        self._prompts = prompts
+        self.outcomes: Counter[str] = Counter()
+        self._reference = reference
+
+    async def play(self, one: Round) -> list[str]:
+        """Everything that was wrong, by invariant; see tests/history.py."""
+        cluster = self.cluster
+        before = cluster.pids()
+        history = History()
+        async with Clients(cluster.where.http, cluster.where.grpc, history) as clients, self._watched() as seen:
+            over = asyncio.Event()
+            load = asyncio.create_task(self._load(clients, one, over))
+            await self._received(clients, one.moment)
+            await one.fault.strike(cluster)
+            await asyncio.sleep(one.lasts)  # how long it lasts is part of the fault
+            await one.fault.relent(cluster)
+            over.set()
+            await load
+            wrong = self._judged(history, one)
+            wrong += [f"I5: {line}" for line in self._ended(before, one)]
+            wrong += await self._recovered(clients)
+        self.outcomes += history.outcomes()
+        return [*wrong, *seen]
+
+    async def _load(self, clients: Clients, one: Round, over: asyncio.Event) -> None:
+        """One call after the other at each client, until the fault is over and as many more have been made."""
+        calls = one.calls(self._prompts)
+
+        async def client() -> None:
+            while not over.is_set():
+                operation = await clients.perform(next(calls))
+                if isinstance(operation.end, Failed):
+                    await asyncio.sleep(_AFTER_FAILURE)
+            await clients.perform(next(calls))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(CLIENTS):
+                group.create_task(client())
+
+    async def _received(self, clients: Clients, tokens: int) -> None:
+        """Until the clients have that many tokens."""
+        received = 0
+        reached = asyncio.Event()
+
+        def count(operation: Operation) -> None:
+            nonlocal received
+            event = operation.events[-1][1]
+            received += len(event.tokens) if isinstance(event, Tokens) else 0
+            if received >= tokens:
+                reached.set()
+
+        clients.on_event = count
+        await reached.wait()
+
+    def _judged(self, history: History, one: Round) -> list[str]:
+        hit = COORDINATOR in one.fault.victims
+        return complaints(history.operations, self._reference, cut_excused=hit)
+
+    def _ended(self, before: dict[str, int], one: Round) -> list[str]:
+        now = self.cluster.pids()
+        spared = before.keys() - one.fault.victims
+        return [f"{name} has ended" for name in sorted(spared) if now.get(name) != before[name]]
+
+    async def _recovered(self, clients: Clients) -> list[str]:
+        """I6, then I1 at rest. The fault is over."""
+        try:
+            await self.cluster.whole(_RECOVERY)
+        except TimeoutError:
+            return [f"I6: not whole again {_RECOVERY:g} s after the fault: {await self._state()}"]
+        probes = [await clients.perform(_PROBE) for _ in range(len(self.cluster.nodes))]
+        bad = [str(probe.events[-1][1]) for probe in probes if probe.end != Closed(in_order=True)]
+        wrong = [f"I6: a probe of the healed cluster ended in {end}" for end in bad]
+        wrong += complaints(probes, self._reference)
+        return wrong + await self._still_held()
+
+    async def _still_held(self) -> list[str]:
+        loop = asyncio.get_running_loop()
+        patience = loop.time() + _QUIET
+        while True:
+            answer = await self.cluster.ledgers()
+            wrong = [*unbalanced(answer.ledgers), *held(answer.ledgers)]
+            wrong += [f"I1: {node} does not say what it holds" for node in answer.silent]
+            if not wrong or loop.time() > patience:
+                return wrong
+            await asyncio.sleep(_LOOK_EVERY)
+
+    @contextlib.asynccontextmanager
+    async def _watched(self) -> AsyncIterator[list[str]]:
+        """The ledgers, while the block runs: a list that collects what is out of balance at any look."""
+        seen: list[str] = []
+        watching = asyncio.create_task(self._watch(seen))
+        try:
+            yield seen
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _watch(self, seen: list[str]) -> None:
+        while True:
+            with contextlib.suppress(grpc.RpcError):  # the coordinator may be the victim
+                seen += unbalanced((await self.cluster.ledgers()).ledgers)
+            await asyncio.sleep(_LOOK_EVERY)
+
+    async def _state(self) -> str:
+        try:
+            status = await self.cluster.status()
+        except grpc.RpcError as error:
+            return f"{sorted(self.cluster.pids())} run, and the coordinator says {error}"
+        return f"{sorted(self.cluster.pids())} run, {[node.name for node in status.nodes]} have joined; {status.reason}"

@@ -1,0 +1,161 @@
+"""What can be done to a cluster, each with its undoing. Plain data, so that a round can be printed and replayed."""
+
+import contextlib
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import grpc
+
+from baton.failpoints import Action
+from tests.fault_proxy import BOTH, Way, Weather
+from tests.linked_cluster import LinkedCluster
+
+
+class Fault(Protocol):
+    """`victims` are the processes that may end, or be given up by the others, because of it."""
+
+    @property
+    def victims(self) -> frozenset[str]: ...
+
+    async def strike(self, cluster: LinkedCluster) -> None: ...
+
+    async def relent(self, cluster: LinkedCluster) -> None:
+        """Take the fault away. What it has ended is started again by `LinkedCluster.whole`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Nothing:
+    """The control."""
+
+    victims: frozenset[str] = frozenset()
+
+    async def strike(self, cluster: LinkedCluster) -> None:
+        pass
+
+    async def relent(self, cluster: LinkedCluster) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    process: str
+
+    @property
+    def victims(self) -> frozenset[str]:
+        return frozenset({self.process})
+
+    async def strike(self, cluster: LinkedCluster) -> None:
+        cluster.kill(self.process)
+
+    async def relent(self, cluster: LinkedCluster) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """SIGTERM, the orderly end, and a new start."""
+
+    process: str
+
+    @property
+    def victims(self) -> frozenset[str]:
+        return frozenset({self.process})
+
+    async def strike(self, cluster: LinkedCluster) -> None:
+        cluster.terminate(self.process)
+
+    async def relent(self, cluster: LinkedCluster) -> None:
+        assert await cluster.ended(self.process, within=20.0) == 0, f"{self.process} did not stop in order"
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """SIGSTOP, then SIGCONT."""
+
+    process: str
+
+    @property
+    def victims(self) -> frozenset[str]:
+        return frozenset()
+
+    async def strike(self, cluster: LinkedCluster) -> None:
+        cluster.stop(self.process)
+
+    async def relent(self, cluster: LinkedCluster) -> None:
+        cluster.cont(self.process)
+
+
+@dataclass(frozen=True, slots=True)
+class Failpoint:
+    process: str
+    point: str
+    action: Action
+    argument: float = 0.0
+    skip: int = 0
+    times: int = 1
+
+    @property
+    def spec(self) -> str:
+        argument = f"({self.argument:g})" if self.argument else ""
+        return f"{self.point}={self.action.value}{argument}+{self.skip}*{self.times}"
+
+    @property
+    def victims(self) -> frozenset[str]:
+        return frozenset({self.process}) if self.action is Action.EXIT else frozenset()
+
+    async def strike(self, cluster: LinkedCluster) -> None:
+        await cluster.arm(self.process, self.spec)
+
+    async def relent(self, cluster: LinkedCluster) -> None:
+        if self.action is Action.STOP and cluster.running(self.process):
+            cluster.cont(self.process)
+        with contextlib.suppress(grpc.RpcError, AssertionError):  # whoever is not there has nothing armed
+            await cluster.arm(self.process, "")
+
+
+@dataclass(frozen=True, slots=True)
+class Storm:
+    """A link with bad weather."""
+
+    link: str
+    weather: Weather
+    ways: tuple[Way, ...] = BOTH
+    victims: frozenset[str] = field(default=frozenset(), repr=False)
+
+    async def strike(self, cluster: LinkedCluster) -> None:
+        cluster.links[self.link].weather(self.ways, self.weather)
+
+    async def relent(self, cluster: LinkedCluster) -> None:
+        await cluster.links[self.link].heal()
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """Every connection of a link ends with RST; with `refuse`, new ones are refused."""
+
+    link: str
+    refuse: bool
+    victims: frozenset[str] = field(default=frozenset(), repr=False)
+
+    async def strike(self, cluster: LinkedCluster) -> None:
+        if self.refuse:
+            await cluster.links[self.link].refuse()
+        else:
+            cluster.links[self.link].reset()
+
+    async def relent(self, cluster: LinkedCluster) -> None:
+        await cluster.links[self.link].heal()
+
+
+@dataclass(frozen=True, slots=True)
+class HalfClose:
+    link: str
+    way: Way
+    victims: frozenset[str] = field(default=frozenset(), repr=False)
+
+    async def strike(self, cluster: LinkedCluster) -> None:
+        cluster.links[self.link].half_close(self.way)
+
+    async def relent(self, cluster: LinkedCluster) -> None:
+        pass

@@ -1,0 +1,132 @@
+"""A round: a load, and one fault that strikes it. Everything about it follows from its seed."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from baton.cli.plan import COORDINATOR
+from baton.failpoints import POINTS, Action
+from baton.types import Role
+from tests.chaos.faults import Failpoint, Fault, Freeze, HalfClose, Kill, Nothing, Reset, Restart, Storm
+from tests.fault_proxy import BOTH, Way, Weather
+from tests.history import Call, Door
+
+CLIENTS = 6
+LATEST_MOMENT = 200  # tokens
+TIMEOUT = 6.0  # seconds that a client allows an operation
+SHORT, LONG = 0.4, 2.2  # seconds: within everybody's patience, and beyond it (tests/linked_cluster.py IMPATIENT)
+_DELAYS = (0.02, 0.2, LONG)
+_LENGTHS = (1, 2, 15, 16, 17, 31, 33, 64, 100, 130, 200, 257, 300)  # around block and chunk boundaries
+_OUTPUTS = (1, 2, 3, 8, 17, 24)
+_GIVING_UP = 0.2  # share of calls whose client goes away
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Calls are made without a pause; the fault strikes when the clients have received `moment` tokens and relents
+    `lasts` seconds later; then the last calls are made."""
+
+    seed: int
+    fault: Fault
+    moment: int
+    lasts: float
+
+    def __str__(self) -> str:
+        return f"seed {self.seed}: {self.fault} after {self.moment} tokens, for {self.lasts:g} s"
+
+    def calls(self, prompts: "Prompts") -> Iterator[Call]:
+        """Without end, in the order in which clients make them."""
+        rng = random.Random(f"calls {self.seed}")
+        while True:
+            yield _call(rng, prompts)
+
+
+def draw(seed: int, processes: Sequence[str], links: Sequence[str]) -> Round:
+    """The round of a seed, in a cluster of these processes and links."""
+    rng = random.Random(f"fault {seed}")
+    return Round(seed, _fault(rng, processes, links), rng.randrange(LATEST_MOMENT), rng.choice((SHORT, LONG)))
+
+
+class Prompts:
+    """Random prompts, half of which begin like an earlier one of the same round."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+
+    def draw(self, rng: random.Random) -> tuple[int, ...]:
+        family = random.Random(rng.randrange(4) if rng.random() < 0.5 else rng.random())
+        length = rng.choice(_LENGTHS)
+        shared = rng.randrange(length + 1)
+        mine = [rng.randrange(self._vocab_size) for _ in range(length - shared)]
+        return tuple([family.randrange(self._vocab_size) for _ in range(shared)] + mine)
+
+
+def _call(rng: random.Random, prompts: Prompts) -> Call:
+    door = rng.choice(list(Door))
+    max_tokens = rng.choice(_OUTPUTS)
+    after = within = None
+    if rng.random() < _GIVING_UP:
+        if door.streams and rng.random() < 0.5:
+            after = rng.randint(1, max_tokens)
+        else:
+            within = rng.uniform(0.0, 0.3)
+    return Call(door, prompts.draw(rng), max_tokens, TIMEOUT, give_up_after=after, give_up_in=within)
+
+
+def _fault(rng: random.Random, processes: Sequence[str], links: Sequence[str]) -> Fault:
+    process, link = rng.choice(processes), rng.choice(links)
+    kind = rng.choices(
+        ("failpoint", "kill", "freeze", "restart", "weather", "reset", "half-close", "nothing"),
+        weights=(10, 4, 4, 2, 5, 2, 2, 1),
+    )[0]
+    match kind:
+        case "failpoint":
+            return _failpoint(rng, processes)
+        case "kill":
+            return Kill(process)
+        case "freeze":
+            return Freeze(process)
+        case "restart":
+            return Restart(process)
+        case "weather":
+            return Storm(link, _weather(rng), rng.choice((BOTH, (Way.THERE,), (Way.BACK,))))
+        case "reset":
+            return Reset(link, refuse=rng.random() < 0.5)
+        case "half-close":
+            return HalfClose(link, rng.choice(list(Way)))
+        case _:
+            return Nothing()
+
+
+def _weather(rng: random.Random) -> Weather:
+    return rng.choice(
+        (
+            Weather(blocked=True),
+            Weather(delay=rng.choice(_DELAYS)),
+            Weather(corrupt=rng.choice((0.02, 0.2, 1.0))),
+            Weather(bandwidth=rng.choice((2_000, 50_000))),
+        )
+    )
+
+
+def _failpoint(rng: random.Random, processes: Sequence[str]) -> Failpoint:
+    point = rng.choice(sorted(POINTS))
+    action = rng.choice(sorted(POINTS[point], key=lambda action: action.value))
+    argument = rng.choice(_DELAYS) if action is Action.DELAY else 0.0
+    skip = rng.choice((0, 0, 1, 3, 8, 20))
+    times = rng.choice((1, 1, 2, 5))
+    return Failpoint(rng.choice(places(point, processes)), point, action, argument, skip, times)
+
+
+def places(point: str, processes: Sequence[str]) -> list[str]:
+    """The processes that pass a failpoint."""
+    match point.split("."):
+        case ["link", "coordinator", _]:
+            return [COORDINATOR]
+        case ["link", "node", _]:
+            return [process for process in processes if process != COORDINATOR]
+        case ["transfer", "write" | "seal", _] | ["prefill", *_]:
+            role = Role.PREFILL
+        case _:
+            role = Role.DECODE
+    return [process for process in processes if process.startswith(role.value)]

@@ -1,0 +1,133 @@
+"""A cluster of real processes in which every link between two of them goes through a fault proxy.
+
+Links are named by who dials and who listens: `prefill-0 -> coordinator`, `decode-1 -> coordinator`, and `prefill ->
+decode-1` for all writers of one decode node.
+"""
+
+import asyncio
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+
+from baton.cli import plan, ports
+from baton.types import Role
+from tests.cluster import Cluster
+from tests.fault_proxy import Address, FaultyLink
+
+# Everybody loses patience soon, so that a fault and the recovery from it take seconds.
+IMPATIENT: dict[str, Any] = {
+    "heartbeat": 0.2,
+    "silence": 1.0,
+    "stall": 2.0,
+    "ticket_ttl": 1.5,
+    "progress_timeout": 1.5,
+    "request_timeout": 8.0,
+    "drain_timeout": 1.0,
+    "engine": "paced",
+    "paced_prefill_us_per_token": 200.0,
+    "paced_step_ms": 4.0,
+    "max_model_len": 1024,
+    "kv_memory": "2MiB",
+    "max_num_seqs": 16,
+    "max_batched_tokens": 128,
+    "log_level": "info",
+    "log_format": "json",
+}
+
+
+class LinkedCluster(Cluster):
+    """See Cluster. `seed` decides which bits the links corrupt. Belongs to the event loop that it was entered on."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        prefill: int,
+        decode: int,
+        seed: int = 0,
+        per_node: Mapping[str, Mapping[str, object]] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.nodes = tuple(
+            f"{role.value}-{index}"
+            for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode))
+            for index in range(count)
+        )
+        self.processes = (plan.COORDINATOR, *self.nodes)
+        self.links: dict[str, FaultyLink] = {}
+        self._seed = seed
+        self._listen: list[socket.socket] = []
+        self._mine: dict[str, dict[str, object]] = {name: dict((per_node or {}).get(name, {})) for name in self.nodes}
+        super().__init__(
+            folder,
+            per_node=self._mine,
+            held_back=self.processes,
+            wait_ready=False,
+            prefill=prefill,
+            decode=decode,
+            **{**IMPATIENT, **settings},
+        )
+
+    async def __aenter__(self) -> Self:
+        await super().__aenter__()
+        try:
+            for node in self.nodes:
+                await self._link(node)
+            for process in self.processes:
+                self.start(process)
+            await self.ready(self._start_timeout)
+            await self.whole()
+        except BaseException as error:
+            await self.__aexit__(type(error), error, None)
+            raise
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        await super().__aexit__(kind, error, trace)
+        for link in self.links.values():
+            await link.close()
+        for held in self._listen:
+            held.close()
+
+    async def _link(self, node: str) -> None:
+        host, _, port = self.where.cluster.rpartition(":")
+        up = await self._open(f"{node} -> {plan.COORDINATOR}", (host, int(port)))
+        self._mine[node]["coordinator"] = _spelled(up.address)
+        if node.startswith(Role.DECODE.value):
+            held = ports.hold("127.0.0.1", 0, "--listen")
+            self._listen.append(held)
+            listen: Address = held.getsockname()
+            across = await self._open(f"prefill -> {node}", listen)
+            self._mine[node] |= {"listen": _spelled(listen), "advertise": _spelled(across.address)}
+
+    async def _open(self, name: str, upstream: Address) -> FaultyLink:
+        link = self.links[name] = await FaultyLink.open(name, upstream, seed=self._seed + len(self.links))
+        return link
+
+    # what rounds and scenarios ask for
+
+    def running(self, name: str) -> bool:
+        return name in self.pids()
+
+    async def whole(self, timeout: float = 30.0) -> None:
+        """Start what does not run, and wait until every node has joined and none is looked at askance."""
+        for name in self.processes:
+            if not self.running(name):
+                self.start(name)
+        async with asyncio.timeout(timeout):
+            while not await self._all_serve():
+                await asyncio.sleep(0.05)
+
+    async def _all_serve(self) -> bool:
+        try:
+            status = await self.status()
+        except grpc.RpcError:
+            return False
+        return status.ready and {node.name for node in status.nodes} == set(self.nodes)
+
+
+def _spelled(address: Address) -> str:
+    return f"{address[0]}:{address[1]}"
