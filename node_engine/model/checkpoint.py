@@ -48,10 +48,10 @@ class Checkpoint:
         return frozenset(self._home)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._home[name].get_slice(name).get_shape())  # type: ignore[no-untyped-call]
+        return tuple(self._home[name].get_slice(name).get_shape())
 
     def tensor(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._home[name].get_tensor(name)  # type: ignore[no-untyped-call]
+        tensor: torch.Tensor = self._home[name].get_tensor(name)
         return tensor
 
 
