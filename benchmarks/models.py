@@ -93,7 +93,7 @@ def _write_tokenizer(folder: Path, shape: Shape) -> None:
     )
     tokenizer.train_from_iterator(_texts(), trainer)
     folder.mkdir()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END)  # type: ignore[no-untyped-call]
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END)
     wrapped.save_pretrained(folder)
 
 
