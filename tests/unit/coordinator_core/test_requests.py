@@ -174,6 +174,16 @@ def test_messages_of_another_attempt_or_node_are_dropped(world: World, p0: Incar
     assert world.brain.state(request) is RequestState.PLACED
 
 
+def test_an_older_attempt_on_the_same_node_is_not_heard(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    request = world.submit()
+    old = world.key(d0)
+    world.fail(p0, old, LeaseExpired("late"))
+    assert world.key(d0) == (request, 2, 0)
+    assert world.token(d0, old, 0) == []
+    assert world.reserve(d0, old, p0) == []
+    assert world.tokens(request) == []
+
+
 def test_a_stale_incarnation_is_not_heard(world: World, p0: Incarnation, d0: Incarnation) -> None:
     world.submit()
     key = world.key(d0)

@@ -31,6 +31,7 @@ from tests.unit.coordinator_core.world import DECODE, PREFILL, World, ticket_for
 ROLES = {"p0": PREFILL, "p1": PREFILL, "d0": DECODE, "d1": DECODE}
 Order = tuple[Incarnation, m.Submit | m.Prefill]
 Orders = MultipleResults[Order]
+Answer = m.Reserved | m.Refused | m.Tokens | m.AttemptFailed | m.PrefillEnded | m.HandedOff | m.Admitted
 WRONG = -1  # a token that no honest node sends
 
 errors = st.sampled_from([LeaseExpired("late"), Preempted("no room"), Stale("old"), InvalidRequest("bad")])
@@ -112,10 +113,15 @@ class RequestTableMachine(RuleBasedStateMachine):
         self.alive.pop(name, None)
         self.alive[name] = self.world.join(name, ROLES[name])
 
-    def say(self, node: Incarnation, message: m.NodeInput, *, last_word: bool = False) -> None:
-        if last_word and node in self.world.brain.registry.nodes:
-            self.legs.discard((node, message.key))  # type: ignore[union-attr]
+    def say(self, node: Incarnation, message: Answer, *, last_word: bool = False) -> None:
+        """Whatever does not come from an open leg must change nothing."""
+        keys = {event.key for event in message.events} if isinstance(message, m.Tokens) else {message.key}
+        is_open = all((node, key) in self.legs for key in keys)
+        if last_word:
+            self.legs -= {(node, key) for key in keys}
+        before = len(self.world.effects)
         self.do(lambda: self.world.say(node, message))
+        assert is_open or len(self.world.effects) == before
 
     # clients and time
 
