@@ -22,9 +22,10 @@ _UNACKED_MS = 30_000  # the kernel cuts a peer that accepts no byte for so long
 def bind(host: str, port: int, flag: str) -> socket.socket:
     """A listening socket; port 0 picks a free one. Raises ConfigError naming the flag."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # this and the next two: for what it accepts
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKED_MS)
         listening.bind((host, port))
