@@ -42,4 +42,4 @@ soak: setup
 	$(BIN)/python -m pytest -q tests/soak --soak
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import shlex
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,9 +11,9 @@ from rich.console import Console
 
 from baton.cli.errors import innermost
 from baton.errors import BatonError
-from benchmarks.report import Row, print_rows, write_json
+from benchmarks.report import Row, reproduced_by, write_json
 
-# Each module has HELP, add_arguments(parser) and main(options, console, command) -> rows.
+# Each module has HELP, add_arguments(parser) and main(options, console, command) -> rows; it prints its own results.
 COMMANDS = {
     "serve": "benchmarks.serve",
     "transfer": "benchmarks.transfer",
@@ -51,11 +50,10 @@ def main(arguments: list[str]) -> int:
 def _run(part: ModuleType, name: str, options: argparse.Namespace, console: Console) -> list[Row]:
     if options.benchmark == "all":
         options = argparse.Namespace(**{**vars(_parser({name: part}).parse_args([name])), "benchmark": name})
-        command = f"python -m benchmarks {name}"
+        command = reproduced_by([name])
     else:
-        command = "python -m benchmarks " + shlex.join(sys.argv[1:])
+        command = reproduced_by(sys.argv[1:])
     rows: list[Row] = part.main(options, console, command)
-    print_rows(console, name, rows)
     return rows
 
 

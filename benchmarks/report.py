@@ -1,12 +1,15 @@
 """Rows of figures: one shape for every benchmark, on a terminal and in a JSON file."""
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+
+_SECRET = "--api-key"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,17 @@ class Row:
 def row(name: str, value: float, unit: str, command: str, limit: float | None = None) -> Row:
     share = value / limit if limit else None
     return Row(name, value, unit, limit, share, command)
+
+
+def reproduced_by(arguments: Sequence[str]) -> str:
+    """The command line of a run, without the key that it may carry."""
+    shown = list(arguments)
+    for place, word in enumerate(arguments):
+        if word == _SECRET and place + 1 < len(shown):
+            shown[place + 1] = "KEY"
+        elif word.startswith(f"{_SECRET}="):
+            shown[place] = f"{_SECRET}=KEY"
+    return "python -m benchmarks " + shlex.join(shown)
 
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:

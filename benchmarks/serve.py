@@ -8,12 +8,14 @@ they count from the moment when a request was due.
 import argparse
 import asyncio
 import contextlib
+import os
 import secrets
 from collections.abc import AsyncIterator, Sequence
 
 from rich.console import Console
 from rich.table import Table
 
+from baton.config import read_secret
 from benchmarks import schedule
 from benchmarks.completions import Client
 from benchmarks.http_stream import HttpError, parse_url
@@ -32,7 +34,7 @@ _WARM_UP = 2  # requests before the first cell
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="", help="base URL; without it a cluster is started for the run")
     parser.add_argument("--model", default="", help="may be left out when the endpoint serves one")
-    parser.add_argument("--api-key", default="", help="sent as a bearer token")
+    parser.add_argument("--api-key", default=os.environ.get("BATON_API_KEY", ""), help="KEY or @FILE (BATON_API_KEY)")
     parser.add_argument("--concurrency", default="1,4,16", help="closed loops, separated by commas; none if empty")
     parser.add_argument("--rate", default="", help="Poisson arrivals a second, separated by commas")
     parser.add_argument("--prompt", default="256", help="tokens: N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA[:MOST]")
@@ -87,7 +89,8 @@ async def _endpoint(url: str, console: Console) -> AsyncIterator[str]:
 
 
 async def _client(options: argparse.Namespace, url: str) -> Client:
-    client = Client(parse_url(url), options.model, options.api_key, options.vocabulary, options.timeout)
+    key = read_secret(options.api_key, "api_key")
+    client = Client(parse_url(url), options.model, key, options.vocabulary, options.timeout)
     try:
         client = await client.probe()
     except (OSError, HttpError) as error:

@@ -22,7 +22,7 @@ from benchmarks.local_cluster import local_cluster
 from benchmarks.machine_rates import loopback_tcp_rate, memcpy_rate
 from benchmarks.models import NARROW
 from benchmarks.percentiles import percentile
-from benchmarks.report import Row, row
+from benchmarks.report import Row, print_rows, row
 
 HELP = "what a hand-off adds to the time to first token, over each transport"
 TRANSPORTS = ("shm", "zmq")
@@ -128,4 +128,6 @@ def to_rows(transport: str, samples: Sequence[Sample], rate: float, command: str
 
 
 def main(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
-    return asyncio.run(run(options, console, command))
+    rows = asyncio.run(run(options, console, command))
+    print_rows(console, "transfer: medians", rows)
+    return rows

@@ -9,7 +9,12 @@ import grpc
 
 from baton.pb import cluster_pb2_grpc, common_pb2, generation_pb2, generation_pb2_grpc
 
-OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", 64 << 20))
+OPTIONS = (
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 250),
+)
 Call = Any  # grpc.aio.UnaryStreamCall of GenerateResponse
 
 
@@ -53,10 +58,10 @@ async def collect(call: Call) -> Answer:
 
 
 async def cluster_call(endpoint: str, method: str, request: Any, *, admin_token: str = "") -> Any:
-    """A unary call of baton.v1.Cluster."""
+    """A unary call of baton.v1.Cluster; it waits for a coordinator that is being started again."""
     async with grpc.aio.insecure_channel(endpoint, options=OPTIONS) as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)
-        return await getattr(stub, method)(request, timeout=20.0, metadata=bearer(admin_token))
+        return await getattr(stub, method)(request, timeout=20.0, metadata=bearer(admin_token), wait_for_ready=True)
 
 
 def bearer(key: str) -> tuple[tuple[str, str], ...]:

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Self
@@ -219,6 +219,18 @@ class Cluster:
         request = cluster_pb2.ArmFailpointsRequest(node=node, spec=spec)
         answer = await self._call("ArmFailpoints", request)
         assert answer.nodes >= 1, f"no node is called {node}"
+
+    async def wait_status(
+        self, holds: Callable[[cluster_pb2.StatusResponse], bool], within: float = 30.0
+    ) -> cluster_pb2.StatusResponse:
+        """Wait until the coordinator's status has a property; also through a restart of the coordinator."""
+        deadline = time.monotonic() + within
+        while True:
+            answer = await self.status()
+            if holds(answer):
+                return answer
+            assert time.monotonic() < deadline, f"not so after {within:g} s: {answer}"
+            await asyncio.sleep(0.05)
 
     async def wait_quiet(self, within: float = 20.0) -> cluster_pb2.LedgerResponse:
         """Wait until every node answers, every ledger balances, and nothing is held anywhere. Returns the ledgers; a

@@ -69,7 +69,10 @@ async def before_any_ends(awaited: Awaitable[None], pids: Iterable[int]) -> int 
 async def _end(pid: int) -> None:
     loop = asyncio.get_running_loop()
     over: asyncio.Future[None] = loop.create_future()
-    handle = os.pidfd_open(pid)
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
     loop.add_reader(handle, _fulfil, over)
     try:
         await over

@@ -103,12 +103,13 @@ class Child:
         """Judge a run that nobody asked to end, then wait for the moment of the next."""
         name = self.spec.name
         delay = self._restarts.delay(ran)
+        said = complaint(self._output.last_words(name))
         if self.starting and code == _EXIT_CONFIG:
-            raise ConfigError(complaint(self._output.last_words(name)))
+            raise ConfigError(said)
         if self.starting and self._restarts.failures >= MAX_FAILED_STARTS:
-            said = complaint(self._output.last_words(name))
             raise NodeFailed(f"{name} failed {MAX_FAILED_STARTS} times ({_ending(code)}) before it was ready: {said}")
-        self._tell(f"{name} {_ending(code)}: starting it again in {delay:g} s")
+        ending = f"{_ending(code)} ({said})" if code > 0 else _ending(code)
+        self._tell(f"{name} {ending}: starting it again in {delay:g} s")
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), delay)
 

@@ -74,7 +74,8 @@ class LogFiles:
 
 
 class Relay:
-    """Lines pass through `write(name, line)`, and the last few of each child are remembered."""
+    """Lines pass through `write(name, line)`, and the last few of each child are remembered. An `error: ` line is what
+    a process of ours says last: the supervisor tells it, once, for all the children that may say the same."""
 
     def __init__(self, write: Callable[[str, str], None]) -> None:
         self._write = write
@@ -101,4 +102,5 @@ class Relay:
     def _line(self, name: str, line: bytes) -> None:
         text = line.decode(errors="replace")
         self._last[name].append(text)
-        self._write(name, text)
+        if not text.startswith(_ERROR):
+            self._write(name, text)

@@ -22,7 +22,7 @@ _PID_FILE = "up.pid"
 def folder_of(config: Config, environ: Mapping[str, str] = os.environ) -> Path:
     """`--state-dir`, else a folder named by the HTTP port below $XDG_RUNTIME_DIR, ~/.baton or the temporary folder."""
     if config.state_dir:
-        return Path(config.state_dir)
+        return Path(config.state_dir).absolute()
     if runtime := environ.get("XDG_RUNTIME_DIR"):
         base = Path(runtime, "baton")
     elif os.access(home := Path(environ.get("HOME", "/nonexistent")), os.W_OK):

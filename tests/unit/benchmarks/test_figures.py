@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.measurement import Measurement, evaluate
 from benchmarks.percentiles import percentile, summarise
+from benchmarks.report import reproduced_by
 from benchmarks.schedule import Closed, Lengths, Poisson, arrivals, parse_lengths, plan, text_prompt, token_prompt
 from benchmarks.serve import parse_loads, to_rows
 from benchmarks.slo import Slo, parse_slo
@@ -150,6 +151,13 @@ def test_rows_hold_the_tail_against_the_objective() -> None:
     assert (tail.value, tail.unit, tail.limit, tail.share) == (pytest.approx(100.0), "ms", 200.0, pytest.approx(0.5))
     assert rows["serve/c1/tpot_p99"].limit is None
     assert {row.command for row in rows.values()} == {"the command"}
+
+
+@pytest.mark.parametrize("given", [["--api-key", "sesame"], ["--api-key=sesame"]])
+def test_a_row_does_not_give_the_key_away(given: list[str]) -> None:
+    command = reproduced_by(["serve", *given, "--url", "http://x/a b"])
+    assert "sesame" not in command
+    assert command.endswith("--url 'http://x/a b'")
 
 
 def test_loads_are_read() -> None:

@@ -129,9 +129,12 @@ async def test_a_child_that_dies_is_started_again(play: Play, config: Config) ->
 
 async def test_a_configuration_that_a_child_refuses_ends_it_all(play: Play, config: Config) -> None:
     play(prefill="sys.stderr.write('{}\\nerror: model is broken: fix it\\n')\nsys.exit(2)")
+    lines: list[str] = []
     with pytest.raises(ConfigError, match=r"^model is broken: fix it$"):
-        async with cluster(config):
+        async with cluster(config, Relay(lambda _, line: lines.append(line))):
             await asyncio.Event().wait()
+    assert "{}" in lines
+    assert not any("broken" in line for line in lines)  # whoever catches the error tells it
 
 
 async def test_a_child_that_cannot_start_ends_it_all_with_its_last_line(play: Play, config: Config) -> None:
@@ -144,11 +147,14 @@ async def test_a_child_that_cannot_start_ends_it_all_with_its_last_line(play: Pl
 async def test_the_same_exit_code_later_is_only_a_restart(play: Play, config: Config) -> None:
     async with cluster(config) as (started, told):
         await started.ready()
-        play(prefill="if not os.path.exists('tried'):\n open('tried', 'w')\n sys.exit(2)\n" + WAIT)
+        play(
+            prefill="if not os.path.exists('tried'):\n open('tried', 'w')\n print('error: too late')\n sys.exit(2)\n"
+            + WAIT
+        )
         pid = started.pids()["prefill-0"]
         os.kill(pid, signal.SIGKILL)
         await until(lambda: len(told) == 2)
-        assert told[1] == "prefill-0 ended with exit code 2: starting it again in 0.2 s"
+        assert told[1] == "prefill-0 ended with exit code 2 (too late): starting it again in 0.2 s"
 
 
 async def test_a_stopped_child_is_killed_and_replaced(

@@ -1,0 +1,183 @@
+"""`baton up` with real processes: what it starts, keeps running, and leaves behind (nothing)."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.pb.cluster_pb2 import StatusResponse
+from tests.cluster import UP, Cluster
+from tests.models import build_model
+from tests.processes import environ_of, first_end, pids_with
+
+ROOT = Path(__file__).resolve().parents[2]
+CHILDREN = {"coordinator": "coordinator", "prefill-0": "prefill_node", "decode-0": "decode_node"}
+PROMPT = list(range(1, 40))
+
+
+def paced(folder: Path, **settings: Any) -> Cluster:
+    """Real processes, and nothing to load: what is tested is the supervisor."""
+    return Cluster(folder, supervised=True, engine="paced", model="", **settings)
+
+
+def command_line(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[1])
+
+
+def ready_without(pid: int, status: StatusResponse) -> bool:
+    return status.ready and pid not in {node.pid for node in status.nodes}
+
+
+async def test_children_are_direct_bear_their_modules_and_no_secret_on_their_command_line(tmp_path: Path) -> None:
+    async with paced(tmp_path, api_key="a-secret", admin_token="another") as cluster:
+        pids = cluster.pids()
+        supervisor = pids.pop(UP)
+        assert set(pids) == set(CHILDREN)
+        for name, pid in pids.items():
+            assert parent(pid) == supervisor
+            assert command_line(pid) == [sys.executable, "-m", CHILDREN[name]]
+        tokens = {environ_of(pid)["BATON_CLUSTER_TOKEN"] for pid in pids.values()}
+        assert len(tokens) == 1
+        assert len(tokens.pop()) == 64
+        answer = await cluster.generate(PROMPT, max_tokens=4, temperature=0.0)
+        assert len(answer.tokens) == 4
+    cluster.assert_clean()
+
+
+async def test_whoever_is_killed_comes_back_and_the_cluster_serves(tmp_path: Path) -> None:
+    async with paced(tmp_path) as cluster:
+        expected = (await cluster.generate(PROMPT, max_tokens=8, temperature=0.0)).tokens
+        for name in CHILDREN:
+            gone = cluster.pids()[name]
+            cluster.kill(name)
+            await cluster.wait_status(partial(ready_without, gone))
+            answer = await cluster.generate(PROMPT, max_tokens=8, temperature=0.0)
+            assert answer.tokens == expected
+            assert cluster.pids()[name] != gone
+        await cluster.wait_quiet()
+    cluster.assert_clean()
+
+
+async def test_a_killed_supervisor_takes_its_children_along_and_the_next_one_sweeps(tmp_path: Path) -> None:
+    async with paced(tmp_path / "first") as cluster:
+        pids = cluster.pids()
+        cluster.kill(UP)
+        for name in CHILDREN:
+            await first_end([pids[name]])
+        orphans = sorted(path.name for path in cluster.segment_dir.glob("baton-*"))
+        assert orphans  # kill -9 gave nobody the time to clean up
+        async with paced(tmp_path / "second", segment_dir=str(cluster.segment_dir)):
+            left = {path.name for path in cluster.segment_dir.glob("baton-*")}
+        assert not left & set(orphans)
+    cluster.assert_clean()
+
+
+def baton(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "baton.cli", *arguments],
+        env={**os.environ, **environ},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+
+
+@pytest.fixture
+def free(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """Variables of a cluster on free ports, in folders of its own; checks that nothing of it is left."""
+    shared = tmp_path / "segments"
+    shared.mkdir()
+    state = tmp_path / "state"
+    yield {
+        "BATON_PORT": "0",
+        "BATON_GRPC_PORT": "0",
+        "BATON_ADMIN_PORT": "0",
+        "BATON_STATE_DIR": str(state),
+        "BATON_SEGMENT_DIR": str(shared),
+        "BATON_KV_MEMORY": "16MiB",
+        "BATON_DRAIN_TIMEOUT": "5",
+    }
+    left = pids_with("BATON_STATE_DIR", str(state))
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []
+    assert list(shared.glob("baton-*")) == []
+
+
+def test_from_detach_to_down(free: dict[str, str], tmp_path: Path) -> None:
+    """The whole of the command line against a real model."""
+    model = build_model("llama", tmp_path)
+    up = baton("up", "--detach", "--model", str(model), "--served-model-name", "small", **free)
+    assert up.returncode == 0, up.stderr
+    assert "small, 1 prefill + 1 decode, disaggregated" in up.stdout
+    where = dict(re.findall(r"^  (\w+) +(\S+)$", up.stdout, re.MULTILINE))
+    free["BATON_ENDPOINT"] = where["gRPC"]
+
+    answers = [
+        baton("generate", "The quick brown fox", "--max-tokens", "6", "--temperature", "0", *more, **free)
+        for more in ((), ("--json",), ("--timeline",))
+    ]
+    assert [answer.returncode for answer in answers] == [0, 0, 0]
+    whole = json.loads(answers[1].stdout)
+    assert answers[0].stdout == answers[2].stdout == whole["text"] + "\n"
+    assert whole["usage"]["completion_tokens"] == len(whole["token_ids"]) == 6
+    assert whole["timeline"]["decode_node"] == "decode-0"
+    assert "first token" in answers[2].stderr
+
+    status = baton("status", "--json", **free)
+    assert status.returncode == 0
+    nodes = {node["name"]: node["role"] for node in json.loads(status.stdout)["nodes"]}
+    assert nodes == {"prefill-0": "prefill", "decode-0": "decode"}
+    audit = baton("audit", "--json", **free)
+    assert (audit.returncode, json.loads(audit.stdout)["faults"]) == (0, [])
+
+    refused = baton("generate", "x", "--temperature", "9", **free)
+    assert refused.returncode == 1
+    assert "temperature is 9" in refused.stderr
+
+    again = baton("up", "--detach", "--model", str(model), **free)
+    assert again.returncode == 2
+    assert "runs from" in again.stderr
+
+    down = baton("down", **free)
+    assert (down.returncode, down.stdout) == (0, "stopped\n")
+    assert baton("down", **free).returncode == 1
+    assert baton("status", **free).returncode == 3
+
+
+def test_a_model_that_is_not_there_ends_up_with_one_line(free: dict[str, str], tmp_path: Path) -> None:
+    up = baton("up", "--detach", "--model", str(tmp_path / "no-such-model"), **free)
+    assert up.returncode == 2
+    assert up.stdout == ""
+    lines = [line for line in up.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert "no-such-model" in lines[0]
+
+
+def test_a_port_in_use_is_told_before_anything_starts(free: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = str(busy.getsockname()[1])
+        up = baton("up", "--engine", "paced", "--grpc-port", port, **free)
+    assert up.returncode == 2
+    assert f"127.0.0.1:{port} (it is in use): choose another --grpc-port" in up.stderr
+
+
+def test_an_open_door_without_a_key_is_refused(free: dict[str, str]) -> None:
+    up = baton("up", "--engine", "paced", "--host", "0.0.0.0", **free)
+    assert up.returncode == 2
+    assert "--api-key" in up.stderr
