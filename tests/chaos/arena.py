@@ -10,7 +10,19 @@ import grpc
 from baton.cli.plan import COORDINATOR
 from tests.chaos.rounds import CLIENTS, TIMEOUT, Prompts, Round
 from tests.clients import Clients
-from tests.history import Call, Closed, Door, Failed, History, Operation, Reference, Tokens, complaints, held, unbalanced
+from tests.history import (
+    Call,
+    Closed,
+    Door,
+    Failed,
+    History,
+    Operation,
+    Reference,
+    Tokens,
+    complaints,
+    held,
+    unbalanced,
+)
 from tests.linked_cluster import LinkedCluster
 
 _LOOK_EVERY = 0.2  # seconds between looks at the ledgers while a load runs
