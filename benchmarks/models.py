@@ -55,6 +55,7 @@ def build(folder: Path, shape: Shape, seed: int = 0) -> Path:
 def _write_weights(folder: Path, shape: Shape, seed: int) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils import logging
 
     config = LlamaConfig(
         hidden_size=shape.hidden,
@@ -72,6 +73,7 @@ def _write_weights(folder: Path, shape: Shape, seed: int) -> None:
         eos_token_id=0 if shape.eos else None,
     )
     torch.manual_seed(seed)
+    logging.disable_progress_bar()
     LlamaForCausalLM(config).save_pretrained(folder)
 
 

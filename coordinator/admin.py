@@ -13,8 +13,9 @@ from baton.errors import BatonError, NotAvailable, Unavailable
 from baton.pb.cluster_pb2 import LedgerResponse, StatusResponse
 from coordinator.auth import AdminGate
 from coordinator.http import errors
-from coordinator.http.boundary import Boundary
+from coordinator.http.boundary import Boundary, authorization
 from coordinator.readiness import Readiness
+from coordinator.refusals import Refusals
 
 NOT_YET = (
     ("/", "GET"),
@@ -38,14 +39,14 @@ class ClusterView(Protocol):
         ...
 
 
-def build(cluster: ClusterView, readiness: Readiness, admin_token: str) -> FastAPI:
+def build(cluster: ClusterView, readiness: Readiness, admin_token: str, refusals: Refusals) -> FastAPI:
     gate = AdminGate(admin_token)
 
     def guard(request: Request) -> None:
-        gate.check(request.client.host if request.client else None, request.headers.get("authorization"))
+        gate.check(request.client.host if request.client else None, authorization(request))
 
     app = FastAPI(title="Baton admin", docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(Boundary, guard=guard)
+    app.add_middleware(Boundary, guard=guard, refusals=refusals)
     app.add_exception_handler(BatonError, errors.on_baton_error)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
     _add_probes(app, readiness)

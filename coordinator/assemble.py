@@ -28,6 +28,7 @@ from coordinator.ledgers import Ledgers
 from coordinator.metrics import Metrics
 from coordinator.node_link import NodeLink
 from coordinator.readiness import Readiness
+from coordinator.refusals import Refusals
 from coordinator.warmup import Readiness as ClusterReadiness
 
 _GRACE = 2.0  # seconds that open calls get once every request has ended
@@ -51,12 +52,19 @@ class Coordinator:
         self._text = asyncio.create_task(tokenizer.load(config.model, config.engine))
         self._readiness.hold("tokenizer", "the tokenizer is being loaded")
         self._text.add_done_callback(lambda _: self._readiness.release("tokenizer"))
-        intake = Intake(self._dispatcher, self._text, model=model_name(config), longest=config.request_timeout)
+        refusals = Refusals(self._dispatcher.count_rejection)
+        intake = Intake(
+            self._dispatcher,
+            self._text,
+            model=model_name(config),
+            longest=config.request_timeout,
+            refusals=refusals,
+        )
         self._http = Listener(
             app.build(intake, self._readiness, config.api_key), bind(config.host, config.port, "--port")
         )
         self._admin = Listener(
-            admin.build(self, self._readiness, config.admin_token),
+            admin.build(self, self._readiness, config.admin_token, refusals),
             bind(config.admin_host, config.admin_port, "--admin-port"),
         )
         self._grpc = GrpcPort(intake, self._readiness, config.api_key)

@@ -18,14 +18,13 @@ class BearerKey:
     def required(self) -> bool:
         return bool(self._key)
 
-    def check(self, authorization: str | bytes | None) -> None:
+    def check(self, authorization: bytes | None) -> None:
         """Raises Unauthenticated."""
         if not self._key:
             return
         if not authorization:
             raise Unauthenticated(f"a key is needed: send 'authorization: Bearer KEY' ({self._knob})")
-        raw = authorization.encode("utf-8", "replace") if isinstance(authorization, str) else authorization
-        scheme, _, key = raw.partition(b" ")
+        scheme, _, key = authorization.partition(b" ")
         if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
             raise Unauthenticated(f"the key is not valid here ({self._knob})")
 
@@ -36,7 +35,7 @@ class AdminGate:
     def __init__(self, token: str) -> None:
         self._key = BearerKey(token, "--admin-token")
 
-    def check(self, peer: str | None, authorization: str | bytes | None) -> None:
+    def check(self, peer: str | None, authorization: bytes | None) -> None:
         """`peer` is the caller's IP address, None if unknown. Raises Unauthenticated."""
         if self._key.required:
             self._key.check(authorization)

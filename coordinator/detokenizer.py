@@ -126,12 +126,12 @@ def _byte_of_char() -> dict[str, int]:
     return table
 
 
-_BYTE_OF_CHAR = _byte_of_char()
+BYTE_OF_CHAR = _byte_of_char()
 
 
 def _to_bytes(piece: str) -> bytes:
     """A piece with a character that is no stand-in (an added token with a space, say) is its own UTF-8."""
     try:
-        return bytes(_BYTE_OF_CHAR[char] for char in piece)
+        return bytes(BYTE_OF_CHAR[char] for char in piece)
     except KeyError:
         return piece.encode()

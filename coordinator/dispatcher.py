@@ -11,11 +11,12 @@ from typing import Protocol
 from baton import log
 from baton.clock import Clock, steady
 from baton.config import Config
-from baton.errors import BatonError, Cancelled, Draining, SlowReader
+from baton.errors import BatonError, Cancelled, Draining, Rejected, SlowReader
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import CoordinatorMessage
 from baton.types import Incarnation, Request, RequestId, mint_id
 from coordinator.core.brain import Brain
+from coordinator.core.counters import CLASS
 from coordinator.core.identity import JoinInfo
 from coordinator.core.messages import Admit, Effect, Emit, End, Finished, Heartbeat, Leaving, Lost, NodeInput, Send
 from coordinator.core.placement import LeastLoaded
@@ -87,6 +88,10 @@ class Dispatcher:
             stream.cancel()
             raise
         return stream
+
+    def count_rejection(self, error: Rejected) -> None:
+        """For what a front door refuses before it submits; `submit` counts its own."""
+        self.brain.counters.rejected[error.code, CLASS] += 1
 
     async def drain(self, patience: float) -> None:
         """Refuse new requests, wait for those that run, and after `patience` seconds end the rest with Draining."""

@@ -13,7 +13,7 @@ from baton.pb import generation_pb2_grpc
 from coordinator.ask import Ask, check_client_id
 from coordinator.auth import BearerKey
 from coordinator.generation import Delta, Done, Event
-from coordinator.grpc_terms import Context, metadata, told
+from coordinator.grpc_terms import Context, authorization, metadata, told
 from coordinator.intake import Intake, Running
 
 WRITE_STALL = 30.0  # seconds that a client with a full flow-control window may leave a message untaken
@@ -41,16 +41,18 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         async with told(context):
-            self._key.check(metadata(context, "authorization"))
+            self._key.check(authorization(context))
             name, max_model_len = self._intake.served()
             return pb.ListModelsResponse(models=[pb.Model(id=name, max_model_len=max_model_len)])
 
     @asynccontextmanager
     async def _started(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[Running]:
         """A submitted request that is cancelled when the call ends early, however it ends."""
-        self._key.check(metadata(context, "authorization"))
-        client_id = check_client_id(metadata(context, "x-request-id"))
-        running = await self._intake.start(to_ask(request, context.time_remaining(), client_id))
+        with self._intake.refusals.counted():
+            self._key.check(authorization(context))
+            client_id = check_client_id(metadata(context, "x-request-id"))
+            ask = to_ask(request, context.time_remaining(), client_id)
+        running = await self._intake.start(ask)
         try:
             echoed = (("x-request-id", client_id),) if client_id else ()
             await context.send_initial_metadata((("x-baton-request-id", running.id), *echoed))

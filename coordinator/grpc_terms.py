@@ -10,14 +10,12 @@ from typing import NoReturn, TypeAlias
 import grpc
 import grpc.aio
 
-from baton import log
-from baton.errors import BatonError, Rejected
+from baton.errors import BatonError
 from coordinator.auth import AdminGate
 from coordinator.defects import internal
 
 Context: TypeAlias = grpc.aio.ServicerContext
 ERROR_CODE, ERROR_PARAM, RETRY_AFTER = "baton-error-code", "baton-error-param", "retry-after"
-_log = log.get("grpc")
 
 
 @asynccontextmanager
@@ -34,8 +32,6 @@ async def told(context: Context) -> AsyncIterator[None]:
 
 
 async def abort(context: Context, error: BatonError) -> NoReturn:
-    if isinstance(error, Rejected):
-        _log.info("rejected", code=error.code, param=error.param)
     trailing = [(ERROR_CODE, error.code)]
     if error.param:
         trailing.append((ERROR_PARAM, error.param))
@@ -46,16 +42,18 @@ async def abort(context: Context, error: BatonError) -> NoReturn:
 
 
 def metadata(context: Context, key: str) -> str | None:
-    """The first value of a key that the caller sent."""
-    for name, value in context.invocation_metadata() or ():
-        if name == key:
-            return value if isinstance(value, str) else value.decode("utf-8", "replace")
-    return None
+    """The first value of a text key that the caller sent."""
+    return next((str(value) for name, value in context.invocation_metadata() or () if name == key), None)
+
+
+def authorization(context: Context) -> bytes | None:
+    value = metadata(context, "authorization")
+    return None if value is None else value.encode()
 
 
 def require_admin(context: Context, gate: AdminGate) -> None:
     """Raises Unauthenticated unless the caller may administer this cluster."""
-    gate.check(peer_address(context.peer()), metadata(context, "authorization"))
+    gate.check(peer_address(context.peer()), authorization(context))
 
 
 def peer_address(peer: str) -> str | None:

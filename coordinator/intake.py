@@ -10,7 +10,8 @@ from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 from baton.types import RequestId
 from coordinator.ask import Ask, check_timeout, to_submission
 from coordinator.detokenizer import Detokenizer
-from coordinator.generation import Generation, Generator
+from coordinator.generation import Generation, Generator, Submission
+from coordinator.refusals import Refusals
 from coordinator.tokenizer import Text
 
 _log = log.get("front")
@@ -47,10 +48,12 @@ class Intake:
         *,
         model: str,
         longest: float,
+        refusals: Refusals,
         clock: Clock = steady,
     ) -> None:
-        self.generator = generator
-        self.model = model
+        self.refusals = refusals
+        self._generator = generator
+        self._model = model
         self._text = text
         self._longest = longest
         self._clock = clock
@@ -61,12 +64,27 @@ class Intake:
 
     def served(self) -> tuple[str, int]:
         """The model's name and its longest context in tokens. Raises Unavailable while no node has joined."""
-        return self.model, self.generator.bounds().max_context
+        return self._model, self._generator.bounds().max_context
 
     async def start(self, ask: Ask) -> Running:
         """Admit a request. Raises what the client did wrong (Rejected) or DeadlineExceeded; then nothing is held."""
-        if ask.model is not None and ask.model != self.model:
-            raise ModelNotFound(f"model is {_shown(ask.model)}: the model served here is {self.model!r}", param="model")
+        with self.refusals.counted():
+            text, submission = await self._prepare(ask)
+        generation = await self._generator.submit(submission)
+        if ask.client_id is not None:
+            _log.info("request", request=generation.id, client_request=ask.client_id)
+        return Running(
+            generation=generation,
+            model=self._model,
+            prompt_tokens=len(submission.prompt),
+            detokenizer=text.detokenizer(),
+            created=int(time.time()),
+        )
+
+    async def _prepare(self, ask: Ask) -> tuple[Text, Submission]:
+        if ask.model is not None and ask.model != self._model:
+            served = repr(self._model)
+            raise ModelNotFound(f"model is {_shown(ask.model)}: the model served here is {served}", param="model")
         if ask.prompt is None:
             raise InvalidRequest("prompt is missing: it must be text or token ids", param="prompt")
         began = self._clock()
@@ -78,17 +96,7 @@ class Intake:
         except TimeoutError:
             raise DeadlineExceeded(f"the deadline of {limit:g} s passed before the prompt was tokenized") from None
         left = max(limit - (self._clock() - began), 0.0)
-        submission = to_submission(ask, prompt, left, self.generator.bounds())
-        generation = await self.generator.submit(submission)
-        if ask.client_id is not None:
-            _log.info("request", request=generation.id, client_request=ask.client_id)
-        return Running(
-            generation=generation,
-            model=self.model,
-            prompt_tokens=len(prompt),
-            detokenizer=text.detokenizer(),
-            created=int(time.time()),
-        )
+        return text, to_submission(ask, prompt, left, self._generator.bounds())
 
 
 def _shown(name: str) -> str:

@@ -86,7 +86,8 @@ def _new_model(family: Family, eos_token_id: int | list[int] | None) -> PreTrain
 
 
 def build_tokenizer(folder: Path) -> None:
-    """A byte-level BPE tokenizer of VOCAB entries at most, every byte among them, that AutoTokenizer loads."""
+    """A byte-level BPE tokenizer of VOCAB entries at most, every byte among them, that AutoTokenizer
+    loads."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -151,8 +152,8 @@ def clear_prompts(
     seed: int = 0,
     shared_prefix: Sequence[int] = (),
 ) -> list[ClearPrompt]:
-    """One random prompt per length, all beginning with `shared_prefix` as far as they reach, each with a margin above
-    MARGIN along `max_tokens` tokens. Raises LookupError when twenty tries find none."""
+    """One random prompt per length, all beginning with `shared_prefix` as far as they reach, each with a
+    margin above MARGIN along `max_tokens` tokens. Raises LookupError when twenty tries find none."""
     loaded = load_reference(model) if isinstance(model, Path) else model
     generator = torch.Generator().manual_seed(seed)
     found = []

@@ -13,6 +13,13 @@ class Unreachable(BatonError):
     """Nothing answers at the endpoint."""
 
 
+def innermost(error: BaseException) -> BaseException:
+    """The first error inside an exception group, however deep: what a task group was ended by."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 def exit_code(error: BatonError) -> int:
     """The exit code that the command-line contract gives this error."""
     if isinstance(error, Unreachable):

@@ -1,5 +1,6 @@
 """`baton up`: the whole cluster on this machine."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -64,6 +65,8 @@ def up(
 
 
 def _supervise(config: Config, logs: Path | None) -> int:
+    # uvloop forks to start a child; gRPC would complain about that, and has nothing to do in a process that execs.
+    os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from baton.cli.foreground import supervise
 
     return supervise(config, logs)

@@ -32,6 +32,7 @@ class JoinInfo:
 
 _EQUAL = ("engine", "model_digest", "vocab_size", "eos_token_ids")
 _POSITIVE = ("num_blocks", "max_num_seqs", "max_batched_tokens", "max_model_len", "vocab_size")
+_POSITIVE_OF_LAYOUT = ("num_layers", "num_kv_heads", "head_dim", "block_size")
 MAX_NAME = 128
 
 
@@ -50,9 +51,11 @@ def require_sane(info: JoinInfo) -> None:
         raise _mismatch(info, "protocol_version", info.protocol_version, PROTOCOL_VERSION)
     if not 0 < len(info.name) <= MAX_NAME or not info.name.isprintable():
         raise ConfigError(f"node name {info.name!r} must be 1 to {MAX_NAME} printable characters: set --name")
-    for name in _POSITIVE:
-        if getattr(info, name) < 1:
-            raise ConfigError(f"node {info.name!r} has {name} {getattr(info, name)}: it must be at least 1", param=name)
+    sizes: dict[str, int] = {name: getattr(info, name) for name in _POSITIVE}
+    sizes |= {f"layout.{name}": getattr(info.layout, name) for name in _POSITIVE_OF_LAYOUT}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ConfigError(f"node {info.name!r} has {name} {size}: it must be at least 1", param=name)
 
 
 def require_equal(info: JoinInfo, cluster: dict[str, object]) -> None:

@@ -31,8 +31,10 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class _Closed:
-    """Demands of `needed` blocks and more are not placed; legs with a lower serial may reopen."""
+    """Demands of `blocks` and more, by our estimate, are not placed until the node reports room for `needed`, by its
+    own, or a leg with a lower serial ends."""
 
+    blocks: int
     needed: int
     serial: int
 
@@ -89,15 +91,17 @@ class Loads:
         if load.closed and room >= load.closed.needed:
             load.closed = None
 
-    def refused(self, node: Incarnation, message: Refused) -> None:
-        """After the refused leg has ended."""
+    def refused(self, node: Incarnation, message: Refused, blocks: int) -> None:
+        """A demand of `blocks` was refused, and its leg has ended."""
         self._set_room(self._nodes[node], message.free)
-        self.close(node, message.needed)
+        self.close(node, blocks, message.needed)
 
-    def close(self, node: Incarnation, needed: int) -> None:
-        """Place no demand of `needed` blocks or more there for now."""
+    def close(self, node: Incarnation, blocks: int, needed: int) -> None:
+        """Place no demand of `blocks` or more there before it has room for `needed`."""
         self._serial += 1
-        self._nodes[node].closed = _Closed(needed, self._serial)
+        load = self._nodes[node]
+        lowest = min(blocks, load.closed.blocks) if load.closed else blocks
+        load.closed = _Closed(lowest, needed, self._serial)
 
     def attempts(self, node: Incarnation) -> int:
         load = self._nodes.get(node)
@@ -121,7 +125,7 @@ class Loads:
             computing=len(to_compute) if info.role is Role.PREFILL else 0,
             uncomputed_tokens=sum(to_compute) if info.role is Role.PREFILL else 0,
             room=min(info.num_blocks, room - unseen + load.freed),
-            closed_from=load.closed.needed if load.closed else None,
+            closed_from=load.closed.blocks if load.closed else None,
             last_placed=load.last_serial,
         )
 

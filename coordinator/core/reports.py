@@ -61,7 +61,7 @@ class Reports:
             return
         record, attempt = found
         self._table.close_leg(attempt, sender)
-        self._table.loads.refused(sender, message)
+        self._table.loads.refused(sender, message, self._table.demand(record).blocks)
         self._table.replace(record, None, now)
 
     def _tokens(self, sender: Incarnation, message: m.Tokens, now: float) -> None:
@@ -108,7 +108,8 @@ class Reports:
             self._table.counters.handoffs[message.error.code, attempt.transport] += 1
         self._table.close_leg(attempt, sender)
         if isinstance(message.error, Preempted):
-            self._table.loads.close(sender, self._table.demand(record).blocks)
+            blocks = self._table.demand(record).blocks
+            self._table.loads.close(sender, blocks, needed=blocks)
         self._table.replace(record, message.error, now)
 
     def _prefill_ended(self, sender: Incarnation, message: m.PrefillEnded, now: float) -> None:

@@ -7,7 +7,7 @@ nowhere else; a leg that was placed is closed in `close_leg` and nowhere else (o
 from dataclasses import dataclass
 from typing import Literal
 
-from baton.errors import BatonError, Cancelled, DeadlineExceeded, NodeGone, Preempted, Stalled, Unavailable
+from baton.errors import BatonError, Cancelled, DeadlineExceeded, NodeGone, Preempted, Rejected, Stalled, Unavailable
 from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, Role, Work
 from coordinator.core import sources
 from coordinator.core.counters import CLASS, INTERNAL, Counters
@@ -239,7 +239,9 @@ class RequestTable:
         else:
             record.to(RequestState.FAILED)
             label, outcome = result.code, result
-        self.counters.requests[label, INTERNAL if record.internal else CLASS] += 1
+        refused = record.admit_by is not None and isinstance(result, Rejected)
+        counter = self.counters.rejected if refused else self.counters.requests
+        counter[label, INTERNAL if record.internal else CLASS] += 1
         self.out.append(End(request, outcome, len(record.emitted), timeline, record.marks.ttft, record.internal))
 
     def lose_node(self, node: Incarnation, error: BatonError, now: float) -> None:
@@ -262,7 +264,6 @@ class RequestTable:
                 f"no node could serve the request for {UNSERVED_PATIENCE:g} s: {self.missing()}",
                 retry_after=UNSERVED_PATIENCE,
             )
-            self.counters.rejected[error.code, INTERNAL if record.internal else CLASS] += 1
             self.end(record, error, now)
         elif attempt is not None and attempt.answer_by is not None and now >= attempt.answer_by:
             silent = self.name(attempt.decode)

@@ -11,7 +11,7 @@ from baton.clock import steady
 from baton.errors import BatonError, InvalidRequest, NotAvailable, Unavailable
 from coordinator.auth import BearerKey
 from coordinator.http import errors, schema
-from coordinator.http.boundary import Boundary
+from coordinator.http.boundary import Boundary, authorization
 from coordinator.http.completions import CompletionResponse
 from coordinator.http.connection import read_body
 from coordinator.intake import Intake
@@ -27,10 +27,10 @@ def build(intake: Intake, readiness: Readiness, api_key: str) -> FastAPI:
 
     def guard(request: Request) -> None:
         if request.url.path not in PUBLIC:
-            key.check(request.headers.get("authorization"))
+            key.check(authorization(request))
 
     app = FastAPI(title="Baton", version=version(), redoc_url=None, swagger_ui_oauth2_redirect_url=None)
-    app.add_middleware(Boundary, guard=guard)
+    app.add_middleware(Boundary, guard=guard, refusals=intake.refusals)
     app.add_exception_handler(BatonError, errors.on_baton_error)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
     _add_completions(app, intake)
@@ -47,8 +47,9 @@ def version() -> str:
 
 def _add_completions(app: FastAPI, intake: Intake) -> None:
     async def completions(request: Request) -> Response:
-        limit, began = intake.time_limit(_wanted_time(request), TIMEOUT_HEADER), steady()
-        wire = schema.decode(await read_body(request, limit))
+        with intake.refusals.counted():
+            limit, began = intake.time_limit(_wanted_time(request), TIMEOUT_HEADER), steady()
+            wire = schema.decode(await read_body(request, limit))
         left = max(limit - (steady() - began), 0.001)
         return CompletionResponse(intake, wire, wire.to_ask(left, request.headers.get("x-request-id")))
 

@@ -13,14 +13,22 @@ from baton.errors import BatonError
 from coordinator.ask import check_client_id
 from coordinator.defects import internal
 from coordinator.http import errors
+from coordinator.refusals import Refusals
 
 Guard = Callable[[Request], None]  # raises Unauthenticated
 
 
+def authorization(request: Request) -> bytes | None:
+    """As it was sent: header text is Latin-1 here, whatever the client meant."""
+    value = request.headers.get("authorization")
+    return None if value is None else value.encode("latin-1")
+
+
 class Boundary:
-    def __init__(self, app: ASGIApp, guard: Guard) -> None:
+    def __init__(self, app: ASGIApp, guard: Guard, refusals: Refusals) -> None:
         self._app = app
         self._guard = guard
+        self._refusals = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -38,8 +46,9 @@ class Boundary:
             await send(message)
 
         try:
-            echoed = check_client_id(request.headers.get("x-request-id"))
-            self._guard(request)
+            with self._refusals.counted():
+                self._guard(request)
+                echoed = check_client_id(request.headers.get("x-request-id"))
             await self._app(scope, receive, sender)
         except Exception as error:
             told = error if isinstance(error, BatonError) else internal(error)

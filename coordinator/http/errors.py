@@ -7,11 +7,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton import log
-from baton.errors import BatonError, InvalidRequest, NotFound, Rejected
+from baton.errors import BatonError, InvalidRequest, NotFound
 from coordinator.defects import internal
-
-_log = log.get("http")
 
 
 class _Error(msgspec.Struct):
@@ -44,11 +41,7 @@ def response_to(error: BatonError) -> Response:
 
 
 async def on_baton_error(request: Request, error: Exception) -> Response:
-    if not isinstance(error, BatonError):
-        error = internal(error)
-    if isinstance(error, Rejected):
-        _log.info("rejected", path=request.url.path, code=error.code, param=error.param)
-    return response_to(error)
+    return response_to(error if isinstance(error, BatonError) else internal(error))
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:

@@ -45,6 +45,7 @@ class Listener(uvicorn.Server):
         self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
         self._socket = listening
         self.listening = asyncio.Event()
+        self._stopping = asyncio.Event()
         super().__init__(
             uvicorn.Config(
                 app,
@@ -71,6 +72,15 @@ class Listener(uvicorn.Server):
     def stop(self) -> None:
         """Accept no more, let open responses end, then return from `run_until_stopped`."""
         self.should_exit = True
+        self._stopping.set()
+
+    async def main_loop(self) -> None:
+        """Keep the Date header current, and leave at once when stopped."""
+        while not self._stopping.is_set():
+            await self.on_tick(0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1.0):
+                    await self._stopping.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

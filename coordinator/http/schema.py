@@ -12,7 +12,6 @@ import msgspec
 from baton.errors import InvalidRequest
 from coordinator.ask import Ask
 
-_MISSING = object()
 _PATH = re.compile(r" - at `\$\.(?P<field>\w+)(?P<rest>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`(?: - at `\$\.(?P<parent>\w+)`)?$", re.DOTALL)
 
@@ -119,6 +118,7 @@ class Completion(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(CompletionRequest)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def decode(body: bytes) -> CompletionRequest:
@@ -141,7 +141,8 @@ def _check_no_ops(request: CompletionRequest) -> None:
         if value is None or any(type(value) in _alike(no_op) and value == no_op for no_op in accepted):
             continue
         allowed = " or ".join(["null", *(msgspec.json.encode(no_op).decode() for no_op in accepted)])
-        raise InvalidRequest(f"{field} is {_shown(value)}: not available yet, it must be {allowed}", param=field)
+        shown = _cut(msgspec.json.encode(value).decode())
+        raise InvalidRequest(f"{field} is {shown}: not available yet, it must be {allowed}", param=field)
 
 
 def _alike(no_op: object) -> tuple[type, ...]:
@@ -157,25 +158,27 @@ def _explain(reason: str, body: bytes) -> InvalidRequest:
     at = _PATH.search(reason)
     if at is None:
         return InvalidRequest(f"the body must be a JSON object: {reason}")
-    field, rest = at["field"], at["rest"]
-    value = msgspec.json.decode(body).get(field, _MISSING)
-    expected = reason[: at.start()]
+    field, rest, expected = at["field"], at["rest"], reason[: at.start()]
+    worded = _fields.decode(body)[field]
     if field == "prompt":
-        return _explain_prompt(value, rest, expected)
-    return InvalidRequest(f"{field}{rest} is {_shown(value)}: {expected}", param=field)
+        return _explain_prompt(worded, rest, expected)
+    return InvalidRequest(f"{field} is {_cut(bytes(worded).decode())}: {expected}{rest and f' at {rest}'}", param=field)
 
 
-def _explain_prompt(value: object, rest: str, expected: str) -> InvalidRequest:
+def _explain_prompt(worded: msgspec.Raw, rest: str, expected: str) -> InvalidRequest:
     """The message leaves the prompt itself out."""
-    if isinstance(value, list) and any(isinstance(item, str | list) for item in value):
+    try:
+        prompt = msgspec.json.decode(worded)
+    except msgspec.DecodeError:  # such as a number out of range
+        prompt = None
+    if isinstance(prompt, list) and any(isinstance(item, str | list) for item in prompt):
         return InvalidRequest(
             "prompt is a list of prompts: not available yet, send one request for each", param="prompt"
         )
     return InvalidRequest(f"prompt{rest} is of the wrong type: {expected}", param="prompt")
 
 
-def _shown(value: object) -> str:
-    text = msgspec.json.encode(value).decode()
+def _cut(text: str) -> str:
     return text if len(text) <= 64 else text[:61] + "..."
 
 

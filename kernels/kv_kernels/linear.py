@@ -5,7 +5,8 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-# Below this many weights, oneDNN's fixed cost per call outweighs its faster product in fp32 (see kernels/README.md).
+# Below this many weights, oneDNN's fixed cost per call outweighs its faster product in fp32 (see
+# kernels/README.md).
 PACK_FP32_FROM = 1 << 20
 
 
@@ -33,7 +34,8 @@ class PlainLinear:
 
 
 class PackedLinear:
-    """oneDNN's blocked weight format, chosen once: torch's bf16 linear packs the weight again at every call."""
+    """oneDNN's blocked weight format, chosen once: torch's bf16 linear packs the weight again at every
+    call."""
 
     def __init__(
         self,

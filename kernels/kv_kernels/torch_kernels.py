@@ -1,20 +1,22 @@
 """The kernels as plain torch: the oracle of every other implementation, and the path of the CPU."""
 
-from kv_kernels import attention, cache_ops, elementwise, linear
+from kv_kernels import attention, elementwise, host_memory, linear, paged_cache
 
 
 class TorchKernels:
-    """Shapes stand at the functions. Whatever a device does better, its own class overrides."""
+    """Shapes stand at the functions. What a device does better, its own class overrides."""
 
-    rms_norm = staticmethod(elementwise.rms_norm)
-    rotary = staticmethod(elementwise.rotary)
+    adopt = staticmethod(host_memory.adopt)
+    synchronize = staticmethod(host_memory.synchronize)
+    norm = elementwise.RMSNorm
+    rotary_ = staticmethod(elementwise.rotary_)
     silu_mul = staticmethod(elementwise.silu_mul)
     linear = staticmethod(linear.cpu_linear)
-    write_kv = staticmethod(cache_ops.write_kv)
-    clear_blocks = staticmethod(cache_ops.clear_blocks)
-    copy_blocks = staticmethod(cache_ops.copy_blocks)
-    gather_slabs = staticmethod(cache_ops.gather_slabs)
-    scatter_slabs = staticmethod(cache_ops.scatter_slabs)
+    write_kv = staticmethod(paged_cache.write_kv)
+    clear_blocks = staticmethod(paged_cache.clear_blocks)
+    copy_blocks = staticmethod(paged_cache.copy_blocks)
+    gather_slabs = staticmethod(paged_cache.gather_slabs)
+    scatter_slabs = staticmethod(paged_cache.scatter_slabs)
     plan_decode = staticmethod(attention.plan_decode)
     plan_prefill = staticmethod(attention.plan_prefill)
     causal_mask = staticmethod(attention.causal_mask)

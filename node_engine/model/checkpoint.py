@@ -27,7 +27,7 @@ class Checkpoint:
                     shard = opening.enter_context(safe_open(path, framework="pt"))
                 except (OSError, SafetensorError) as error:
                     raise ConfigError(f"{path}: cannot be read as safetensors: {error}: download it again") from None
-                for name in shard.keys():  # noqa: SIM118: not a mapping
+                for name in shard.keys():
                     if name in self._home:
                         raise ConfigError(
                             f"{path}: tensor {name} is in another shard as well: download the model again"
@@ -71,7 +71,5 @@ def _shards(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
     if pickled:
-        raise ConfigError(
-            f"{folder}: weights are pickled ({', '.join(pickled)}), which can run code: convert them to safetensors"
-        )
+        raise ConfigError(f"{folder}: pickled weights can run code ({', '.join(pickled)}): convert them to safetensors")
     raise ConfigError(f"{folder}: neither {SINGLE} nor {INDEX}: use --load-format dummy to run without weights")

@@ -1,7 +1,8 @@
-"""What a Hugging Face folder says about its model, read without transformers: a node starts in a second.
+"""What a Hugging Face folder says about its model, read without transformers, so that a node starts in a
+second.
 
-Whatever would change the arithmetic and is not built here is refused by name; an answer from a model that was read
-wrongly is worse than none.
+Whatever would change the arithmetic and is not built here is refused by name: an answer from a model that was
+read wrongly is worse than none.
 """
 
 import json
@@ -53,9 +54,10 @@ def load_config(folder: Path) -> ModelConfig:
 
 
 def parse_config(raw: Json, generation: Json) -> ModelConfig:
-    """Resolve the two files' contents. Raises ConfigError that names the key, its value and what is possible."""
+    """Resolve the two files' contents. Raises ConfigError naming the key, its value and what is possible."""
     architecture = _architecture(raw)
     _refuse_unsupported(raw)
+    vocab_size = _positive(raw, "vocab_size")
     heads = _positive(raw, "num_attention_heads")
     hidden = _positive(raw, "hidden_size")
     kv_heads = _positive(raw, "num_key_value_heads", heads)
@@ -74,7 +76,7 @@ def parse_config(raw: Json, generation: Json) -> ModelConfig:
     attention_bias = bool(raw.get("attention_bias", False))
     return ModelConfig(
         architecture=architecture,
-        vocab_size=_positive(raw, "vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden,
         intermediate_size=_positive(raw, "intermediate_size"),
         num_layers=_positive(raw, "num_hidden_layers"),
@@ -89,7 +91,7 @@ def parse_config(raw: Json, generation: Json) -> ModelConfig:
         mlp_bias=architecture == "LlamaForCausalLM" and bool(raw.get("mlp_bias", False)),
         rope=parse_rope(raw, max_positions),
         stored_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
-        eos_token_ids=_token_ids(generation if "eos_token_id" in generation else raw, "eos_token_id"),
+        eos_token_ids=_eos_token_ids(generation if "eos_token_id" in generation else raw, vocab_size),
     )
 
 
@@ -114,9 +116,7 @@ def _architecture(raw: Json) -> str:
 
 def _refuse_unsupported(raw: Json) -> None:
     if raw.get("auto_map"):
-        raise ConfigError(
-            f"auto_map {raw['auto_map']!r} asks for remote code, which Baton never runs: use a plain checkpoint"
-        )
+        raise ConfigError(f"auto_map {raw['auto_map']!r}: remote code is never run: use a checkpoint without it")
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise ConfigError(f"quantization_config with quant_method {method!r}: Baton reads unquantized weights only")
@@ -140,9 +140,10 @@ def _positive(raw: Json, key: str, default: int | None = None) -> int:
     return value
 
 
-def _token_ids(raw: Json, key: str) -> tuple[int, ...]:
-    value = raw.get(key)
+def _eos_token_ids(raw: Json, vocab_size: int) -> tuple[int, ...]:
+    value = raw.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
-    if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
-        raise ConfigError(f"{key} {value!r}: must be a token id or a list of token ids")
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise ConfigError(f"eos_token_id {value!r}: must be token ids from 0 up to vocab_size {vocab_size}")
     return tuple(dict.fromkeys(ids))

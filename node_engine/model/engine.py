@@ -10,6 +10,7 @@ import torch
 from baton.errors import ConfigError, OutOfMemory
 from baton.kv_layout import KVLayout
 from kv_kernels.dispatch import kernels_for
+from kv_kernels.paged_cache import PagedCache
 from kv_kernels.torch_kernels import TorchKernels
 from node_engine.core.step import OnLayer, StepBatch
 from node_engine.model.config import ModelConfig, load_config
@@ -45,7 +46,7 @@ class ModelEngine:
         self._device = device
         self._max_model_len = max_model_len
         self._digest = digest
-        self._arena: torch.Tensor | None = None
+        self._cache: PagedCache | None = None
         self._planner: Planner | None = None
 
     @classmethod
@@ -116,27 +117,28 @@ class ModelEngine:
                 f"{num_blocks * layout.block_bytes} writable bytes"
             )
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        self._arena = torch.frombuffer(arena, dtype=_DTYPES[layout.dtype]).view(shape)
-        self._planner = Planner(self._kernels, self._arena, self._arena.dtype)
+        self._cache = PagedCache.over(self._kernels.adopt(arena, _DTYPES[layout.dtype]).view(shape))
+        self._planner = Planner(self._kernels, self._cache)
 
     def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[int | None, ...]:
         """One forward pass; see Engine.run. Raises OutOfMemory, and NodeFailed when logits are not finite."""
-        if self._arena is None or self._planner is None:
+        if self._cache is None or self._planner is None:
             raise RuntimeError("run() before bind()")
         tokens: list[int | None] = [None] * len(batch.slices)
         with torch.inference_mode(), _memory_errors():
             if batch.copies:
                 source, target = torch.tensor(batch.copies, device=self._device).unbind(1)
-                self._kernels.copy_blocks(self._arena, source, target)
+                self._kernels.copy_blocks(self._cache.arena, source, target)
             if not batch.slices:
                 return ()
             plan = self._planner.plan(batch)
             if len(plan.begun):
-                self._kernels.clear_blocks(self._arena, plan.begun)
-            logits = self._model.forward(plan, self._arena, on_layer)
+                self._kernels.clear_blocks(self._cache.arena, plan.begun)
+            logits = self._model.forward(plan, self._cache, on_layer)
             if logits is not None:
                 for place, token in zip(plan.places, sample(logits, plan.samplers), strict=True):
                     tokens[place] = token
+            self._kernels.synchronize()
         return tuple(tokens)
 
 

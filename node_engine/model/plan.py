@@ -7,7 +7,7 @@ import numpy.typing as npt
 import torch
 
 from kv_kernels.attention import Attend, Context
-from kv_kernels.cache_ops import Slots
+from kv_kernels.paged_cache import PagedCache, Slots
 from kv_kernels.torch_kernels import TorchKernels
 from node_engine.core.step import SampleSpec, Slice, StepBatch
 
@@ -19,9 +19,9 @@ _REACH_STEP = 1024  # the causal mask grows by this many tokens
 class StepPlan:
     """The step's tokens flattened: decode slices first, longest context first, then prefill chunks.
 
-    `sampled` are the rows whose logits are needed, `samplers` says how to draw from each, and `places` which slice of
-    the batch it answers. `attend` covers every row, `attend_sampled` the sampled rows alone (for the last layer).
-    `begun` are blocks that the step starts but does not fill.
+    `sampled` are the rows whose logits are needed, `samplers` says how to draw from each, and `places` which
+    slice of the batch it answers. `attend` covers every row, `attend_sampled` the sampled rows alone (for the
+    last layer). `begun` are blocks that the step starts but does not fill.
     """
 
     tokens: torch.Tensor  # int64 [tokens]
@@ -41,14 +41,15 @@ class StepPlan:
 
 
 class Planner:
-    """Builds plans over one arena."""
+    """Builds plans over one cache."""
 
-    def __init__(self, kernels: TorchKernels, arena: torch.Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, kernels: TorchKernels, cache: PagedCache) -> None:
         self._kernels = kernels
-        self._arena = arena  # [blocks, layers, 2, kv_heads, block_size, dim]
-        self._block_size = arena.shape[4]
-        self._dtype = dtype
-        self._mask = kernels.causal_mask(_REACH_STEP, dtype, arena.device)
+        self._cache = cache
+        self._block_size = cache.block_size
+        self._dtype = cache.arena.dtype
+        self._device = cache.arena.device
+        self._mask = kernels.causal_mask(_REACH_STEP, self._dtype, self._device)
 
     def plan(self, batch: StepBatch) -> StepPlan:
         """Raises ValueError for an empty slice or a block table that is too short."""
@@ -100,22 +101,22 @@ class Planner:
         self, pieces: list[Slice], tables: list[Context], drawn: list[int]
     ) -> tuple[tuple[Attend, ...], tuple[Attend, ...]]:
         decoding = sum(len(piece.tokens) == 1 for piece in pieces)
-        attend = list(self._kernels.plan_decode(self._arena, tables[:decoding], self._dtype))
+        attend = list(self._kernels.plan_decode(self._cache, tables[:decoding], self._dtype))
         row = decoding
         for piece, context in zip(pieces[decoding:], tables[decoding:], strict=True):
             mask = self._causal_mask(context.length)
-            attend.append(self._kernels.plan_prefill(self._arena, row, len(piece.tokens), context, mask))
+            attend.append(self._kernels.plan_prefill(self._cache, row, len(piece.tokens), context, mask))
             row += len(piece.tokens)
         if drawn == list(range(row)):
             return tuple(attend), tuple(attend)
-        sampled = self._kernels.plan_decode(self._arena, [tables[i] for i in drawn], self._dtype)
+        sampled = self._kernels.plan_decode(self._cache, [tables[i] for i in drawn], self._dtype)
         return tuple(attend), tuple(sampled)
 
     def _causal_mask(self, reach: int) -> torch.Tensor:
         if reach > self._mask.shape[1] - self._mask.shape[0]:
             rounded = -(-reach // _REACH_STEP) * _REACH_STEP
-            self._mask = self._kernels.causal_mask(rounded, self._dtype, self._arena.device)
+            self._mask = self._kernels.causal_mask(rounded, self._dtype, self._device)
         return self._mask
 
     def _tensor(self, values: Ints) -> torch.Tensor:
-        return torch.from_numpy(values).to(self._arena.device)
+        return torch.from_numpy(values).to(self._device)

@@ -26,15 +26,17 @@ class RopeConfig:
 
 
 def parse_rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` (before). Raises ConfigError."""
-    if (partial := raw.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ConfigError(f"partial_rotary_factor {partial!r}: only whole heads are rotated")
+    """Read `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` (before). Raises
+    ConfigError."""
     key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     scaling = raw.get(key) or {}
     if not isinstance(scaling, Mapping):
         raise ConfigError(f"{key} {scaling!r} in config.json: must be an object")
     if any(isinstance(value, Mapping) for value in scaling.values()):
         raise ConfigError(f"{key} differs between layer types {sorted(scaling)}: one for all layers is built")
+    partial = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0))
+    if partial != 1.0:
+        raise ConfigError(f"partial_rotary_factor {partial!r}: only whole heads are rotated")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in TYPES:
         raise ConfigError(f"{key} of type {kind!r}: only {', '.join(TYPES)} are built")
@@ -76,7 +78,7 @@ def angles(
     positions: torch.Tensor,  # int64 [tokens]
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine [tokens, 1, head_dim] and sine [tokens, 1, head_dim // 2], as kv_kernels' rotary takes them."""
+    """Cosine and signed sine, both [tokens, 1, head_dim], as kv_kernels' rotary_ takes them."""
     radians = positions.to(torch.float32)[:, None, None] * frequencies
-    cosine = radians.cos().to(dtype)
-    return torch.cat((cosine, cosine), -1), radians.sin().to(dtype)
+    cos, sin = radians.cos().to(dtype), radians.sin().to(dtype)
+    return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)

@@ -1,98 +1,107 @@
 """Drawing tokens: greedy, or Gumbel-max over the filtered distribution with counter-based noise.
 
-Noise is a function of (seed, choice, absolute position, token id) and nothing else, so that a request draws the same
-tokens alone or in a batch, resumed, on any node. Gumbel-max rather than inversion of the cumulative distribution:
-logits that differ by rounding (another batch, another chunking) then change the token only when the two best scores are
-that close, while an inversion over V tokens has V boundaries that each may move.
+Noise is a function of (seed, choice, absolute position, token id) and of nothing else, so that a request
+draws the same tokens alone or in a batch, resumed, and on any node. Gumbel-max rather than inversion of the
+cumulative distribution: logits that differ by rounding (another batch, another chunking) then change the
+token only if the two best scores are that close, while inversion has one such boundary per token of the
+vocabulary.
+
+Drawn rows go to the host: NumPy sorts and multiplies vectors of this size several times faster than torch's
+CPU operators, and one implementation serves every device.
 """
 
 import math
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from baton.errors import NodeFailed
 from baton.types import SamplingParams
 from node_engine.core.step import SampleSpec
-from node_engine.model.philox import MASK, philox4x32
+from node_engine.model.philox import WORD, Words, philox4x32
 
-_TOP_P_FIRST = 1024  # tokens sorted at first; all of them when the nucleus is larger
-_WORDS = 4  # tokens per counter
+Floats = npt.NDArray[np.float32]
+TokenIds = npt.NDArray[np.int64]
+
+_PER_COUNTER = 4  # token ids that share a counter, one word each
 
 
 def sample(
-    logits: torch.Tensor,  # [rows, vocab]; overwritten
+    logits: torch.Tensor,  # [rows, vocab], overwritten
     specs: Sequence[SampleSpec],  # one per row
 ) -> list[int]:
-    """One token id per row. Raises NodeFailed when a row's logits are not finite."""
+    """One token id per row. Raises NodeFailed when a row has no finite maximum: rather an error than a
+    guess."""
     for row, spec in enumerate(specs):
         if spec.forbidden:
-            logits[row, list(spec.forbidden)] = -math.inf
-    best, tokens = logits.max(-1)
-    if not bool(torch.isfinite(best).all()):
-        raise NodeFailed("the model's logits are not finite: the weights or the cache are damaged")
-    for row, spec in enumerate(specs):
-        if spec.params.temperature > 0:
-            tokens[row] = _draw(logits[row].to(torch.float32), spec)
-    drawn: list[int] = tokens.tolist()
-    return drawn
+            logits[row, [token for token in spec.forbidden if token < logits.shape[1]]] = -math.inf
+    best, argmax = logits.max(-1)
+    if not bool(best.isfinite().all()):
+        raise NodeFailed("logits are not finite: the model's weights or its KV cache are damaged")
+    tokens: list[int] = argmax.tolist()
+    drawn = [row for row, spec in enumerate(specs) if spec.params.temperature > 0]
+    if drawn:
+        rows = logits[drawn].to("cpu", torch.float32).numpy()
+        for row, values in zip(drawn, rows, strict=True):
+            tokens[row] = draw(values, specs[row])
+    return tokens
 
 
-def _draw(logits: torch.Tensor, spec: SampleSpec) -> torch.Tensor:
-    scaled = logits / spec.params.temperature
-    scaled -= scaled.max()
-    kept = _kept(scaled, spec.params)
-    if kept is None:
-        return (scaled - log_exponential(torch.arange(len(scaled), device=scaled.device), spec)).argmax()
-    return kept[(scaled[kept] - log_exponential(kept, spec)).argmax()]
+def draw(logits: Floats, spec: SampleSpec) -> int:  # logits [vocab]
+    """Sample softmax(logits / temperature), restricted by top-k and then top-p."""
+    with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, as it should
+        scaled = (logits - logits.max()) / np.float32(spec.params.temperature)
+    floor = _floor(scaled, spec.params)
+    if floor is None:
+        return int(np.argmax(scaled + gumbel_noise(len(scaled), spec)))
+    kept = np.flatnonzero(scaled >= floor)
+    return int(kept[np.argmax(scaled[kept] + gumbel_noise(len(scaled), spec, kept))])
 
 
-def _kept(scaled: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:
-    """Ids that top-k and then top-p leave, ascending; None for all. Ids that tie with the last one kept are kept, so
-    that the order in which equals are sorted does not matter."""
-    floor = -math.inf
+def _floor(scaled: Floats, params: SamplingParams) -> np.float32 | None:
+    """The lowest score that top-k and top-p leave, None for no bound. Scores equal to it are all kept, so
+    that the order in which a sort leaves equals is of no account."""
+    floor = None
     if 0 < params.top_k < len(scaled):
-        floor = float(scaled.topk(params.top_k).values[-1])
-        scaled = scaled.masked_fill(scaled < floor, -math.inf)
+        floor = np.partition(scaled, -params.top_k)[-params.top_k]
+        scaled = scaled[scaled >= floor]
     if params.top_p < 1.0:
-        floor = max(floor, _nucleus_floor(scaled, params.top_p))
-    return None if floor == -math.inf else torch.nonzero(scaled >= floor).view(-1)
+        weights = np.exp(scaled)
+        total = weights.sum(dtype=np.float64)
+        # All that weigh less than this weigh less than 1 - top_p together: they need not be sorted.
+        ranked = np.sort(scaled[weights >= (1.0 - params.top_p) * total / len(scaled)])[::-1]
+        before = np.cumsum(np.exp(ranked), dtype=np.float64) - np.exp(ranked)
+        floor = ranked[max(1, int(np.count_nonzero(before < params.top_p * total))) - 1]
+    return floor
 
 
-def _nucleus_floor(scaled: torch.Tensor, top_p: float) -> float:
-    """The smallest score in the least set of most probable tokens whose probability reaches `top_p`."""
-    total = torch.logsumexp(scaled, 0)
-    for count in (min(_TOP_P_FIRST, len(scaled)), len(scaled)):
-        ranked = scaled.topk(count).values
-        before = (ranked - total).exp_().cumsum(0)
-        inside = int((before < top_p).sum())  # those whose predecessors, and they, do not reach it yet
-        if inside < count:
-            return float(ranked[inside])
-    return float(ranked[-1])
-
-
-def log_exponential(
-    tokens: torch.Tensor,  # int64 [n], token ids
+def gumbel_noise(
+    vocab_size: int,
     spec: SampleSpec,
-) -> torch.Tensor:  # fp32 [n]
-    """Logarithms of independent Exp(1) variables, the negative of Gumbel noise.
+    tokens: TokenIds | None = None,  # [n], all of the vocabulary when None
+) -> Floats:  # [n]
+    """Independent standard Gumbel variables, each a function of seed, choice, position and its token id.
 
-    One counter gives four words, for ids 4n .. 4n + 3. Small variables win, and those keep all 32 bits.
+    Computed as -log(-log(1 - u)) from 32-bit uniforms u: large values, which win, come from small u, where a
+    float is finest.
     """
-    first = int(tokens[0]) // _WORDS if len(tokens) else 0
-    contiguous = len(tokens) > 0 and int(tokens[-1]) - int(tokens[0]) + 1 == len(tokens)
-    key = (spec.params.seed & MASK, spec.params.seed >> 32 & MASK)
-    if contiguous:
-        counters = torch.arange(first, int(tokens[-1]) // _WORDS + 1, device=tokens.device)
+    if tokens is not None and len(tokens) * _PER_COUNTER < vocab_size:
+        words = np.stack(_words(tokens // _PER_COUNTER, spec))[tokens % _PER_COUNTER, np.arange(len(tokens))]
     else:
-        counters = tokens // _WORDS
-    position = torch.full_like(counters, spec.position & MASK)
-    choice = torch.full_like(counters, spec.choice & MASK)
-    words = philox4x32((counters, position, choice, torch.zeros_like(counters)), key)
-    if contiguous:
-        start = int(tokens[0]) - first * _WORDS
-        word = torch.stack(words, -1).view(-1)[start : start + len(tokens)]
-    else:
-        word = torch.stack(words, -1).gather(1, (tokens % _WORDS)[:, None]).view(-1)
-    uniform = (word.to(torch.float32) + 0.5) * 2.0**-32
-    return torch.log1p(-uniform.clamp_(max=1.0 - 2.0**-24)).neg_().log_()
+        counters = np.arange(-(-vocab_size // _PER_COUNTER))
+        words = np.stack(_words(counters, spec), -1).reshape(-1)[:vocab_size]
+        words = words if tokens is None else words[tokens]
+    uniform = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    below_one = np.minimum(uniform, np.float32(1.0 - 2.0**-24))
+    noise: Floats = -np.log(-np.log1p(-below_one))
+    return noise
+
+
+def _words(counters: TokenIds, spec: SampleSpec) -> tuple[Words, Words, Words, Words]:
+    """Philox at (token id / 4, position, choice, 0) under the 64 bits of the seed."""
+    zero = np.zeros(len(counters), dtype=np.uint64)
+    position, choice = zero + np.uint64(spec.position & WORD), zero + np.uint64(spec.choice & WORD)
+    key = (spec.params.seed & WORD, spec.params.seed >> 32 & WORD)
+    return philox4x32((counters.astype(np.uint64), position, choice, zero), key)

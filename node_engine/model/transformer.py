@@ -2,6 +2,7 @@
 
 import torch
 
+from kv_kernels.paged_cache import PagedCache
 from kv_kernels.torch_kernels import TorchKernels
 from node_engine.core.step import OnLayer
 from node_engine.model.config import ModelConfig
@@ -11,7 +12,7 @@ from node_engine.model.weights import LayerWeights, ModelWeights
 
 
 class Transformer:
-    """Weights and arithmetic; no state but the arena, which is passed in."""
+    """Weights and arithmetic; no state but the cache, which is passed in."""
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, kernels: TorchKernels) -> None:
         self._config = config
@@ -19,18 +20,19 @@ class Transformer:
         self._kernels = kernels
         self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(weights.embedding.device)
 
-    def forward(self, plan: StepPlan, arena: torch.Tensor, on_layer: OnLayer | None = None) -> torch.Tensor | None:
-        """One pass over the step's tokens: [tokens, hidden] in, KV into the arena, logits [sampled, vocab] out.
+    def forward(self, plan: StepPlan, cache: PagedCache, on_layer: OnLayer | None = None) -> torch.Tensor | None:
+        """Compute the step's tokens, write their KV, return logits [sampled, vocab].
 
-        None when nothing is sampled: the last layer then ends once its KV is written. When only some rows are, all
-        that follows the last layer's KV is computed for those alone.
+        None when nothing is sampled: the last layer then ends once its KV is written. When only some rows
+        are, all that follows the last layer's KV is computed for those alone.
         """
         hidden = self._weights.embedding.index_select(0, plan.tokens)
         cos, sin = angles(self._frequencies, plan.positions, hidden.dtype)
         last = len(self._weights.layers) - 1
         for index, layer in enumerate(self._weights.layers):
-            query = self._project(layer, index, hidden, cos, sin, plan, arena)
+            query = self._project(layer, index, hidden, cos, sin, plan, cache)
             if on_layer is not None:
+                self._kernels.synchronize()
                 on_layer(index)
             attend = plan.attend
             if index == last and not plan.all_sampled:
@@ -38,13 +40,13 @@ class Transformer:
                     return None
                 attend = plan.attend_sampled
                 query, hidden = query.index_select(0, plan.sampled), hidden.index_select(0, plan.sampled)
-            attended = torch.empty_like(query)
+            attended = query.new_empty(query.shape)
             for part in attend:
                 part(query, index, attended)
             hidden = layer.output(attended.view(len(hidden), -1), hidden)
-            normed = self._kernels.rms_norm(hidden, layer.mlp_norm, self._config.norm_eps)
+            normed = layer.mlp_norm(hidden)
             hidden = layer.down(self._kernels.silu_mul(layer.gate_up(normed)), hidden)
-        return self._weights.head(self._kernels.rms_norm(hidden, self._weights.norm, self._config.norm_eps))
+        return self._weights.head(self._weights.norm(hidden))
 
     def _project(
         self,
@@ -54,14 +56,12 @@ class Transformer:
         cos: torch.Tensor,
         sin: torch.Tensor,
         plan: StepPlan,
-        arena: torch.Tensor,
+        cache: PagedCache,
     ) -> torch.Tensor:  # [tokens, heads, head_dim]
         """Rotated queries; rotated keys and values go to the arena."""
         config = self._config
-        normed = self._kernels.rms_norm(hidden, layer.attention_norm, config.norm_eps)
+        normed = layer.attention_norm(hidden)
         qkv = layer.qkv(normed).view(len(hidden), -1, config.head_dim)
-        turning = config.num_heads + config.num_kv_heads
-        turned = self._kernels.rotary(qkv[:, :turning], cos, sin)
-        key, value = turned[:, config.num_heads :], qkv[:, turning:]
-        self._kernels.write_kv(key, value, arena, index, plan.slots)
-        return turned[:, : config.num_heads]
+        self._kernels.rotary_(qkv[:, : config.num_heads + config.num_kv_heads], cos, sin)
+        self._kernels.write_kv(qkv[:, config.num_heads :], cache, index, plan.slots)
+        return qkv[:, : config.num_heads]

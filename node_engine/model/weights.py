@@ -1,40 +1,37 @@
 """From named tensors to a model's weights: checked, fused, packed, digested."""
 
-import hashlib
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import xxhash
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.errors import ConfigError
+from kv_kernels.elementwise import RMSNorm
 from kv_kernels.linear import Linear
 from kv_kernels.torch_kernels import TorchKernels
 from node_engine.model.checkpoint import Checkpoint
 from node_engine.model.config import ModelConfig
+from node_engine.model.digest import ModelDigest
 
 DUMMY_SEED = 0
 _DUMMY_STD = 0.02
 _SHOWN = 5  # names in an error message
 # Buffers that old checkpoints carry and nobody reads.
 _IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
-# What the digest covers of the configuration: everything that the arithmetic depends on.
-_NOT_DIGESTED = ("stored_dtype", "eos_token_ids", "max_position_embeddings")
 
 Source = Callable[[str], torch.Tensor]  # name -> tensor as stored
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    attention_norm: torch.Tensor  # [hidden]
+    attention_norm: RMSNorm
     qkv: Linear  # hidden -> (heads + 2 * kv_heads) * head_dim
     output: Linear  # heads * head_dim -> hidden
-    mlp_norm: torch.Tensor  # [hidden]
+    mlp_norm: RMSNorm
     gate_up: Linear  # hidden -> 2 * intermediate
     down: Linear  # intermediate -> hidden
 
@@ -43,7 +40,7 @@ class LayerWeights:
 class ModelWeights:
     embedding: torch.Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
-    norm: torch.Tensor  # [hidden]
+    norm: RMSNorm
     head: Linear  # hidden -> vocab
     digest: bytes  # 32 bytes, over the architecture and every tensor
 
@@ -83,10 +80,12 @@ def load_weights(
     with Checkpoint(folder) as checkpoint:
         shapes = expected_shapes(config)
         _require_match(folder, checkpoint, shapes, config)
-        digest = _Digest(config, "safetensors")
+        digest = ModelDigest(config, "safetensors")
 
         def source(name: str) -> torch.Tensor:
             tensor = checkpoint.tensor(name)
+            if not tensor.is_floating_point():
+                raise ConfigError(f"{folder}: {name} is stored as {tensor.dtype}: serve unquantized weights")
             digest.add(name, tensor)
             return tensor.to(device, dtype)
 
@@ -106,7 +105,7 @@ def dummy_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device,
         return torch.empty(shape).normal_(0.0, _DUMMY_STD, generator=generator).to(device, dtype)
 
     weights = _assemble(config, source, kernels)
-    return ModelWeights(*weights, digest=_Digest(config, f"dummy {DUMMY_SEED}").finish())
+    return ModelWeights(*weights, digest=ModelDigest(config, f"dummy {DUMMY_SEED}").finish())
 
 
 def _require_match(
@@ -137,10 +136,10 @@ def _complain(folder: Path, what: str, names: list[str]) -> None:
 
 def _assemble(
     config: ModelConfig, source: Source, kernels: TorchKernels
-) -> tuple[torch.Tensor, tuple[LayerWeights, ...], torch.Tensor, Linear]:
+) -> tuple[torch.Tensor, tuple[LayerWeights, ...], RMSNorm, Linear]:
     embedding = source("model.embed_tokens.weight")
     layers = tuple(_layer(config, source, kernels, layer) for layer in _with_progress(config.num_layers))
-    norm = source("model.norm.weight")
+    norm = kernels.norm(source("model.norm.weight"), config.norm_eps)
     head = embedding if config.tied_embeddings else source("lm_head.weight")
     return embedding, layers, norm, kernels.linear(head, None)
 
@@ -155,10 +154,10 @@ def _layer(config: ModelConfig, source: Source, kernels: TorchKernels, layer: in
         return kernels.linear(joined, torch.cat(biases) if biases else None)
 
     return LayerWeights(
-        attention_norm=source(f"{prefix}input_layernorm.weight"),
+        attention_norm=kernels.norm(source(f"{prefix}input_layernorm.weight"), config.norm_eps),
         qkv=fused(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         output=fused(config.output_bias, "self_attn.o_proj"),
-        mlp_norm=source(f"{prefix}post_attention_layernorm.weight"),
+        mlp_norm=kernels.norm(source(f"{prefix}post_attention_layernorm.weight"), config.norm_eps),
         gate_up=fused(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
         down=fused(config.mlp_bias, "mlp.down_proj"),
     )
@@ -179,32 +178,3 @@ def _with_progress(num_layers: int) -> Iterator[int]:
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         yield from progress.track(layers, total=num_layers)
-
-
-class _Digest:
-    """SHA-256 over the architecture and, by name, each tensor's dtype, shape and XXH3-128 of its bytes.
-
-    XXH3 reads at memory speed and finds accidents (another revision, a damaged download); against somebody who forges
-    weights on purpose the cluster token stands, not this.
-    """
-
-    def __init__(self, config: ModelConfig, origin: str) -> None:
-        self._head = json.dumps(
-            {"origin": origin} | {k: v for k, v in asdict(config).items() if k not in _NOT_DIGESTED},
-            sort_keys=True,
-        )
-        self._tensors: dict[str, str] = {}
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        contents = xxhash.xxh3_128_hexdigest(tensor.contiguous().view(torch.uint8).numpy())
-        self._tensors[name] = f"{tensor.dtype} {tuple(tensor.shape)} {contents}"
-
-    def finish(self) -> bytes:
-        return hashlib.sha256(json.dumps([self._head, self._tensors], sort_keys=True).encode()).digest()
-
-
-def require_floating(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Raises ConfigError for weights stored as integers (a quantized checkpoint that does not say so)."""
-    if not tensor.is_floating_point():
-        raise ConfigError(f"tensor {name} is stored as {tensor.dtype}: Baton reads unquantized weights only")
-    return tensor

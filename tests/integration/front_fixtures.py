@@ -1,6 +1,8 @@
 """Both front doors over a scripted brain, on real loopback ports inside the test's own event loop."""
 
 import asyncio
+import json
+import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,12 +19,14 @@ from baton.pb.common_pb2 import Ledger, Timeline
 from baton.pb.generation_pb2_grpc import GenerationStub
 from baton.types import FinishReason, RequestId, mint_id
 from coordinator import admin
+from coordinator.detokenizer import Detokenizer
 from coordinator.generation import Delta, Done, Event, Submission
 from coordinator.grpc_port import GrpcPort
 from coordinator.http import app
 from coordinator.http.listener import Listener, bind
 from coordinator.intake import Intake
 from coordinator.readiness import Readiness
+from coordinator.refusals import Refusals
 from coordinator.tokenizer import NoTokenizer, Text
 
 BOUNDS = ModelBounds(vocab_size=1000, max_model_len=512, cache_tokens=4096)
@@ -127,17 +131,39 @@ class FakeBrain:
         return b"# HELP baton_up x\nbaton_up 1.0\n"
 
 
+class GatedText:
+    """A `Text` that tokenizes only while its gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.asked = asyncio.Event()
+        self.abandoned = asyncio.Event()
+
+    async def encode(self, text: str) -> tuple[int, ...]:
+        self.asked.set()
+        try:
+            await self.gate.wait()
+        except asyncio.CancelledError:
+            self.abandoned.set()
+            raise
+        return (1, 2, 3)
+
+    def detokenizer(self) -> Detokenizer:
+        return NoTokenizer("").detokenizer()
+
+
 @dataclass
 class Front:
     brain: FakeBrain
     readiness: Readiness
+    refused: list[str]  # codes, in order
+    apps: Any  # the client-facing and the admin application
     http_port: int
-    grpc_port: int
     admin_port: int
+    grpc_port: int
     http: httpx.AsyncClient
     admin: httpx.AsyncClient
     channel: grpc.aio.Channel
-    apps: Any
 
     @property
     def stub(self) -> Any:
@@ -152,28 +178,68 @@ def overloaded() -> Overloaded:
 async def serving(
     *, text: Text | None = None, api_key: str = "", admin_token: str = "", longest: float = 60.0
 ) -> AsyncIterator[Front]:
-    brain, readiness = FakeBrain(), Readiness()
+    brain, readiness, refused = FakeBrain(), Readiness(), []
+    refusals = Refusals(lambda error: refused.append(error.code))
     loaded: asyncio.Future[Text] = asyncio.get_running_loop().create_future()
     loaded.set_result(text or NoTokenizer("demo has no tokenizer files"))
-    intake = Intake(brain, loaded, model="demo", longest=longest)
-    apps = app.build(intake, readiness, api_key), admin.build(brain, readiness, admin_token)
+    intake = Intake(brain, loaded, model="demo", longest=longest, refusals=refusals)
+    apps = app.build(intake, readiness, api_key), admin.build(brain, readiness, admin_token, refusals)
     listeners = [Listener(one, bind("127.0.0.1", 0, "--port")) for one in apps]
     port = GrpcPort(intake, readiness, api_key)
     port.bind("127.0.0.1", 0)
     await port.start()
-    key = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    async with asyncio.TaskGroup() as group:
-        for listener in listeners:
-            group.create_task(listener.run_until_stopped())
-            await listener.listening.wait()
+    key = {"authorization": f"Bearer {api_key}".encode()} if api_key else {}
+    running = [asyncio.create_task(listener.run_until_stopped()) for listener in listeners]
+    for listener in listeners:
+        await listener.listening.wait()
+    try:
         async with (
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{listeners[0].port}", headers=key, timeout=10) as http,
             httpx.AsyncClient(base_url=f"http://127.0.0.1:{listeners[1].port}", timeout=10) as admin_http,
             grpc.aio.insecure_channel(f"127.0.0.1:{port.port}") as channel,
         ):
             yield Front(
-                brain, readiness, listeners[0].port, port.port, listeners[1].port, http, admin_http, channel, apps
+                brain=brain,
+                readiness=readiness,
+                refused=refused,
+                apps=apps,
+                http_port=listeners[0].port,
+                admin_port=listeners[1].port,
+                grpc_port=port.port,
+                http=http,
+                admin=admin_http,
+                channel=channel,
             )
+    finally:
         await port.stop(grace=0.0)
         for listener in listeners:
             listener.stop()
+        await asyncio.gather(*running)
+
+
+async def raw_post(
+    front: Front, body: object, *, receive_buffer: int = 0
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A completion request on a connection that the test holds in its hands."""
+    connection = socket.socket()
+    if receive_buffer:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+    connection.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", front.http_port))
+    reader, writer = await asyncio.open_connection(sock=connection)
+    payload = json.dumps(body).encode()
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(payload) + payload)
+    return reader, writer
+
+
+async def grpc_error(call: Any) -> grpc.aio.AioRpcError:
+    """The error that ends a call of either kind."""
+    try:
+        if hasattr(call, "__aiter__"):
+            async for _ in call:
+                pass
+        else:
+            await call
+    except grpc.aio.AioRpcError as error:
+        return error
+    raise AssertionError("the call was served")

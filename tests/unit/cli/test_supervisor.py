@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli import supervisor
+from baton.cli.errors import innermost
 from baton.cli.output import LogFiles, Output, Relay
 from baton.cli.plan import complete
 from baton.cli.ports import hold_all
@@ -72,15 +73,9 @@ async def cluster(config: Config, output: Output | None = None) -> AsyncIterator
         async with asyncio.timeout(30), running(config, output or Relay(lambda *_: None), told.append) as started:
             yield started, told
     except* ConfigError as group:
-        raise leaf(group) from None
+        raise innermost(group) from None
     except* NodeFailed as group:
-        raise leaf(group) from None
-
-
-def leaf(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+        raise innermost(group) from None
 
 
 def events() -> list[str]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from baton.block_hash import BlockHash, root_hash
 from baton.clock import FakeClock
-from baton.types import AttemptKey, Request, RequestId, SamplingParams, TicketId, Work
+from baton.types import AttemptKey, BlockIndex, Request, RequestId, SamplingParams, TicketId, Work
 from node_engine.core.block_pool import BlockPool
 from node_engine.core.outcome import Emitted, Failed, Outcome, PrefillCompleted
 from node_engine.core.scheduler import Scheduler, SchedulerLimits
@@ -90,7 +90,7 @@ class Node:
         assert 0 < batch.num_tokens <= limits.max_batched_tokens
         assert len({piece.sequence for piece in batch.slices}) == len(batch.slices) <= limits.max_num_seqs
         assert len({destination for _, destination in batch.copies}) == len(batch.copies)
-        written: list[int] = []
+        written: list[BlockIndex] = []
         for piece in batch.slices:
             sequence = self.scheduler.computing(piece.sequence)
             end = piece.start + len(piece.tokens)

@@ -3,7 +3,16 @@
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
 
 from baton.block_hash import BlockHash
 from baton.clock import FakeClock
@@ -309,7 +318,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.owned[block].remove(holder.owner)
 
     @rule(target=holders, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=5 * SIZE))
-    def start(self, tokens: list[int]) -> object:
+    def start(self, tokens: list[int]) -> Holder | MultipleResults[Holder]:
         owner, cap = self.name(), len(tokens) - 1
         chain = HashChain(ROOT, tokens, SIZE)
         whole, best = self.oracle(tokens, cap)
@@ -368,7 +377,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.let_go(holder)
 
     @rule(target=reserved, count=st.integers(1, 4))
-    def reserve(self, count: int) -> object:
+    def reserve(self, count: int) -> TicketId | MultipleResults[TicketId]:
         ticket = TicketId(self.name())
         available = self.pool.available
         blocks = self.pool.reserve(count, ticket, ticket)

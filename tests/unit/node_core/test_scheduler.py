@@ -1,5 +1,7 @@
 """What the scheduler decides, on cases small enough to say what it must be."""
 
+from collections.abc import Callable
+
 import pytest
 
 from baton.errors import ConfigError, OutOfBlocks, TooLong
@@ -136,16 +138,23 @@ def test_one_live_sequence_per_key() -> None:
 # prefix reuse
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33])
-@pytest.mark.parametrize("held", ["nothing", "one block", "half", "all but one", "all"])
+HELD: dict[str, Callable[[int], int]] = {
+    "nothing": lambda length: 0,
+    "one block": lambda length: BLOCK,
+    "half": lambda length: length // 2,
+    "all but one": lambda length: length - 1,
+    "all": lambda length: length,
+}
+REUSE = [(length, held) for length in (1, 15, 16, 17, 31, 32, 33) for held in HELD if HELD[held](length) <= length]
+
+
+@pytest.mark.parametrize(("length", "held"), REUSE)
 def test_cached_prefixes_and_copy_on_write(length: int, held: str) -> None:
-    """Whatever was computed before, the tokens are the same and at most what is missing is computed."""
-    shared = {"nothing": 0, "one block": BLOCK, "half": length // 2, "all but one": length - 1, "all": length}[held]
-    if shared > length:
-        pytest.skip("the prompt is shorter than that")
+    """Whatever was computed before, the tokens are the same and only what is missing is computed."""
+    shared = HELD[held](length)
     node = Node()
     # The warming prompt goes on differently after `shared` tokens and is long enough to fill its blocks.
-    node.add(work("warm", PROMPT[:shared] + [500 - PROMPT[shared]] + other(2 * BLOCK, 5), 1))
+    node.add(work("warm", [*PROMPT[:shared], 999, *other(2 * BLOCK, 5)], 1))
     node.run()
     node.batches.clear()
     job = work("a", PROMPT[:length], 20)
@@ -176,7 +185,7 @@ def test_the_source_of_a_copy_is_held_until_the_copy_is_made() -> None:
 
 
 def test_the_source_of_a_copy_never_stands_in_the_way() -> None:
-    """Two blocks, both cached; the prompt needs both, and a reference on the second to copy from it would be a third."""
+    """Two blocks, both cached. The prompt needs both; a reference on the second, to copy from it, would be a third."""
     node = Node(num_blocks=2)
     node.add(work("warm", PROMPT[:32], 1))
     node.run()
@@ -411,6 +420,19 @@ def test_speculative_work_is_dropped_first_newest_first() -> None:
     again = [event.token for event in completed if event.key == guesses[2].key]
     assert set(again) == set(expected(guesses[2])[:1])
     assert sequence.state is SequenceState.HANDING_OFF
+
+
+def test_growth_takes_from_the_speculative_before_it_preempts() -> None:
+    node = Node(num_blocks=4, max_num_seqs=4)
+    old, young, guess = work("old", other(15, 1), 16), work("young", other(15, 2), 16), work("guess", other(16, 3))
+    node.add(old)
+    node.add(guess, hand_off=True)
+    node.add(young)
+    node.run()
+    assert node.errors() == {}
+    assert [each.sequence.key for each in node.outcomes if isinstance(each, Dropped)] == [guess.key]
+    assert node.emitted(old) == expected(old)
+    assert node.emitted(young) == expected(young)
 
 
 def test_nothing_is_dropped_in_vain() -> None:

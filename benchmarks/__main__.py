@@ -1,0 +1,78 @@
+"""`python -m benchmarks`: measurements of a running system. `all` runs each with its defaults."""
+
+import argparse
+import importlib
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import grpc
+from rich.console import Console
+
+from baton.cli.errors import innermost
+from baton.errors import BatonError
+from benchmarks.report import Row, print_rows, write_json
+
+# Each module has HELP, add_arguments(parser) and main(options, console, command) -> rows.
+COMMANDS = {
+    "serve": "benchmarks.serve",
+    "transfer": "benchmarks.transfer",
+}
+NOT_AVAILABLE = ("kernels", "compare")
+_WIDTH = 160  # columns, where there is no terminal to ask
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code: 0 measured, 1 not possible, 2 wrong usage."""
+    if arguments and arguments[0] in NOT_AVAILABLE:
+        sys.stderr.write(f"error: bench {arguments[0]} is not available in this version\n")
+        return 1
+    parts = {name: importlib.import_module(module) for name, module in COMMANDS.items()}
+    options = _parser(parts).parse_args(arguments)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    rows: list[Row] = []
+    failure = ""
+    try:
+        for name in list(parts) if options.benchmark == "all" else [options.benchmark]:
+            rows += _run(parts[name], name, options, console)
+    except Exception as group:
+        error = innermost(group)
+        if not isinstance(error, BatonError | ValueError | TimeoutError | grpc.RpcError):
+            raise
+        failure = str(error) or "it took too long"
+    if options.json and rows:
+        write_json(options.json, rows)
+    if failure:
+        sys.stderr.write(f"error: {failure}\n")
+    return int(bool(failure))
+
+
+def _run(part: ModuleType, name: str, options: argparse.Namespace, console: Console) -> list[Row]:
+    if options.benchmark == "all":
+        options = argparse.Namespace(**{**vars(_parser({name: part}).parse_args([name])), "benchmark": name})
+        command = f"python -m benchmarks {name}"
+    else:
+        command = "python -m benchmarks " + shlex.join(sys.argv[1:])
+    rows: list[Row] = part.main(options, console, command)
+    print_rows(console, name, rows)
+    return rows
+
+
+def _parser(parts: dict[str, ModuleType]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="|".join([*parts, "all"]))
+    for name, part in parts.items():
+        command = commands.add_parser(name, help=part.HELP, description=part.__doc__, allow_abbrev=False)
+        part.add_arguments(command)
+        _add_json(command)
+    _add_json(commands.add_parser("all", help="each with its defaults"))
+    return parser
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures as JSON")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

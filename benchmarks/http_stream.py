@@ -1,0 +1,137 @@
+"""A small HTTP/1.1 client for one thing: POST a JSON body, read the answer piece by piece as it arrives.
+
+A load generator shares the machine with what it measures, so it does no more per message than it must; every request
+has a connection of its own.
+"""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+MAX_HEAD = 64 << 10  # bytes, also the longest line of a chunked body
+MAX_CHUNK = 16 << 20
+_READ = 64 << 10
+
+
+class HttpError(Exception):
+    """The answer is not HTTP, or broke off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where an API lives. `base` is its path without a slash at the end."""
+
+    host: str
+    port: int
+    tls: bool
+    base: str
+
+
+def parse_url(url: str) -> Target:
+    """http://HOST[:PORT][/BASE] or https. Raises ValueError."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{url!r} is not an http:// or https:// URL")
+    tls = parts.scheme == "https"
+    return Target(parts.hostname, parts.port or (443 if tls else 80), tls, parts.path.rstrip("/"))
+
+
+class Response:
+    """Status and headers have been read; `pieces()` gives the body as it arrives."""
+
+    def __init__(self, status: int, headers: Mapping[str, str], reader: asyncio.StreamReader) -> None:
+        self.status = status
+        self.headers = headers
+        self._reader = reader
+
+    def pieces(self) -> AsyncIterator[bytes]:
+        """Raises HttpError when the body breaks off."""
+        if self.headers.get("transfer-encoding", "").lower() == "chunked":
+            return self._chunks()
+        return self._plain(self.headers.get("content-length"))
+
+    async def body(self, most: int = MAX_CHUNK) -> bytes:
+        whole = b""
+        async for piece in self.pieces():
+            whole += piece
+            if len(whole) > most:
+                raise HttpError(f"the body is longer than {most} bytes")
+        return whole
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        while True:
+            line = await _line(self._reader)
+            try:
+                size = int(line.partition(b";")[0], 16)
+            except ValueError:
+                raise HttpError("a chunk has no size") from None
+            if not 0 <= size <= MAX_CHUNK:
+                raise HttpError(f"a chunk has {size} bytes: at most {MAX_CHUNK} are read")
+            if size == 0:
+                return
+            piece = await _exactly(self._reader, size + 2)
+            yield piece[:-2]
+
+    async def _plain(self, length: str | None) -> AsyncIterator[bytes]:
+        left = int(length) if length is not None else None
+        while left is None or left > 0:
+            piece = await self._reader.read(_READ if left is None else min(_READ, left))
+            if not piece:
+                if left is None:
+                    return
+                raise HttpError(f"the body broke off {left} bytes before its end")
+            left = None if left is None else left - len(piece)
+            yield piece
+
+
+@asynccontextmanager
+async def request(
+    target: Target, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
+) -> AsyncIterator[Response]:
+    """Send and yield the response; the connection closes with the block. Raises OSError, HttpError."""
+    context = ssl.create_default_context() if target.tls else None
+    reader, writer = await asyncio.open_connection(target.host, target.port, ssl=context, limit=MAX_HEAD)
+    try:
+        writer.write(_head(target, method, path, headers, len(body)) + body)
+        await writer.drain()
+        yield await _response(reader)
+    finally:
+        writer.close()
+
+
+def _head(target: Target, method: str, path: str, headers: Mapping[str, str], length: int) -> bytes:
+    host = f"[{target.host}]" if ":" in target.host else target.host
+    fields = {"Host": f"{host}:{target.port}", "Connection": "close", "Content-Length": str(length), **headers}
+    lines = [f"{method} {target.base}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode()
+
+
+async def _response(reader: asyncio.StreamReader) -> Response:
+    words = (await _line(reader)).split(b" ", 2)
+    if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
+        raise HttpError("the answer is not HTTP/1")
+    headers: dict[str, str] = {}
+    while line := await _line(reader):
+        name, _, value = line.partition(b":")
+        headers[name.decode("latin-1").strip().lower()] = value.decode("latin-1").strip()
+        if len(headers) > 256:
+            raise HttpError("the answer has more than 256 headers")
+    return Response(int(words[1]), headers, reader)
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    """Without its end; raises HttpError when there is none."""
+    try:
+        return (await reader.readuntil(b"\r\n"))[:-2]
+    except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+        raise HttpError("the answer broke off") from None
+
+
+async def _exactly(reader: asyncio.StreamReader, size: int) -> bytes:
+    try:
+        return await reader.readexactly(size)
+    except asyncio.IncompleteReadError:
+        raise HttpError("the answer broke off") from None

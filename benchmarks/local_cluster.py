@@ -1,0 +1,48 @@
+"""A cluster of real processes for the length of a measurement: the machinery of `baton up`, on free ports."""
+
+import asyncio
+import shutil
+import socket
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from baton.cli import plan, ports
+from baton.cli.output import LogFiles
+from baton.cli.supervisor import Supervisor, running
+from baton.config import Config
+from benchmarks.models import Shape, build
+
+START_TIMEOUT = 120.0  # seconds
+
+
+@asynccontextmanager
+async def local_cluster(console: Console, shape: Shape, name: str, **settings: Any) -> AsyncIterator[Supervisor]:
+    """A ready cluster that serves a random model of `shape`, called `name`. Leaves nothing behind; logs are kept, and
+    their folder is named, when it fails."""
+    folder = Path(tempfile.mkdtemp(prefix="baton-bench-"))
+    failed = True
+    held: list[socket.socket] = []
+    logs = LogFiles(folder / "logs")
+    try:
+        model = await asyncio.to_thread(build, folder / name, shape)
+        free: dict[str, Any] = {"port": 0, "grpc_port": 0, "admin_port": 0, "drain_timeout": 5.0}
+        config, _ = plan.complete(Config(**{**free, **settings, "model": str(model), "state_dir": str(folder)}))
+        config, held = ports.hold_all(config)
+        async with running(config, logs, console.print) as cluster:
+            async with asyncio.timeout(START_TIMEOUT):
+                await cluster.ready()
+            yield cluster
+        failed = False
+    finally:
+        logs.close()
+        for one in held:
+            one.close()
+        if failed:
+            console.print(f"the logs of the cluster are in {logs.folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,39 @@
+"""Order statistics of a sample. Pure."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """The q-th percentile (0 to 100), linear between closest ranks (Hyndman and Fan's type 7, numpy's default).
+
+    Raises ValueError for an empty sample.
+    """
+    if not values:
+        raise ValueError("an empty sample has no percentiles")
+    ordered = sorted(values)
+    rank = (len(ordered) - 1) * q / 100
+    below = math.floor(rank)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (rank - below)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a table shows of a sample, in the sample's own unit."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+def summarise(values: Sequence[float]) -> Summary | None:
+    """None for an empty sample."""
+    if not values:
+        return None
+    p50, p90, p99 = (percentile(values, q) for q in (50, 90, 99))
+    return Summary(len(values), math.fsum(values) / len(values), p50, p90, p99, max(values))

@@ -1,0 +1,131 @@
+"""`transfer`: what a hand-off costs a client, over each transport, with real processes.
+
+One request at a time, each with a cold prompt of one chunk, against a narrow model of 24 layers: little arithmetic to
+hide behind. The overhead is the time to the first token, as the client sees it, less the forward passes and less the
+exposed part of the transfer: everything that disaggregation adds besides moving bytes.
+"""
+
+import argparse
+import asyncio
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import grpc
+from rich.console import Console
+
+from baton.cli.timeline import STAGES, landed_early
+from baton.errors import NodeFailed
+from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
+from benchmarks.local_cluster import local_cluster
+from benchmarks.machine_rates import loopback_tcp_rate, memcpy_rate
+from benchmarks.models import NARROW
+from benchmarks.percentiles import percentile
+from benchmarks.report import Row, row
+
+HELP = "what a hand-off adds to the time to first token, over each transport"
+TRANSPORTS = ("shm", "zmq")
+OVERHEAD_LIMIT = 15.0  # milliseconds, median
+LANDED_TARGET = 0.8  # share of slabs on the decode node before the last layer is computed
+_OUTPUT = 16  # tokens: by then the prefill node has told the coordinator how the hand-off went
+_WARM_UP = 5  # requests
+_TOLD = 0.9  # least share of answers whose timeline tells of the hand-off
+_DEADLINE = 60.0  # seconds of one request
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One request. `ttft` is the client's, in seconds; the rest is the coordinator's account of it."""
+
+    ttft: float
+    timeline: common_pb2.Timeline
+
+    @property
+    def overhead(self) -> float:
+        report = self.timeline.handoff
+        return self.ttft - report.compute_seconds - report.exposed_seconds
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--transport", choices=(*TRANSPORTS, "all"), default="all")
+    parser.add_argument("--requests", type=int, default=50, help="measured requests of each transport (default 50)")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt, in one chunk (default 512)")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts (default 0)")
+
+
+async def run(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
+    rates = {"shm": memcpy_rate(), "zmq": loopback_tcp_rate()}
+    rows = [
+        row("transfer/memcpy", rates["shm"] / 1e9, "GB/s", command),
+        row("transfer/loopback_tcp", rates["zmq"] / 1e9, "GB/s", command),
+    ]
+    for transport in TRANSPORTS if options.transport == "all" else (options.transport,):
+        samples = await _measure(transport, options, console)
+        rows += to_rows(transport, samples, rates[transport], command)
+    return rows
+
+
+async def _measure(transport: str, options: argparse.Namespace, console: Console) -> list[Sample]:
+    """Raises NodeFailed when answers did not come by hand-offs over `transport`."""
+    settings = {"transport": transport, "max_batched_tokens": options.prompt, "kv_memory": "256MiB"}
+    source = random.Random(options.seed)
+    async with local_cluster(console, NARROW, "narrow", **settings) as cluster:
+        async with grpc.aio.insecure_channel(cluster.endpoints.grpc) as channel:
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            samples = [await _one(stub, source, options.prompt) for _ in range(_WARM_UP + options.requests)]
+        told = [sample for sample in samples[_WARM_UP:] if sample.timeline.handoff.transport]
+        others = {sample.timeline.handoff.transport for sample in told} - {transport}
+        if others or len(told) < _TOLD * options.requests:
+            raise NodeFailed(
+                f"{len(told)} of {options.requests} answers told of a hand-off, over {others or transport}: "
+                f"{transport} was asked for"
+            )
+    return told
+
+
+async def _one(stub: generation_pb2_grpc.GenerationStub, source: random.Random, prompt_tokens: int) -> Sample:
+    prompt = [source.randrange(16, NARROW.vocabulary) for _ in range(prompt_tokens)]
+    request = generation_pb2.GenerateRequest(
+        token_ids=common_pb2.TokenIds(ids=prompt), max_tokens=_OUTPUT, temperature=0.0, ignore_eos=True
+    )
+    first = None
+    started = time.perf_counter()
+    async for answer in stub.Generate(request, timeout=_DEADLINE):
+        if first is None and answer.token_ids:
+            first = time.perf_counter()
+    if first is None:
+        raise NodeFailed("an answer had no tokens")
+    return Sample(first - started, answer.timeline)
+
+
+def to_rows(transport: str, samples: Sequence[Sample], rate: float, command: str) -> list[Row]:
+    """Medians. The exposed transfer is held against a bare copy of the same bytes at `rate` bytes per second."""
+    reports = [sample.timeline.handoff for sample in samples]
+    prefix = f"transfer/{transport}"
+
+    def median(name: str, values: Sequence[float], unit: str = "ms", limit: float | None = None) -> Row:
+        scale = 1e3 if unit == "ms" else 1.0
+        return row(f"{prefix}/{name}", percentile(values, 50) * scale, unit, command, limit)
+
+    moved = [float(report.bytes) for report in reports]
+    bare_copy = percentile(moved, 50) / rate * 1e3
+    overheads = [sample.overhead for sample in samples]
+    return [
+        row(f"{prefix}/samples", float(len(samples)), "requests", command),
+        median("overhead", overheads, limit=OVERHEAD_LIMIT),
+        row(f"{prefix}/overhead_p99", percentile(overheads, 99) * 1e3, "ms", command),
+        median("ttft", [sample.ttft for sample in samples]),
+        median("compute", [report.compute_seconds for report in reports]),
+        median("exposed", [report.exposed_seconds for report in reports], limit=bare_copy),
+        median("commit", [report.commit_seconds for report in reports]),
+        *(median(f"stage_{stage}", [getattr(sample.timeline, stage) for sample in samples]) for stage in STAGES),
+        median("client", [sample.ttft - sample.timeline.ttft for sample in samples]),
+        median("landed_early", [landed_early(report) for report in reports], "share", LANDED_TARGET),
+        median("moved", [value / 1e6 for value in moved], "MB"),
+        median("slabs", [float(report.slabs) for report in reports], "slabs"),
+    ]
+
+
+def main(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
+    return asyncio.run(run(options, console, command))

@@ -1,0 +1,14 @@
+"""The kernels of an NVIDIA GPU: Triton where it matters, torch's own CUDA operators elsewhere."""
+
+import torch
+
+from kv_kernels import host_memory, linear, triton_decode, triton_write
+from kv_kernels.torch_kernels import TorchKernels
+
+
+class TritonKernels(TorchKernels):
+    adopt = staticmethod(host_memory.adopt_cuda)
+    synchronize = staticmethod(torch.cuda.synchronize)
+    linear = staticmethod(linear.PlainLinear)
+    write_kv = staticmethod(triton_write.write_kv)
+    plan_decode = staticmethod(triton_decode.plan_decode)

@@ -1,0 +1,38 @@
+"""The model's name for the cluster: two nodes may exchange KV only if their digests are equal."""
+
+import hashlib
+import json
+from dataclasses import asdict
+
+import torch
+import xxhash
+
+from node_engine.model.config import ModelConfig
+
+# What the arithmetic does not depend on.
+_LEFT_OUT = ("stored_dtype", "eos_token_ids", "max_position_embeddings")
+
+
+class ModelDigest:
+    """SHA-256 over the architecture and, by name, each tensor's dtype, shape and XXH3-128 of its bytes.
+
+    Of shards and file order it is independent. XXH3 reads at memory speed and finds accidents (another
+    revision, a damaged download). It is no defence against weights forged on purpose, and need not be:
+    whoever may join the cluster holds its token.
+    """
+
+    def __init__(self, config: ModelConfig, origin: str) -> None:
+        """`origin` tells weights that were read from weights that were made up."""
+        self._architecture = {key: value for key, value in asdict(config).items() if key not in _LEFT_OUT}
+        self._origin = origin
+        self._tensors: dict[str, str] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Take in a tensor as it is stored, on the CPU."""
+        contents = xxhash.xxh3_128_hexdigest(tensor.contiguous().view(torch.uint8).numpy().data)
+        self._tensors[name] = f"{tensor.dtype} {tuple(tensor.shape)} {contents}"
+
+    def finish(self) -> bytes:
+        """32 bytes."""
+        named = {"origin": self._origin, "architecture": self._architecture, "tensors": self._tensors}
+        return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).digest()

@@ -1,0 +1,42 @@
+"""Small tokenizers, trained on the spot."""
+
+import functools
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from coordinator.detokenizer import BYTE_OF_CHAR
+from coordinator.tokenizer import HfTokenizer
+
+EOS = "<|end|>"
+CORPUS = ["hello world, hello hello", "héllo wörld", "日本語のテキスト", "😀😀 🎉", "a b  c\n\n\td"] * 4
+
+
+BYTE_CHARS = {byte: char for char, byte in BYTE_OF_CHAR.items()}
+
+
+@functools.cache
+def byte_level(vocab_size: int = 320) -> tokenizers.Tokenizer:
+    """Byte-level BPE, as GPT-2, Llama 3 and Qwen use it. Token 0 is special."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[EOS],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+def hello_tokenizer() -> HfTokenizer:
+    return HfTokenizer(byte_level(), bos=None)
+
+
+def byte_tokens(data: bytes) -> list[int]:
+    """One token for each byte."""
+    tokens = [byte_level().token_to_id(BYTE_CHARS[byte]) for byte in data]
+    assert None not in tokens
+    return tokens

@@ -1,0 +1,57 @@
+"""The admin port."""
+
+import pytest
+
+from coordinator.admin import NOT_YET
+from tests.integration.front_fixtures import serving
+
+TOKEN = "open-sesame"
+
+
+async def test_state_is_the_protocols_own_json() -> None:
+    async with serving() as front:
+        status = (await front.admin.get("/admin/status")).json()
+        assert (status["ready"], status["queued"], status["running"], status["nodes"]) == (True, 2, 0, [])
+        ledger = (await front.admin.get("/admin/ledger")).json()["ledgers"][0]
+        assert (ledger["node"], ledger["total"], ledger["in_use"], ledger["owners"]) == ("decode-0", 10, 0, [])
+        metrics = await front.admin.get("/metrics")
+        assert metrics.headers["content-type"].startswith("text/plain; version=")
+        assert "baton_up 1.0" in metrics.text
+
+
+async def test_probes_and_health_follow_readiness() -> None:
+    async with serving() as front:
+        assert (await front.admin.get("/readyz")).status_code == 200
+        assert (await front.http.get("/health")).status_code == 200
+        front.readiness.hold("warm-up", "no decode node has joined")
+        assert (await front.admin.get("/livez")).status_code == 200
+        for response in (await front.admin.get("/readyz"), await front.http.get("/health")):
+            assert response.status_code == 503
+            assert "no decode node has joined" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("path", "method"), NOT_YET)
+async def test_what_is_not_built_says_so(path: str, method: str) -> None:
+    async with serving() as front:
+        response = await front.admin.request(method, path)
+        assert (response.status_code, response.json()["error"]["code"]) == (501, "not_available")
+
+
+async def test_a_token_closes_every_route_even_to_loopback() -> None:
+    async with serving(admin_token=TOKEN) as front:
+        paths = [route.path for route in front.apps[1].routes]
+        assert "/metrics" in paths
+        for path in paths:
+            assert (await front.admin.get(path)).status_code == 401
+            wrong = await front.admin.get(path, headers={"authorization": f"Bearer {TOKEN}!"})
+            assert wrong.status_code == 401
+        right = await front.admin.get("/metrics", headers={"authorization": f"Bearer {TOKEN}"})
+        assert right.status_code == 200
+
+
+async def test_errors_have_our_shape() -> None:
+    async with serving() as front:
+        for method, path, status in (("GET", "/nope", 404), ("DELETE", "/livez", 405), ("GET", "/admin/drain", 405)):
+            response = await front.admin.request(method, path)
+            assert response.status_code == status
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}

@@ -1,0 +1,137 @@
+"""Errors that are not the caller's, before and after the first byte, over both front doors."""
+
+import asyncio
+import json
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+
+from baton import errors
+from baton.errors import BatonError
+from baton.pb import generation_pb2 as pb
+from coordinator.generation import Delta
+from tests.integration.front_fixtures import FakeGeneration, Front, grpc_error, overloaded, serving
+
+CANARY = "canary-sings-at-dawn"
+ASK = pb.GenerateRequest(token_ids={"ids": [1]})
+
+
+async def post(front: Front, **fields: Any) -> httpx.Response:
+    return await front.http.post("/v1/completions", json={"prompt": [1], **fields})
+
+
+async def told(front: Front, method: str, request: pb.GenerateRequest = ASK) -> grpc.aio.AioRpcError:
+    return await grpc_error(getattr(front.stub, method)(request))
+
+
+REFUSALS = [
+    (overloaded(), 429, "rate_limit_error", "overloaded", "3", "RESOURCE_EXHAUSTED"),
+    (errors.Draining("stopping", retry_after=0.1), 503, "server_error", "draining", "1", "UNAVAILABLE"),
+    (errors.Unavailable("no decode node", retry_after=1), 503, "server_error", "unavailable", "1", "UNAVAILABLE"),
+    (errors.NodeGone("node d0 is gone"), 503, "server_error", "node_gone", None, "UNAVAILABLE"),
+    (errors.DeadlineExceeded("too late"), 504, "timeout_error", "deadline_exceeded", None, "DEADLINE_EXCEEDED"),
+    (ZeroDivisionError(CANARY), 500, "server_error", "internal_error", None, "INTERNAL"),
+]
+
+
+@pytest.mark.parametrize("stage", ["submit", "first event"])
+@pytest.mark.parametrize(("error", "status", "kind", "code", "retry", "grpc_code"), REFUSALS, ids=lambda x: str(x)[:20])
+async def test_before_the_first_byte(
+    error: Exception, status: int, kind: str, code: str, retry: str | None, grpc_code: str, stage: str
+) -> None:
+    async with serving() as front:
+        if stage == "submit":
+            front.brain.refusal = error
+        else:
+            front.brain.script = lambda generation: generation.give(error)
+        for stream in (False, True):
+            response = await post(front, stream=stream)
+            assert response.status_code == status
+            shown = response.json()["error"]
+            assert (shown["type"], shown["code"], shown["param"]) == (kind, code, None)
+            assert response.headers.get("retry-after") == retry
+            assert CANARY not in response.text
+        for method in ("Generate", "GenerateOnce"):
+            failed = await told(front, method)
+            trailing = dict(failed.trailing_metadata())
+            assert failed.code().name == grpc_code
+            assert (trailing["baton-error-code"], trailing.get("retry-after")) == (code, retry)
+            assert CANARY not in failed.details()
+        assert front.refused == []  # the brain counts its own
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.NodeGone("gone"), "node_gone"),
+        (errors.Draining("stop"), "draining"),
+        (KeyError(CANARY), "internal_error"),
+    ],
+)
+async def test_after_the_first_byte(error: Exception, code: str) -> None:
+    async with serving() as front:
+        front.brain.script = lambda generation: generation.give(Delta((1,)), error)
+        response = await post(front, stream=True)
+        assert response.status_code == 200
+        first, last = (json.loads(line[6:]) for line in response.text.split("\n\n") if line)
+        assert first["choices"][0]["finish_reason"] is None
+        assert last["error"]["code"] == code
+        assert "[DONE]" not in response.text
+        assert CANARY not in response.text
+        whole = await post(front)
+        assert (whole.status_code, whole.json()["error"]["code"]) == (
+            error.http_status if isinstance(error, BatonError) else 500,
+            code,
+        )
+        assert dict((await told(front, "Generate")).trailing_metadata())["baton-error-code"] == code
+
+
+async def test_an_error_event_closes_the_connection() -> None:
+    async with serving() as front:
+        front.brain.script = lambda generation: generation.give(Delta((1,)), errors.NodeGone("gone"))
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
+        body = b'{"prompt": [1], "stream": true}'
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        async with asyncio.timeout(5):
+            received = await reader.read()  # until the end of the connection
+        assert received.endswith(b"0\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_without_nodes() -> None:
+    async with serving() as front:
+        front.brain.no_nodes = True
+        for response in (await post(front), await front.http.get("/v1/models")):
+            assert (response.status_code, response.headers["retry-after"]) == (503, "2")
+            assert response.json()["error"]["code"] == "unavailable"
+
+
+async def test_prompts_and_outputs_are_never_logged(capfd: pytest.CaptureFixture[str]) -> None:
+    """Whatever goes wrong, and whatever the exception quotes."""
+
+    def explode(generation: FakeGeneration) -> None:
+        generation.give(Delta((77777,)), RuntimeError(f"prompt was {CANARY}"))
+
+    async with serving() as front:
+        await post(front, prompt=CANARY)
+        await post(front, prompt=[CANARY])
+        await post(front, **{CANARY: 1})
+        await post(front, stop=CANARY)
+        await front.http.post("/v1/completions", content=f'{{"prompt": "{CANARY}"')
+        front.brain.script = explode
+        for stream in (True, False):
+            await post(front, stream=stream)
+        await told(front, "Generate")
+        await told(front, "GenerateOnce", pb.GenerateRequest(text=CANARY))
+        front.brain.refusal = ValueError(CANARY)
+        await post(front)
+        await told(front, "GenerateOnce")
+    captured = capfd.readouterr()
+    logged = captured.out + captured.err
+    assert "internal error" in logged
+    assert "KeyError" not in logged
+    assert CANARY not in logged
+    assert "77777" not in logged

@@ -1,0 +1,166 @@
+"""Bounds on what a client can make the HTTP front door hold: bodies, heads, unread output, time."""
+
+import asyncio
+import contextlib
+import json
+
+import pytest
+
+from baton.limits import MAX_BODY_BYTES
+from coordinator.generation import Delta
+from coordinator.http import protocol
+from tests.integration.front_fixtures import BUFFER, FakeGeneration, Front, done, raw_post, serving
+
+
+async def send(front: Front, *parts: bytes) -> bytes:
+    """Everything that comes back on a connection that sends `parts` and says no more."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
+    async with asyncio.timeout(10):
+        try:
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+            return await reader.readuntil(b"}}")
+        finally:
+            writer.close()
+
+
+def error_of(response: bytes) -> tuple[bytes, str]:
+    head, _, body = response.partition(b"\r\n\r\n")
+    return head.split()[1], json.loads(body)["error"]["code"]
+
+
+async def test_a_declared_body_is_refused_before_it_is_sent() -> None:
+    async with serving() as front:
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {MAX_BODY_BYTES + 1}\r\n\r\n"
+        assert error_of(await send(front, head.encode())) == (b"413", "request_too_large")
+
+
+async def test_a_chunked_body_is_refused_while_it_is_read() -> None:
+    async with serving() as front:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
+        assert error_of(await send(front, head, *[chunk] * 4, b"1\r\n \r\n")) == (b"413", "request_too_large")
+        assert front.refused == ["request_too_large"]
+
+
+async def test_the_largest_body_is_read() -> None:
+    async with serving() as front:
+        body = b'{"prompt": [1]' + b" " * (MAX_BODY_BYTES - 15) + b"}"
+        assert (await front.http.post("/v1/completions", content=body)).status_code == 200
+        assert (await front.http.post("/v1/completions", content=body + b" ")).status_code == 413
+
+
+async def test_an_endless_body_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "MAX_DROPPED_BYTES", 6 << 20)
+    async with serving() as front:
+        _, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
+        with contextlib.suppress(ConnectionError):
+            for _ in range(64):
+                writer.write(chunk)
+                await writer.drain()
+            raise AssertionError("64 MiB were taken")
+        writer.close()
+        assert front.refused == ["request_too_large"]
+
+
+@pytest.mark.parametrize("ended", [True, False])
+async def test_the_head_is_bounded(ended: bool) -> None:
+    async with serving() as front:
+        start = b"GET /health HTTP/1.1\r\nhost: x\r\nx-filler: "
+        fillers = [b"y" * (40 << 10)] * 8
+        response = await send(front, start, *fillers) if not ended else await send(front, start, *fillers, b"\r\n\r\n")
+        assert error_of(response) == (b"400", "invalid_request")
+
+
+@pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"])
+async def test_what_is_not_http_gets_an_error_in_our_shape(garbage: bytes) -> None:
+    async with serving() as front:
+        assert error_of(await send(front, garbage)) == (b"400", "invalid_request")
+
+
+async def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.05)
+    async with serving() as front:
+        for first in (b"", b"GET /hea"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
+            writer.write(first)
+            async with asyncio.timeout(5):
+                assert await reader.read() == b""
+            writer.close()
+
+
+async def test_a_slow_reader_is_cut_off_with_an_error() -> None:
+    """Its backlog stays in the generation's bounded buffer, not in ours; what it had coming still comes first."""
+    async with serving() as front:
+        front.brain.script = lambda generation: None
+        reader, writer = await raw_post(
+            front, {"prompt": [1], "stream": True, "return_token_ids": True}, receive_buffer=8 << 10
+        )
+        writer.transport.pause_reading()
+        generation = await front.brain.generations.get()
+        given = await fill(generation)
+        assert given < 20_000  # steps of about 250 bytes: kernel buffers, one transport buffer, one bounded queue
+        writer.transport.resume_reading()
+        async with asyncio.timeout(10):
+            received = await reader.read()
+        writer.close()
+    assert b"slow_reader" in received
+    assert b"[DONE]" not in received
+    tokens = [
+        token
+        for line in received.split(b"\n")
+        if line.startswith(b'data: {"id"')
+        for token in json.loads(line[6:])["choices"][0]["token_ids"]
+    ]
+    assert tokens == list(range(len(tokens)))
+    assert len(tokens) > BUFFER
+
+
+async def fill(generation: FakeGeneration) -> int:
+    """Generate for as long as somebody takes it."""
+    given = 0
+    while not generation.ended:
+        generation.give(Delta((given,)))
+        given += 1
+        await asyncio.sleep(0)
+    return given
+
+
+@pytest.mark.parametrize("told", ["0", "-1", "nan", "inf", "soon", ""])
+async def test_a_bad_deadline(told: str) -> None:
+    async with serving() as front:
+        headers = {"x-request-timeout": told}
+        response = await front.http.post("/v1/completions", json={"prompt": [1]}, headers=headers)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "x-request-timeout"
+
+
+@pytest.mark.parametrize(("told", "most"), [(None, 60.0), ("2.5", 2.5), ("1e6", 60.0)])
+async def test_the_deadline_reaches_the_brain(told: str | None, most: float) -> None:
+    async with serving(longest=60.0) as front:
+        headers = {"x-request-timeout": told} if told else {}
+        await front.http.post("/v1/completions", json={"prompt": [1]}, headers=headers)
+        assert most - 1 < front.brain.submissions[0].timeout <= most
+
+
+async def test_a_body_that_never_ends_meets_its_deadline() -> None:
+    async with serving() as front:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-timeout: 0.05\r\ncontent-length: 9\r\n\r\n{"
+        assert error_of(await send(front, head)) == (b"504", "deadline_exceeded")
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    async with serving() as front:
+        front.brain.script = lambda generation: generation.give(
+            Delta((generation.submission.sampling.max_tokens,)), done()
+        )
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
+        for wanted in (2, 3):
+            body = b'{"prompt": [1], "return_token_ids": true, "max_tokens": %d}' % wanted
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        first, second = await reader.readuntil(b'"token_ids":[2]'), await reader.readuntil(b'"token_ids":[3]')
+        assert (first.count(b"200 OK"), second.count(b"200 OK")) == (1, 1)
+        writer.close()

@@ -1,0 +1,174 @@
+"""Windows, choice, and the books they rest on."""
+
+from dataclasses import replace
+
+import pytest
+
+from baton.types import AttemptKey, Incarnation, RequestId
+from coordinator.core import messages as m
+from coordinator.core.loads import Loads
+from coordinator.core.placement import Choice, Demand, LeastLoaded, NodeView
+from coordinator.core.registry import Node
+from tests.unit.coordinator_core.world import DECODE, PREFILL, World, join_info
+
+P = NodeView(Incarnation("p"), PREFILL, 4, 64, 0, 0, 0, 32, None, 0)
+D = NodeView(Incarnation("d"), DECODE, 4, 64, 0, 0, 0, 32, None, 0)
+BOTH = Demand(tokens=20, blocks=2, prefill=True, decode=True)
+
+
+def choose(demand: Demand, *nodes: NodeView) -> Choice | None:
+    return LeastLoaded().choose(demand, nodes)
+
+
+@pytest.mark.parametrize(
+    ("computing", "uncomputed", "tokens", "takes"),
+    [
+        (0, 0, 10_000, True),  # always one
+        (1, 10_000, 10_000, True),  # and the next
+        (2, 10_000, 1, False),
+        (2, 100, 28, True),  # many small ones, up to two steps' worth of tokens
+        (2, 100, 29, False),
+        (4, 4, 1, False),  # never more than the node runs at once
+    ],
+)
+def test_prefill_window(computing: int, uncomputed: int, tokens: int, takes: bool) -> None:
+    node = replace(P, computing=computing, uncomputed_tokens=uncomputed)
+    assert node.takes_prefill(replace(BOTH, tokens=tokens)) is takes
+
+
+@pytest.mark.parametrize(
+    ("attempts", "room", "closed", "takes"),
+    [
+        (0, 2, None, True),
+        (3, 2, None, True),
+        (4, 32, None, False),
+        (0, 1, None, False),
+        (0, 9, 2, False),
+        (0, 9, 3, True),
+    ],
+)
+def test_decode_window(attempts: int, room: int, closed: int | None, takes: bool) -> None:
+    assert replace(D, attempts=attempts, room=room, closed_from=closed).takes_decode(BOTH) is takes
+
+
+def test_the_least_loaded_of_each_role() -> None:
+    busy_p = replace(P, incarnation=Incarnation("busy p"), computing=1, uncomputed_tokens=5)
+    busy_d = replace(D, incarnation=Incarnation("busy d"), attempts=1)
+    full_d = replace(D, incarnation=Incarnation("full d"), room=30)
+    assert choose(BOTH, busy_p, P, busy_d, full_d, D) == Choice(P.incarnation, D.incarnation)
+
+
+def test_ties_go_round() -> None:
+    late = replace(P, incarnation=Incarnation("late"), last_placed=9)
+    chosen = choose(BOTH, late, P, D)
+    assert chosen is not None
+    assert chosen.prefill == P.incarnation
+
+
+def test_both_or_none() -> None:
+    assert choose(BOTH, P) is None
+    assert choose(BOTH, D) is None
+    assert choose(replace(BOTH, decode=False), P) == Choice(P.incarnation, None)
+    assert choose(replace(BOTH, prefill=False), P, D) == Choice(None, D.incarnation)
+
+
+def test_avoided_nodes_are_taken_if_there_is_no_other() -> None:
+    demand = replace(BOTH, avoid=frozenset({P.incarnation}))
+    busy = replace(P, incarnation=Incarnation("busy"), computing=1, uncomputed_tokens=50)
+    assert choose(demand, P, busy, D) == Choice(busy.incarnation, D.incarnation)
+    assert choose(demand, P, D) == Choice(P.incarnation, D.incarnation)
+
+
+# the books
+
+
+def key(number: int) -> AttemptKey:
+    return AttemptKey(RequestId(f"r{number}"), 1, 0)
+
+
+@pytest.fixture
+def node() -> Node:
+    return Node(join_info("d0", DECODE), Incarnation("d0"), 0.0, 0.0)
+
+
+@pytest.fixture
+def loads(node: Node) -> Loads:
+    loads = Loads()
+    loads.add_node(node.incarnation)
+    return loads
+
+
+def test_room_is_what_was_reported_less_what_the_report_cannot_have_seen(loads: Loads, node: Node) -> None:
+    d = node.incarnation
+    loads.place(d, key(1), tokens=40, blocks=4)
+    assert loads.view(node).room == 28
+    loads.report(d, 32)  # sent before the node had heard of it
+    assert loads.view(node).room == 28
+    loads.heard_of(d, key(1))
+    loads.report(d, 27)  # it has: and it took one block more than expected
+    assert loads.view(node).room == 27
+    loads.place(d, key(2), tokens=20, blocks=2)
+    assert loads.view(node).room == 25
+    loads.end(d, key(1))
+    assert loads.view(node).room == 29
+    loads.end(d, key(2))
+    assert loads.view(node).room == 31
+    loads.report(d, 32)
+    assert loads.view(node).room == 32
+
+
+def test_ending_twice_or_nowhere_changes_nothing(loads: Loads, node: Node) -> None:
+    loads.place(node.incarnation, key(1), 10, 1)
+    loads.end(node.incarnation, key(1))
+    loads.end(node.incarnation, key(1))
+    loads.end(Incarnation("nobody"), key(1))
+    assert loads.view(node).room == 32
+    assert loads.busy() == set()
+
+
+def test_a_refusal_closes_for_its_size_and_is_a_report(loads: Loads, node: Node) -> None:
+    d = node.incarnation
+    loads.refused(d, m.Refused(key(1), needed=6, free=3), blocks=4)
+    view = loads.view(node)
+    assert (view.room, view.closed_from) == (3, 4)
+    loads.report(d, 5)
+    assert loads.view(node).closed_from == 4
+    loads.report(d, 6)
+    assert loads.view(node).closed_from is None
+
+
+def test_the_smallest_refused_demand_stays_closed(loads: Loads, node: Node) -> None:
+    loads.close(node.incarnation, blocks=2, needed=3)
+    loads.close(node.incarnation, blocks=9, needed=9)
+    assert loads.view(node).closed_from == 2
+
+
+def test_only_a_leg_from_before_the_refusal_reopens(loads: Loads, node: Node) -> None:
+    d = node.incarnation
+    loads.place(d, key(1), 10, 1)
+    loads.close(d, blocks=2, needed=2)
+    loads.place(d, key(2), 10, 1)
+    loads.end(d, key(2))
+    assert loads.view(node).closed_from == 2
+    loads.end(d, key(1))
+    assert loads.view(node).closed_from is None
+
+
+def test_prefill_counts_what_is_not_computed_yet() -> None:
+    world = World()
+    p0 = world.join("p0", PREFILL)
+    world.join("d0", DECODE)
+    for _ in range(3):
+        world.submit(prompt=60)
+    assert (world.brain.placed_on(p0), world.brain.queued) == (2, 1)
+    world.prefill_ended(p0, AttemptKey(RequestId("r1"), 1, 0))
+    assert (world.brain.placed_on(p0), world.brain.queued) == (3, 0)
+
+
+def test_decode_is_given_no_more_than_it_runs_at_once() -> None:
+    world = World(mode="colocated")
+    d0 = world.join("d0", DECODE, max_num_seqs=2)
+    requests = [world.submit() for _ in range(3)]
+    assert (world.brain.placed_on(d0), world.brain.queued) == (2, 1)
+    world.cancel(requests[0])
+    assert (world.brain.placed_on(d0), world.brain.queued) == (2, 0)

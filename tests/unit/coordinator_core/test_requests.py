@@ -1,0 +1,472 @@
+"""The rules of the request table, one by one."""
+
+import pytest
+
+from baton.errors import (
+    BatonError,
+    DeadlineExceeded,
+    Draining,
+    Incomplete,
+    InvalidRequest,
+    LeaseExpired,
+    NodeGone,
+    OutOfBlocks,
+    Overloaded,
+    Preempted,
+    Stalled,
+    TooLong,
+    Unavailable,
+)
+from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, TokenEvent
+from coordinator.core import messages as m
+from coordinator.core.record import RequestState
+from tests.unit.coordinator_core.world import DECODE, PREFILL, World, ticket_for
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+def p0(world: World) -> Incarnation:
+    return world.join("p0", PREFILL)
+
+
+@pytest.fixture
+def d0(world: World, p0: Incarnation) -> Incarnation:
+    return world.join("d0", DECODE)
+
+
+def stream_one(world: World, prefill: Incarnation, decode: Incarnation) -> AttemptKey:
+    key = world.key(decode)
+    world.reserve(decode, key, prefill)
+    world.prefill_ended(prefill, key)
+    world.token(decode, key, 0)
+    return key
+
+
+def test_both_legs_are_dispatched_at_once_and_the_ticket_goes_to_the_writer(
+    world: World, p0: Incarnation, d0: Incarnation
+) -> None:
+    request = world.submit()
+    (submit,), (prefill,) = world.sent(d0, m.Submit), world.sent(p0, m.Prefill)
+    assert submit.work == prefill.work
+    assert submit.writer.incarnation == p0
+    assert not prefill.alone
+    assert submit.work.request.timeout == 60.0
+    key = submit.work.key
+    assert key == (request, 1, 0)
+    world.reserve(d0, key, p0)
+    assert world.sent(p0, m.GiveTicket) == [m.GiveTicket(ticket_for(d0, key, p0))]
+
+
+def test_the_whole_life(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    request = world.submit(max_tokens=3)
+    key = stream_one(world, p0, d0)
+    world.handed_off(p0, key)
+    assert world.brain.placed_on(p0) == 0
+    world.say(d0, m.Tokens((TokenEvent(key, 1, 8), TokenEvent(key, 2, 9, FinishReason.LENGTH))))
+    assert world.tokens(request) == [7, 8, 9]
+    end = world.end(request)
+    assert end.result == m.Finished(FinishReason.LENGTH, 0)
+    assert end.timeline.handoff.bytes == 10
+    assert world.placed() == 0
+    assert world.sent(p0, m.Cancel) == []
+    assert world.brain.counters.requests == {("length", "default"): 1}
+    assert world.brain.timeline(request) == end.timeline
+
+
+def test_decode_that_needs_no_writer_frees_the_prefill_leg(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    world.submit()
+    world.reserve(d0, world.key(d0), None)
+    assert [cancel.key for cancel in world.sent(p0, m.Cancel)] == [world.key(d0)]
+    assert (world.brain.placed_on(p0), world.brain.placed_on(d0)) == (0, 1)
+
+
+def test_a_first_token_that_ends_the_request_comes_from_prefill(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    request = world.submit()
+    world.token(p0, world.key(p0), 0, finish=FinishReason.STOP)
+    assert world.tokens(request) == [7]
+    assert world.end(request).result == m.Finished(FinishReason.STOP, 0)
+    assert len(world.sent(d0, m.Cancel)) == 1
+
+
+def test_one_token_needs_no_decode_node(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    request = world.submit(max_tokens=1)
+    (prefill,) = world.sent(p0, m.Prefill)
+    assert prefill.alone
+    assert world.sent(d0, m.Submit) == []
+    world.token(p0, prefill.work.key, 0, finish=FinishReason.LENGTH)
+    assert world.tokens(request) == [7]
+    assert world.placed() == 0
+
+
+def test_the_last_token_of_a_request_placed_again_needs_no_decode_node(
+    world: World, p0: Incarnation, d0: Incarnation
+) -> None:
+    request = world.submit(max_tokens=2)
+    key = stream_one(world, p0, d0)
+    world.fail(d0, key, LeaseExpired("late"))
+    prefill = world.sent(p0, m.Prefill)[-1]
+    assert prefill.alone
+    assert prefill.work.emitted == (7,)
+    world.token(p0, prefill.work.key, 1, token=9, finish=FinishReason.LENGTH)
+    assert world.tokens(request) == [7, 9]
+    assert isinstance(world.end(request).result, m.Finished)
+
+
+def test_output_that_is_complete_ends_even_if_no_node_says_so(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    request = world.submit(max_tokens=2)
+    key = stream_one(world, p0, d0)
+    world.token(d0, key, 1)
+    assert world.end(request).result == m.Finished(FinishReason.LENGTH, 0)
+
+
+@pytest.mark.parametrize("index", [0, 2, 3])
+def test_a_repeated_or_missing_token_costs_the_attempt_and_nothing_else(
+    world: World, p0: Incarnation, d0: Incarnation, index: int
+) -> None:
+    request = world.submit()
+    key = stream_one(world, p0, d0)
+    world.token(d0, key, index)
+    assert world.tokens(request) == [7]
+    again = world.key(d0)
+    assert again == (request, 2, 0)
+    assert world.sent(d0, m.Submit)[-1].work.emitted == (7,)
+    assert world.brain.counters.replaced == {"stale": 1}
+
+
+def test_tokens_after_the_last_one_change_nothing(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    request = world.submit(max_tokens=8)
+    key = stream_one(world, p0, d0)
+    late = (TokenEvent(key, 1, 8, FinishReason.STOP), TokenEvent(key, 2, 9))
+    world.say(d0, m.Tokens(late))
+    assert world.tokens(request) == [7, 8]
+    assert isinstance(world.end(request).result, m.Finished)
+
+
+def test_a_prefill_node_may_not_stream(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    request = world.submit()
+    world.token(p0, world.key(p0), 0)
+    assert world.tokens(request) == []
+    assert world.brain.counters.replaced == {"stale": 1}
+
+
+def test_messages_of_another_attempt_or_node_are_dropped(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    d1 = world.join("d1", DECODE)
+    request = world.submit()
+    first = world.key(p0)
+    used, spare = (d0, d1) if world.sent(d0, m.Submit) else (d1, d0)
+    world.reserve(used, first, p0)
+    assert world.token(spare, first, 0) == []
+    world.fail(used, first, LeaseExpired("late"))
+    assert world.key(p0).attempt == 2
+    for message in (
+        m.Tokens((TokenEvent(first, 0, 5),)),
+        m.Reserved(first, None, 0),
+        m.Refused(first, 1, 0),
+        m.AttemptFailed(first, InvalidRequest("late")),
+        m.Admitted(first, 0, 0, 0),
+    ):
+        assert world.say(used, message) == []
+    assert world.tokens(request) == []
+    assert world.brain.state(request) is RequestState.PLACED
+
+
+def test_a_stale_incarnation_is_not_heard(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    world.submit()
+    key = world.key(d0)
+    world.join("d0", DECODE)
+    assert world.reserve(d0, key, p0) == []
+    assert world.brain.counters.dropped_messages["stale"] == 1
+
+
+def test_a_ticket_for_somebody_else_is_not_handed_on(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    world.submit()
+    key = world.key(d0)
+    world.say(d0, m.Reserved(key, ticket_for(d0, key, Incarnation("p9#1")), 0))
+    assert world.sent(p0, m.GiveTicket) == []
+    assert world.brain.counters.replaced == {"stale": 1}
+
+
+@pytest.mark.parametrize("moment", ["placed", "reserved", "streaming"])
+def test_death_of_either_node_places_again_with_what_was_emitted(moment: str) -> None:
+    for victim in ("p", "d"):
+        world = World()
+        p0, d0 = world.join("p0", PREFILL), world.join("d0", DECODE)
+        request = world.submit()
+        key = world.key(d0)
+        if moment != "placed":
+            world.reserve(d0, key, p0)
+        if moment == "streaming":
+            world.token(d0, key, 0)
+        world.gone(p0 if victim == "p" else d0)
+        new = world.join("p1", PREFILL) if victim == "p" else world.join("d1", DECODE)
+        work = (world.sent(new, m.Prefill) or world.sent(new, m.Submit))[0].work
+        assert list(work.emitted) == world.tokens(request)
+        assert work.key.attempt == 2
+        assert len(work.request.prompt) == 20
+
+
+def test_a_hand_off_that_is_over_survives_the_death_of_its_writer(
+    world: World, p0: Incarnation, d0: Incarnation
+) -> None:
+    request = world.submit()
+    key = stream_one(world, p0, d0)
+    world.handed_off(p0, key)
+    world.gone(p0)
+    world.token(d0, key, 1)
+    assert world.tokens(request) == [7, 7]
+
+
+def test_an_error_that_no_attempt_can_mend_ends_the_request(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    request = world.submit()
+    world.fail(p0, world.key(p0), InvalidRequest("token 5 is bad"))
+    assert isinstance(world.error(request), InvalidRequest)
+    assert len(world.sent(d0, m.Cancel)) == 1
+
+
+def test_attempts_are_counted_and_the_last_error_is_shown(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    request = world.submit()
+    for error in (LeaseExpired("one"), OutOfBlocks("two"), Incomplete("three")):
+        assert world.ends(request) == []
+        world.fail(d0, world.key(d0), error)
+    assert world.error(request).message == "three"
+    assert world.end(request).timeline.attempts == 3
+    assert world.placed() == 0
+
+
+def test_the_nodes_of_a_failed_attempt_are_avoided(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    p1, d1 = world.join("p1", PREFILL), world.join("d1", DECODE)
+    world.submit()
+    used = [node for node in (p0, p1, d0, d1) if world.brain.placed_on(node)]
+    decode = next(node for node in used if node in (d0, d1))
+    world.fail(decode, world.key(decode), LeaseExpired("black hole"))
+    assert {node for node in (p0, p1, d0, d1) if world.brain.placed_on(node)} == {p0, p1, d0, d1} - set(used)
+
+
+# refusals and preemptions
+
+
+def test_a_refusal_waits_for_room_and_counts_no_failure(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    request = world.submit()
+    for _ in range(10):
+        world.say(d0, m.Refused(world.key(d0), needed=5, free=2))
+        assert world.brain.state(request) is RequestState.QUEUED
+        assert world.beat(d0, room=4) == []
+        assert world.beat(d0, room=5)  # placed
+    assert world.ends(request) == []
+    assert len(world.sent(p0, m.Cancel)) == 10
+
+
+def test_a_node_that_refused_takes_smaller_requests(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    big = world.submit(prompt=150)
+    world.say(d0, m.Refused(world.key(d0), needed=10, free=6))
+    small = world.submit(prompt=20)
+    assert world.brain.state(big) is RequestState.QUEUED
+    assert world.brain.state(small) is RequestState.PLACED
+
+
+def test_the_end_of_an_older_attempt_reopens_the_node(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    first = world.submit(prompt=100)
+    old = world.key(d0)
+    world.reserve(d0, old, p0)
+    world.prefill_ended(p0, old)
+    second = world.submit(prompt=100)
+    world.say(d0, m.Refused(world.key(d0), needed=8, free=2))
+    assert world.brain.state(second) is RequestState.QUEUED
+    world.cancel(first)
+    assert world.brain.state(second) is RequestState.PLACED
+
+
+def test_two_refusing_nodes_do_not_reopen_each_other(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    """Each refusal cancels the other leg; that end must not count as room."""
+    for _ in range(3):
+        world.submit(prompt=40)
+    for _ in range(20):
+        if not world.brain.placed_on(d0):
+            break
+        key = world.key(d0)
+        world.fail(p0, key, Preempted("speculative")) if key[0] == "r1" else world.say(d0, m.Refused(key, 2, 1))
+    assert len(world.sent(d0, m.Submit)) < 10
+    assert world.brain.queued > 0
+
+
+def test_preemption_waits_too(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    request = world.submit()
+    for count in range(5):
+        key = world.key(d0)
+        world.reserve(d0, key, p0)
+        world.fail(d0, key, Preempted("an older sequence needs the blocks"))
+        assert world.brain.state(request) is RequestState.QUEUED, count
+        world.beat(d0)
+    assert world.brain.counters.replaced == {"preempted": 5}
+    assert world.brain.state(request) is RequestState.PLACED
+
+
+def test_decode_that_does_not_answer_is_left(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    world.submit()
+    world.advance(14.9)
+    assert world.brain.counters.replaced == {}
+    world.advance(0.2)
+    assert world.brain.counters.replaced == {Stalled.code: 1}
+    assert world.key(d0).attempt == 2
+
+
+# admission
+
+
+def test_too_long_is_refused_with_nothing_allocated(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    with pytest.raises(TooLong, match="257 tokens, the limit is 256"):
+        world.submit(prompt=250, max_tokens=7)
+    assert world.brain.active() == []
+    assert world.brain.counters.rejected == {("context_length_exceeded", "default"): 1}
+
+
+def test_the_smallest_cache_is_the_limit(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    world.join("d1", DECODE, num_blocks=4)
+    with pytest.raises(TooLong, match="the limit is 64"):
+        world.submit(prompt=64, max_tokens=1)
+
+
+def test_a_full_queue_says_when_to_come_back() -> None:
+    world = World(max_queue=2)
+    world.join("p0", PREFILL)
+    d0 = world.join("d0", DECODE, max_num_seqs=1)
+    world.submit()
+    for _ in range(4):  # one a second leaves the queue
+        world.submit()
+        world.now += 1.0
+        world.cancel(world.key(d0).request)
+    world.submit()
+    world.submit()
+    with pytest.raises(Overloaded, match="2 requests are waiting, the limit is 2") as caught:
+        world.submit()
+    assert caught.value.retry_after == pytest.approx(2.0, abs=1.0)
+
+
+def test_without_nodes_ever_nothing_is_taken(world: World) -> None:
+    with pytest.raises(Unavailable):
+        world.submit()
+
+
+@pytest.mark.parametrize("missing", ["prefill", "decode"])
+def test_new_requests_wait_a_second_for_nodes(world: World, p0: Incarnation, d0: Incarnation, missing: str) -> None:
+    world.gone(p0 if missing == "prefill" else d0)
+    lost, saved = world.submit(), None
+    world.advance(0.6)
+    saved = world.submit()
+    world.advance(0.5)
+    error = world.error(lost)
+    assert isinstance(error, Unavailable)
+    assert error.retry_after == 1.0
+    assert f"no {missing} node" in error.message
+    world.join("new", PREFILL if missing == "prefill" else DECODE)
+    assert world.brain.state(saved) is RequestState.PLACED
+    admitted = [effect.request for effect in world.effects if isinstance(effect, m.Admit)]
+    assert admitted == [saved]
+
+
+def test_admitted_requests_wait_for_nodes_until_their_deadline(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    request = world.submit(timeout=20.0)
+    world.gone(d0)
+    world.gone(p0)
+    world.advance(19.9)
+    assert world.ends(request) == []
+    world.advance(0.2)
+    assert isinstance(world.error(request), DeadlineExceeded)
+
+
+def test_draining_refuses_the_new_and_finishes_the_old(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    request = world.submit(max_tokens=2)
+    world.brain.drain()
+    with pytest.raises(Draining):
+        world.submit()
+    key = stream_one(world, p0, d0)
+    world.token(d0, key, 1, finish=FinishReason.LENGTH)
+    assert isinstance(world.end(request).result, m.Finished)
+
+
+# modes
+
+
+def test_colocated_needs_no_prefill_node() -> None:
+    world = World(mode="colocated")
+    d0 = world.join("d0", DECODE)
+    request = world.submit(max_tokens=1)
+    (submit,) = world.sent(d0, m.Submit)
+    assert submit.writer is None
+    world.token(d0, submit.work.key, 0, finish=FinishReason.LENGTH)
+    assert isinstance(world.end(request).result, m.Finished)
+
+
+def test_a_colocated_prompt_may_take_its_time() -> None:
+    world = World(mode="colocated")
+    d0 = world.join("d0", DECODE)
+    request = world.submit()
+    world.advance(40.0)
+    assert world.key(d0) == (request, 1, 0)
+    assert world.brain.state(request) is RequestState.PLACED
+
+
+def test_auto_uses_prefill_nodes_while_there_are_any() -> None:
+    world = World(mode="auto")
+    d0 = world.join("d0", DECODE)
+    world.submit()
+    assert world.sent(d0, m.Submit)[-1].writer is None
+    p0 = world.join("p0", PREFILL)
+    world.submit()
+    assert world.sent(d0, m.Submit)[-1].writer.incarnation == p0
+
+
+# the books
+
+
+def test_prompt_tokens_are_counted_once_and_the_rest_is_recomputed(
+    world: World, p0: Incarnation, d0: Incarnation
+) -> None:
+    world.submit()
+    key = world.key(d0)
+    world.reserve(d0, key, p0)
+    world.say(p0, m.PrefillEnded(key, computed_tokens=12, cached_tokens=8))
+    world.say(d0, m.Admitted(key, computed_tokens=0, cached_tokens=0, received_tokens=20))
+    world.token(d0, key, 0)
+    counters = world.brain.counters
+    assert {k: v for k, v in counters.prompt_tokens.items() if v} == {"computed_prefill": 12, "local_cache": 8}
+    world.fail(d0, key, OutOfBlocks("full"))
+    again = world.key(d0)
+    world.reserve(d0, again, p0)
+    world.say(p0, m.PrefillEnded(again, computed_tokens=5, cached_tokens=16))
+    world.token(d0, again, 1, finish=FinishReason.STOP)
+    assert sum(counters.prompt_tokens.values()) == 20
+    assert counters.recomputed_tokens == {"out_of_blocks": 5}
+
+
+def test_internal_requests_are_counted_apart(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    request = world.submit(max_tokens=1, internal=True)
+    world.prefill_ended(p0, world.key(p0))
+    world.token(p0, world.key(p0), 0, finish=FinishReason.LENGTH)
+    assert world.end(request).internal
+    assert world.brain.counters.requests == {("length", "internal"): 1}
+    assert world.brain.counters.generated_tokens == 0
+    assert sum(world.brain.counters.prompt_tokens.values()) == 0
+
+
+def test_hand_offs_are_counted_by_outcome(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    world.submit()
+    key = world.key(d0)
+    world.reserve(d0, key, p0)
+    world.fail(d0, key, Incomplete("two slabs are missing"))
+    key = stream_one(world, p0, d0)
+    world.handed_off(p0, key)
+    world.handed_off(p0, key)  # a repeated message counts once
+    assert world.brain.counters.handoffs == {("incomplete", "shm"): 1, ("committed", "shm"): 1}
+    assert world.brain.counters.handoff_bytes == {"shm": 10}
+
+
+@pytest.mark.parametrize("error", [NodeGone("x"), Stalled("x")])
+def test_lost_nodes_are_named_to_the_shell(world: World, p0: Incarnation, d0: Incarnation, error: BatonError) -> None:
+    effects = world.brain.node_gone(d0, error, world.now)
+    assert m.Lost(d0, NodeName("d0"), error) in effects
+    assert world.brain.counters.nodes_lost == {error.code: 1}

@@ -1,0 +1,74 @@
+"""Runs the Triton kernels in Triton's interpreter and prints their largest errors as JSON.
+
+A process of its own: TRITON_INTERPRET has to be set before a kernel is defined, and stays for the process.
+"""
+
+import json
+import os
+import sys
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import torch
+
+from kv_kernels import attention, paged_cache, triton_decode, triton_write
+from kv_kernels.attention import Context
+from kv_kernels.paged_cache import PagedCache, Slots
+
+# (name, kv_heads, heads per kv_head, dim, block_size, context lengths)
+SHAPES = [
+    ("grouped", 2, 3, 16, 4, (5, 8, 1)),
+    ("several splits", 1, 2, 16, 1, (triton_decode.PAGES_PER_SPLIT + 3, 2)),
+    ("odd sizes", 1, 1, 24, 6, (11,)),
+]
+
+
+def decode_error(kv_heads: int, group: int, dim: int, block_size: int, lengths: tuple[int, ...], kind: str) -> float:
+    """Largest difference between the Triton kernel and its twin in fp32."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, kind)
+    widths = [-(-length // block_size) for length in lengths]
+    arena = torch.randn(sum(widths) + 1, 2, 2, kv_heads, block_size, dim, generator=generator).to(dtype)
+    order = torch.randperm(sum(widths), generator=generator).numpy()
+    blocks = np.split(order, np.cumsum(widths)[:-1])
+    contexts = [Context(b, length) for b, length in zip(blocks, lengths, strict=True)]
+    query = torch.randn(len(lengths), kv_heads * group + 1, dim, generator=generator).to(dtype)[:, :-1]
+    exact = torch.zeros(query.shape)
+    longest_first = sorted(range(len(contexts)), key=lambda i: -contexts[i].length)
+    twin = attention.plan_decode(PagedCache.over(arena.float()), [contexts[i] for i in longest_first], torch.float32)
+    for part in twin:
+        part(query[longest_first].float(), 1, exact)
+    for context in contexts:  # what lies beyond a sequence's end may be anything
+        arena[context.blocks[-1], :, :, :, (context.length - 1) % block_size + 1 :] = torch.nan
+    out = torch.full(query.shape, torch.nan, dtype=dtype)
+    for part in triton_decode.plan_decode(PagedCache.over(arena), contexts, dtype, upcast=True):
+        part(query, 1, out)
+    return float((out[longest_first].float() - exact).abs().max())
+
+
+def write_error(kind: str) -> float:
+    """Largest difference of the whole arena after the Triton write and after its twin."""
+    dtype = getattr(torch, kind)
+    generator = torch.Generator().manual_seed(1)
+    arena = torch.randn(4, 2, 2, 2, 4, 12, generator=generator).to(dtype)
+    twin = arena.clone()
+    kv = torch.randn(3, 5, 12, generator=generator).to(dtype)[:, 1:]
+    slots = Slots(torch.tensor([2, 0, 3]), torch.tensor([3, 0, 1]))
+    triton_write.write_kv(kv, PagedCache.over(arena), 1, slots)
+    paged_cache.write_kv(kv, PagedCache.over(twin), 1, slots)
+    return float((arena.float() - twin.float()).abs().max())
+
+
+def main() -> None:
+    errors = {
+        f"decode {name} {kind}": decode_error(*shape, kind)
+        for name, *shape in SHAPES
+        for kind in ("float32", "bfloat16")
+    }
+    errors |= {f"write {kind}": write_error(kind) for kind in ("float32", "bfloat16")}
+    json.dump(errors, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The torch kernels of attention against attention written out, sequence by sequence, in double precision."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from kv_kernels import attention
+from kv_kernels.attention import Context, causal_mask, plan_decode, plan_prefill
+from kv_kernels.paged_cache import PagedCache
+
+LAYER = 1
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+def cache_for(
+    lengths: list[int], kv_heads: int, dim: int, block_size: int, dtype: torch.dtype
+) -> tuple[PagedCache, list[Context]]:
+    """A cache with shuffled blocks; places behind a sequence's end hold zeros, other blocks hold NaN."""
+    generator = torch.Generator().manual_seed(0)
+    widths = [-(-length // block_size) for length in lengths]
+    total = sum(widths)
+    arena = torch.randn(total + 2, 3, 2, kv_heads, block_size, dim, generator=generator).to(dtype)
+    order = torch.randperm(total + 2, generator=generator).numpy()
+    arena[order[total:]] = torch.nan
+    contexts = []
+    for length, blocks in zip(lengths, np.split(order[:total], np.cumsum(widths)[:-1]), strict=True):
+        arena[blocks[-1], :, :, :, (length - 1) % block_size + 1 :] = 0.0
+        contexts.append(Context(blocks, length))
+    return PagedCache.over(arena), contexts
+
+
+def dense(query: torch.Tensor, cache: PagedCache, context: Context) -> torch.Tensor:
+    """query [n, heads, dim], the newest n tokens of the context -> [n, heads, dim]."""
+    blocks = cache.arena[torch.from_numpy(context.blocks), LAYER].double()
+    key, value = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : context.length]
+    group = query.shape[1] // cache.kv_heads
+    key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+    scores = query.double().transpose(0, 1) @ key.transpose(1, 2) / query.shape[2] ** 0.5
+    position = torch.arange(context.length - len(query), context.length)
+    scores.masked_fill_(torch.arange(context.length) > position[:, None], -torch.inf)
+    return (scores.softmax(-1) @ value).transpose(0, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "lengths",
+    [[1], [64], [33, 32, 31], [300, 70, 65, 16, 5, 1], [48] * 5],
+    ids=["one token", "full blocks", "one group", "several groups", "nothing padded"],
+)
+def test_decode_equals_dense_attention(lengths: list[int], dtype: torch.dtype) -> None:
+    cache, contexts = cache_for(lengths, kv_heads=2, dim=32, block_size=16, dtype=dtype)
+    wide = torch.randn(len(lengths), 8, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    query = wide[:, :6]  # a slice of the fused projection: rows are not adjacent
+    out = torch.full(query.shape, torch.nan, dtype=dtype)
+    for part in plan_decode(cache, contexts, dtype):
+        part(query, LAYER, out)
+    expected = torch.cat([dense(query[i : i + 1], cache, c) for i, c in enumerate(contexts)])
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=0.0)
+
+
+def test_groups_end_with_similar_lengths_and_with_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, contexts = cache_for([100, 99, 50, 49, 49], kv_heads=1, dim=8, block_size=16, dtype=torch.float32)
+    sizes = [(group.first, group.last) for group in plan_decode(cache, contexts, torch.float32)]
+    assert sizes == [(0, 2), (2, 5)]
+    monkeypatch.setattr(attention, "GATHER_BYTES", 2 * 50 * cache.token_bytes)
+    sizes = [(group.first, group.last) for group in plan_decode(cache, contexts, torch.float32)]
+    assert sizes == [(0, 1), (1, 2), (2, 4), (4, 5)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 64), (0, 150), (16, 64), (37, 65), (200, 2)])
+def test_prefill_equals_dense_attention(start: int, count: int, dtype: torch.dtype) -> None:
+    cache, [context] = cache_for([start + count], kv_heads=2, dim=32, block_size=16, dtype=dtype)
+    query = torch.randn(count + 3, 8, 32, generator=torch.Generator().manual_seed(1)).to(dtype)[:, :6]
+    out = torch.full(query.shape, torch.nan, dtype=dtype)
+    mask = causal_mask(256, dtype, torch.device("cpu"))
+    plan_prefill(cache, 2, count, context, mask)(query, LAYER, out)
+    torch.testing.assert_close(out[2:-1].double(), dense(query[2:-1], cache, context), atol=TOLERANCE[dtype], rtol=0.0)
+    assert out[:2].isnan().all()
+    assert out[-1].isnan().all()
+
+
+def test_a_sequence_reads_only_its_own_blocks() -> None:
+    lengths = [40, 39, 20]
+    cache, contexts = cache_for(lengths, kv_heads=1, dim=8, block_size=16, dtype=torch.float32)
+    query = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(1))
+
+    def answers() -> list[torch.Tensor]:
+        out = torch.empty_like(query)
+        for part in plan_decode(cache, contexts, torch.float32):
+            part(query, LAYER, out)
+        return list(out)
+
+    before = answers()
+    for spoilt, other in itertools.permutations(range(3), 2):
+        saved = cache.arena[contexts[spoilt].blocks].clone()
+        cache.arena[contexts[spoilt].blocks] = torch.nan
+        assert torch.equal(answers()[other], before[other])
+        cache.arena[contexts[spoilt].blocks] = saved

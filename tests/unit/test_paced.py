@@ -1,0 +1,293 @@
+"""The paced engine keeps time by its costs, agrees with its reference, and notices KV that is not as it should be."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.clock import FakeClock
+from baton.errors import ConfigError
+from baton.kv_layout import KVLayout
+from baton.types import BlockIndex, FinishReason, SamplingParams
+from node_engine.core.outcome import Emitted
+from node_engine.core.step import Engine, SampleSpec, SequenceId, Slice, StepBatch
+from node_engine.paced import FREE_OF_COST, PACED_LAYOUT, PacedCosts, PacedEngine, paced_reference
+from tests.unit.node_core.nodes import VOCAB, Node, expected, work
+
+SIZE = PACED_LAYOUT.block_size
+PROMPT = [(13 * position) % 983 + 1 for position in range(100)]
+
+
+class Bench:
+    """One sequence on a bare engine: blocks 0.. of a small arena in order."""
+
+    def __init__(
+        self,
+        num_blocks: int = 8,
+        *,
+        layout: KVLayout = PACED_LAYOUT,
+        eos_token_ids: tuple[int, ...] = (0,),
+        eos_probability: float = 0.0,
+    ) -> None:
+        self.engine = PacedEngine(
+            FREE_OF_COST,
+            layout=layout,
+            vocab_size=VOCAB,
+            eos_token_ids=eos_token_ids,
+            eos_probability=eos_probability,
+        )
+        self.arena = bytearray(num_blocks * self.engine.layout.block_bytes)
+        self.engine.bind(memoryview(self.arena), num_blocks)
+        self.table = [BlockIndex(block) for block in range(num_blocks)]
+
+    def slice(self, tokens: list[int], start: int, sequence: int = 0, table: list[BlockIndex] | None = None) -> Slice:
+        sample = SampleSpec(SamplingParams(9), 0, start + len(tokens))
+        return Slice(SequenceId(sequence), tuple(tokens), start, table or self.table, sample)
+
+    def run(self, tokens: list[int], start: int, sequence: int = 0, table: list[BlockIndex] | None = None) -> int:
+        [token] = self.engine.run(StepBatch((self.slice(tokens, start, sequence, table),)))
+        assert token is not None
+        return token
+
+
+def test_it_is_an_engine() -> None:
+    engine: Engine = PacedEngine()
+    assert engine.layout == PACED_LAYOUT
+    assert len(engine.model_digest) == 32
+    assert engine.model_digest != PacedEngine(vocab_size=7).model_digest
+
+
+@settings(deadline=None)
+@given(length=st.integers(1, 100), cuts=st.lists(st.integers(1, 99), max_size=4, unique=True))
+def test_chunks_do_not_matter(length: int, cuts: list[int]) -> None:
+    bench = Bench()
+    edges = [0, *sorted(cut for cut in cuts if cut < length), length]
+    for start, end in pairwise(edges):
+        token = bench.run(PROMPT[start:end], start)
+    assert [token] == paced_reference(PROMPT[:length], 1, VOCAB)
+
+
+def test_the_reference_feeds_on_its_own_tokens() -> None:
+    tokens = paced_reference(PROMPT[:10], 20, VOCAB)
+    assert tokens[7:] == paced_reference([*PROMPT[:10], *tokens[:7]], 13, VOCAB)
+    assert len(set(tokens)) > 10
+    assert all(0 < token < VOCAB for token in tokens), "id 0 is EOS and never comes by itself"
+
+
+@pytest.mark.parametrize("changed", [0, 5, 9])
+def test_every_token_of_the_context_counts(changed: int) -> None:
+    prompt = PROMPT[:10]
+    prompt[changed] += 1
+    assert paced_reference(prompt, 1, VOCAB) != paced_reference(PROMPT[:10], 1, VOCAB)
+    swapped = [PROMPT[1], PROMPT[0], *PROMPT[2:10]]
+    assert paced_reference(swapped, 1, VOCAB) != paced_reference(PROMPT[:10], 1, VOCAB)
+
+
+# KV that is not as it should be
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_one_flipped_bit_is_noticed(data: st.DataObject) -> None:
+    """Anywhere in the KV of a context of 40 tokens, when another sequence id reads it: after a hand-off."""
+    bench = Bench()
+    bench.run(PROMPT[:40], 0)
+    token = data.draw(st.integers(0, 39))
+    layer = data.draw(st.integers(0, PACED_LAYOUT.num_layers - 1))
+    side = data.draw(st.integers(0, 1))
+    byte = data.draw(st.integers(0, PACED_LAYOUT.head_dim * 4 - 1))
+    slab = PACED_LAYOUT.slab_offset(token // SIZE * PACED_LAYOUT.block_bytes, layer)
+    offset = slab + side * PACED_LAYOUT.slab_bytes // 2 + token % SIZE * PACED_LAYOUT.head_dim * 4 + byte
+    bench.arena[offset] ^= 1 << data.draw(st.integers(0, 7))
+    wrong = [bench.run([7], 40, sequence=1)]
+    for position in range(41, 44):  # one of a thousand tokens may be right by chance, not four
+        wrong.append(bench.run([wrong[-1]], position, sequence=1))
+    assert wrong != paced_reference([*PROMPT[:40], 7], 4, VOCAB)
+
+
+def damage(bench: Bench, kind: str) -> None:
+    block, slab = PACED_LAYOUT.block_bytes, PACED_LAYOUT.slab_bytes
+    arena = bench.arena
+    if kind == "a layer never written":
+        arena[block + slab : block + 2 * slab] = bytes(slab)
+    elif kind == "a block never written":
+        arena[0:block] = bytes(block)
+    elif kind == "two blocks swapped":
+        arena[0 : 2 * block] = arena[block : 2 * block] + arena[0:block]
+    elif kind == "two layers swapped":
+        arena[0 : 2 * slab] = arena[slab : 2 * slab] + arena[0:slab]
+    elif kind == "K and V swapped":
+        arena[0:slab] = arena[slab // 2 : slab] + arena[0 : slab // 2]
+    elif kind == "a block of another prompt":
+        bench.run(PROMPT[50:82], 0, sequence=9, table=[BlockIndex(4), BlockIndex(5)])
+        arena[block : 2 * block] = arena[5 * block : 6 * block]
+    elif kind == "one layer of another prompt":
+        bench.run(PROMPT[50:82], 0, sequence=9, table=[BlockIndex(4), BlockIndex(5)])
+        arena[block : block + slab] = arena[5 * block : 5 * block + slab]
+    elif kind == "the same tokens after another prefix":
+        bench.run(PROMPT[50:66] + PROMPT[16:32], 0, sequence=9, table=[BlockIndex(4), BlockIndex(5)])
+        arena[block : 2 * block] = arena[5 * block : 6 * block]
+    else:
+        raise AssertionError(kind)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "a layer never written",
+        "a block never written",
+        "two blocks swapped",
+        "two layers swapped",
+        "K and V swapped",
+        "a block of another prompt",
+        "one layer of another prompt",
+        "the same tokens after another prefix",
+    ],
+)
+def test_wrong_kv_gives_wrong_tokens(kind: str) -> None:
+    bench = Bench()
+    right = bench.run(PROMPT[:40], 0)
+    assert bench.run([right], 40, sequence=1) == paced_reference([*PROMPT[:40], right], 1, VOCAB)[0]
+    damage(bench, kind)
+    wrong = [bench.run([right], 40, sequence=2)]
+    for position in range(41, 44):
+        wrong.append(bench.run([wrong[-1]], position, sequence=2))
+    assert wrong != paced_reference([*PROMPT[:40], right], 4, VOCAB)
+
+
+def test_the_last_block_is_read_in_every_step() -> None:
+    bench = Bench()
+    right = bench.run(PROMPT[:40], 0)
+    bench.arena[2 * PACED_LAYOUT.block_bytes + PACED_LAYOUT.slab_bytes] ^= 1
+    wrong = [bench.run([right], 40)]
+    for position in range(41, 44):
+        wrong.append(bench.run([wrong[-1]], position))
+    assert wrong != paced_reference([*PROMPT[:40], right], 4, VOCAB)
+
+
+def test_a_sequence_that_starts_over_reads_everything_again() -> None:
+    bench = Bench()
+    bench.run(PROMPT[:40], 0)
+    bench.arena[3] ^= 1
+    wrong = [bench.run(PROMPT[32:40], 32)]
+    for position in range(40, 43):
+        wrong.append(bench.run([wrong[-1]], position))
+    assert wrong != paced_reference(PROMPT[:40], 4, VOCAB)
+
+
+def test_many_sequences_in_one_step_do_not_mix() -> None:
+    engine = PacedEngine(FREE_OF_COST, vocab_size=VOCAB)
+    engine.bind(memoryview(bytearray(64 * PACED_LAYOUT.block_bytes)), 64)
+    bench = Bench(1)
+    prompts = [PROMPT[number : number + 5 + 9 * number] for number in range(6)]
+    tables = [[BlockIndex(10 * number + block) for block in range(4)] for number in range(6)]
+    pieces = [bench.slice(prompt, 0, number, tables[number]) for number, prompt in enumerate(prompts)]
+    outputs = [[token] for token in engine.run(StepBatch(tuple(pieces)))]
+    for _ in range(5):
+        pieces = [
+            bench.slice([output[-1] or 0], len(prompt) + len(output) - 1, number, tables[number])
+            for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
+        ]
+        for output, token in zip(outputs, engine.run(StepBatch(tuple(pieces))), strict=True):
+            output.append(token)
+    assert outputs == [paced_reference(prompt, 6, VOCAB) for prompt in prompts]
+
+
+# pace
+
+
+def test_time_is_spread_over_the_layers() -> None:
+    clock = FakeClock()
+    costs = PacedCosts(
+        step_base=100.0,
+        prefill_per_token=10.0,
+        prefill_per_cached_token=1.0,
+        decode_base=1000.0,
+        decode_per_sequence=50.0,
+        decode_per_resident_token=2.0,
+    )
+    engine = PacedEngine(costs, vocab_size=VOCAB, clock=clock, wait=clock.advance)
+    engine.bind(memoryview(bytearray(16 * PACED_LAYOUT.block_bytes)), 16)
+    bench = Bench(16)
+    layers: list[tuple[int, float]] = []
+    chunk = Slice(SequenceId(0), tuple(PROMPT[:32]), 0, bench.table, None)
+    assert engine.run(StepBatch((chunk,)), lambda layer: layers.append((layer, clock.now))) == (None,)
+    total = 100e-6 + 32 * 10e-6
+    assert [layer for layer, _ in layers] == [0, 1, 2, 3]
+    assert [now for _, now in layers] == pytest.approx([total * (layer + 1) / 4 for layer in range(4)])
+    rest = bench.slice(PROMPT[32:40], 32)
+    assert costs.seconds(StepBatch((rest,))) == pytest.approx(100e-6 + 8 * 10e-6 + 32 * 1e-6)
+    two = (bench.slice([1], 40), bench.slice([1], 60, 1))
+    assert costs.seconds(StepBatch(two)) == pytest.approx(100e-6 + 1000e-6 + 2 * 50e-6 + 100 * 2e-6)
+
+
+def test_what_the_step_took_itself_is_not_waited_for() -> None:
+    clock, waits = FakeClock(), list[float]()
+    engine = PacedEngine(PacedCosts(4e6, 0, 0, 0, 0, 0), clock=clock, wait=waits.append)  # the clock stands still
+    engine.bind(memoryview(bytearray(PACED_LAYOUT.block_bytes)), 1)
+    engine.run(StepBatch((Slice(SequenceId(0), (1,), 0, [BlockIndex(0)], None),)), lambda layer: clock.advance(1.5))
+    assert waits == [1.0, 0.5], "the calls back took the time of the last two layers"
+
+
+def test_kv_of_a_layer_is_there_when_it_is_announced() -> None:
+    bench = Bench()
+    slab = PACED_LAYOUT.slab_bytes
+    written: list[list[bool]] = []
+
+    def on_layer(layer: int) -> None:
+        written.append([any(bench.arena[each * slab : (each + 1) * slab]) for each in range(4)])
+
+    bench.engine.run(StepBatch((bench.slice(PROMPT[:16], 0),)), on_layer)
+    assert written == [[number <= layer for number in range(4)] for layer in range(4)]
+
+
+# the rest of the contract
+
+
+def test_eos_comes_by_its_probability_and_never_where_forbidden() -> None:
+    drawn = paced_reference(PROMPT[:10], 300, VOCAB, eos_token_ids=(3,), eos_probability=0.2)
+    assert 30 <= drawn.count(3) <= 90
+    assert paced_reference(PROMPT[:10], 300, VOCAB, eos_token_ids=(3,)).count(3) == 0
+    bench = Bench(eos_token_ids=(3,), eos_probability=0.2)
+    seen: list[int | None] = []
+    for length in range(1, 60):
+        sample = SampleSpec(SamplingParams(9), 0, length, forbidden=(3, 5))
+        seen += bench.engine.run(
+            StepBatch((Slice(SequenceId(length), tuple(PROMPT[:length]), 0, bench.table, sample),))
+        )
+    assert not {3, 5} & set(seen)
+
+
+def test_a_node_stops_at_eos() -> None:
+    node = Node(eos_probability=0.2)
+    job = work("a", PROMPT[:10], 100)
+    node.add(job)
+    node.run()
+    tokens = paced_reference(PROMPT[:10], 100, VOCAB, eos_probability=0.2)
+    assert node.emitted(job) == tokens[: tokens.index(0) + 1]
+    assert [each.event.finish for each in node.outcomes if isinstance(each, Emitted)][-1] is FinishReason.STOP
+    ignoring = work("b", PROMPT[:10], 100, ignore_eos=True)
+    node.add(ignoring)
+    node.run()
+    assert node.emitted(ignoring) == tokens
+
+
+def test_forbidding_almost_everything_ends() -> None:
+    bench = Bench()
+    engine = PacedEngine(FREE_OF_COST, vocab_size=4, eos_token_ids=(0,))
+    engine.bind(memoryview(bench.arena), 8)
+    sample = SampleSpec(SamplingParams(9), 0, 1, forbidden=(0, 1, 2))
+    assert engine.run(StepBatch((Slice(SequenceId(0), (1,), 0, bench.table, sample),))) == (3,)
+
+
+def test_other_layouts() -> None:
+    wide = KVLayout(num_layers=2, num_kv_heads=3, head_dim=4, block_size=4, dtype="float32")
+    bench = Bench(layout=wide, num_blocks=30)
+    assert [bench.run(PROMPT[:100], 0)] == paced_reference(PROMPT[:100], 1, VOCAB)
+    with pytest.raises(ConfigError, match="float32"):
+        PacedEngine(layout=KVLayout(2, 1, 8, 16, "bfloat16"))
+
+
+def test_expected_is_the_reference() -> None:
+    assert expected(work("a", PROMPT[:4], 6)) == paced_reference(PROMPT[:4], 6, VOCAB)

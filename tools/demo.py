@@ -1,0 +1,101 @@
+"""`make demo`: coordinator, prefill node and decode node as processes of their own, one streamed answer, its timeline.
+
+Everything listens on free ports and is gone afterwards.
+"""
+
+import asyncio
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import grpc
+from rich.console import Console
+
+from baton.cli import plan, ports
+from baton.cli.default_model import default_model
+from baton.cli.errors import innermost
+from baton.cli.foreground import announcement
+from baton.cli.output import LogFiles
+from baton.cli.supervisor import Supervisor, running
+from baton.cli.timeline import render
+from baton.config import Config
+from baton.errors import BatonError
+from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
+
+PROMPT = "The baton passes from one runner to the next while both are at full speed, and nobody waits for anybody. "
+REPEATS = 12  # of the prompt, so that there is a cache worth handing over
+MAX_TOKENS = 48
+START_TIMEOUT = 120.0  # seconds
+
+
+async def demonstrate(console: Console, model: Path, folder: Path, began: float) -> None:
+    settings = Config(
+        model=str(model),
+        state_dir=str(folder),
+        port=0,
+        grpc_port=0,
+        admin_port=0,
+        kv_memory="128MiB",
+        drain_timeout=5.0,
+    )
+    config, held = ports.hold_all(plan.complete(settings)[0])
+    logs = LogFiles(folder / "logs")
+    try:
+        async with running(config, logs, console.print) as cluster:
+            with console.status("starting coordinator, prefill node and decode node"):
+                async with asyncio.timeout(START_TIMEOUT):
+                    await cluster.ready()
+            console.print(announcement(config, cluster.endpoints), highlight=False, markup=False, soft_wrap=True)
+            console.print("processes: " + ", ".join(f"{name} {pid}" for name, pid in cluster.pids().items()))
+            ready = time.monotonic()
+            first, timeline = await answer(console, cluster)
+            console.print(render(timeline))
+            console.print(
+                f"ready after {ready - began:.1f} s, first token {first - began:.1f} s after the start", highlight=False
+            )
+    finally:
+        logs.close()
+        for one in held:
+            one.close()
+
+
+async def answer(console: Console, cluster: Supervisor) -> tuple[float, common_pb2.Timeline]:
+    """Stream one answer to the terminal. Returns the moment of its first token, and its timeline."""
+    request = generation_pb2.GenerateRequest(
+        text=PROMPT * REPEATS, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True
+    )
+    console.rule("the answer, token by token")
+    first = 0.0
+    async with grpc.aio.insecure_channel(cluster.endpoints.grpc) as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        async for message in stub.Generate(request, timeout=60.0):
+            first = first or time.monotonic()
+            sys.stdout.write(message.text)
+            sys.stdout.flush()
+    sys.stdout.write("\n")
+    console.rule("where its time went")
+    return first, message.timeline
+
+
+def main() -> int:
+    began = time.monotonic()
+    console = Console()
+    folder = Path(tempfile.mkdtemp(prefix="baton-demo-"))
+    try:
+        model = default_model(console.print)
+        asyncio.run(demonstrate(console, model, folder, began))
+    except Exception as group:
+        error = innermost(group)
+        if not isinstance(error, BatonError | TimeoutError | grpc.RpcError):
+            raise
+        reason = str(error) or "the cluster did not start in time"
+        console.print(f"error: {reason}; its logs are in {folder / 'logs'}")
+        return 1
+    shutil.rmtree(folder, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
