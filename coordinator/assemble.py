@@ -10,7 +10,7 @@ from typing import Any
 import grpc.aio
 from prometheus_client import generate_latest
 
-from baton import log
+from baton import link_codec, log
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.limits import LINK_OPTIONS
@@ -71,7 +71,7 @@ class Coordinator:
         cluster_pb2_grpc.add_ClusterServicer_to_server(self._cluster, self._grpc.server)
         self._grpc.bind(config.host, config.grpc_port)
         self._nodes = grpc.aio.server(options=(*LINK_OPTIONS, ("grpc.so_reuseport", 0)))
-        cluster_pb2_grpc.add_NodeLinkServicer_to_server(NodeLink(config, self._dispatcher, ledgers), self._nodes)
+        link_codec.add_to(self._nodes, NodeLink(config, self._dispatcher, ledgers).Attach)
         self._cluster_port = _bind_cluster(self._nodes, config)
 
     async def run(self, stop: asyncio.Event) -> None:

@@ -1,4 +1,4 @@
-"""NodeLink: the one stream between the coordinator and each node.
+"""NodeLink.Attach: the one stream between the coordinator and each node.
 
 A stream is one incarnation. It starts with a Join within `JOIN_TIMEOUT` seconds and ends when the node goes, when the
 brain gives the incarnation up, or when the node reads so slowly that its bounded outbox fills.
@@ -17,7 +17,6 @@ from baton.config import Config
 from baton.errors import ConfigError, NodeGone
 from baton.failpoints import FAILPOINTS, Action
 from baton.limits import MAX_UNSENT
-from baton.pb import cluster_pb2_grpc
 from baton.pb.cluster_pb2 import CoordinatorMessage, NodeMessage, Ping, Refusal
 from baton.types import Incarnation
 from coordinator.dispatcher import Dispatcher
@@ -75,7 +74,7 @@ async def _write(context: Context, message: CoordinatorMessage) -> None:
         await context.write(message)
 
 
-class NodeLink(cluster_pb2_grpc.NodeLinkServicer):
+class NodeLink:
     def __init__(self, config: Config, dispatcher: Dispatcher, ledgers: Ledgers) -> None:
         self._config = config
         self._dispatcher = dispatcher
@@ -114,13 +113,16 @@ class NodeLink(cluster_pb2_grpc.NodeLinkServicer):
                 message = await context.read()
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no Join within {JOIN_TIMEOUT:g} s")
-        if message is grpc.aio.EOF or not message.HasField("join"):
+        if message is None or message is grpc.aio.EOF or not message.HasField("join"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Join")
         return message  # type: ignore[no-any-return]
 
     async def _read(self, context: Context, incarnation: Incarnation) -> None:
         counters = self._dispatcher.brain.counters
         while (message := await context.read()) is not grpc.aio.EOF:
+            if message is None:
+                counters.dropped_messages["damaged"] += 1
+                return
             if message.incarnation != incarnation:
                 counters.dropped_messages["stale"] += 1
                 return

@@ -26,6 +26,7 @@ from kv_transfer.settings import TransferSettings
 from kv_transfer.transport import DecodeLink, Dialer
 from kv_transfer.zmq_link import ZmqDecodeLink, ZmqDialer
 
+_RENEWALS = 10  # of a ticket in its time to live
 NOT_JOINED = Incarnation("")
 
 
@@ -59,6 +60,8 @@ def settings_from(config: Config) -> TransferSettings:
         segment_folder=Path(config.segment_dir),
         ticket_ttl=config.ticket_ttl,
         progress_timeout=config.progress_timeout,
+        renew_interval=config.ticket_ttl / _RENEWALS,
+        link_timeout=config.silence,
         layers_per_message=config.layers_per_message,
     )
 

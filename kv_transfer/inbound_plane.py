@@ -200,7 +200,10 @@ class InboundTransfer:
             self._counters["bad_frames"] += 1
             return
         ticket = TicketId(frame.ticket)
-        machine = self._landings.get(ticket) or self._ended.get(ticket)
+        machine = self._machine_of(ticket)
+        if machine is None:
+            self._thread.run_posted()  # its grant was posted before the ticket left, perhaps during this very turn
+            machine = self._machine_of(ticket)
         if machine is None:
             self._counters["ignored_unknown"] += 1
             refused = frames.Refused(
@@ -212,6 +215,9 @@ class InboundTransfer:
         if machine.is_ours(frame):
             self._routes[ticket] = message.route
         self._carry_out(machine, self._handle(machine, frame, message), message.route)
+
+    def _machine_of(self, ticket: TicketId) -> Landing | None:
+        return self._landings.get(ticket) or self._ended.get(ticket)
 
     def _handle(self, machine: Landing, frame: frames.ToDecode, message: Message) -> list[landing.Output]:
         now = self._clock()

@@ -24,7 +24,7 @@ from kv_transfer.peer_link import PeerLink
 from kv_transfer.plane_thread import PlaneThread
 from kv_transfer.settings import TransferSettings
 from kv_transfer.slab_rows import SlabRows
-from kv_transfer.transport import Dialer, Pollable
+from kv_transfer.transport import Dialer, Loss, Pollable
 
 _BATCH = 64  # frames handled per link before writing gets its turn again
 
@@ -206,11 +206,10 @@ class OutboundTransfer:
         for peer, link in list(self._links.items()):
             self._receive(link)
             link.flush()
-            self._check(peer, link)
+            if (loss := link.loss()) is not None:
+                self._lose(peer, loss)
         for handoff in list(self._handoffs.values()):
-            now = self._clock()
-            if now >= handoff.machine.deadline:
-                self._carry_out(handoff, handoff.machine.tick(now))
+            self._tick(handoff, self._clock())
         for handoff in list(self._handoffs.values()):
             self._write_next(handoff)
 
@@ -238,13 +237,13 @@ class OutboundTransfer:
             dialer = self._dialers.get(endpoint.partition("://")[0])
             if dialer is None:
                 raise PeerGone(f"no transport dials {endpoint[:200]!r}")
-            self._links[peer] = PeerLink(dialer.dial(endpoint))
+            self._links[peer] = PeerLink(dialer.dial(endpoint), self._clock())
         return self._links[peer]
 
     def _receive(self, link: PeerLink) -> None:
         for _ in range(_BATCH):
             try:
-                frame = link.receive()
+                frame = link.receive(self._clock())
             except frames.BadFrame:
                 self._counters["bad_frames"] += 1
                 continue
@@ -253,13 +252,19 @@ class OutboundTransfer:
             self._on_frame(frame)
         self._more = True
 
-    def _check(self, peer: Peer, link: PeerLink) -> None:
-        loss = link.loss()
-        if loss is None:
+    def _tick(self, handoff: _Handoff, now: float) -> None:
+        if now < handoff.machine.deadline:
             return
+        peer, unanswered = handoff.peer, handoff.machine.unanswered(now)
+        self._carry_out(handoff, handoff.machine.tick(now))
+        link = self._links.get(peer) if unanswered and peer is not None else None
+        if link is not None and peer is not None and now - link.heard >= self._settings.progress_timeout:
+            # The peer may live, but this link leads nowhere: the next hand-off dials anew.
+            self._lose(peer, Loss(PeerGone(f"transfer link to {peer[0]}: silent (progress_timeout)"), was_up=True))
+
+    def _lose(self, peer: Peer, loss: Loss) -> None:
         self._counters["links_lost"] += 1
-        del self._links[peer]
-        link.close()
+        self._links.pop(peer).close()
         for handoff in list(self._handoffs.values()):
             if handoff.peer == peer:
                 self._carry_out(handoff, handoff.machine.link_lost(loss.error, loss.was_up))

@@ -12,7 +12,8 @@ class PeerLink:
     """Keeps messages in order when the link is full, and counts aborts that decode has not acknowledged
     yet."""
 
-    def __init__(self, link: WriterLink) -> None:
+    def __init__(self, link: WriterLink, now: float) -> None:
+        self.heard = now  # when decode last said anything on this link
         self._link = link
         self._waiting: deque[tuple[bytes, memoryview | None]] = deque()
         self.unacknowledged: set[TicketId] = set()
@@ -30,11 +31,12 @@ class PeerLink:
         while self._waiting and self._link.send(*self._waiting[0]):
             self._waiting.popleft()
 
-    def receive(self) -> frames.ToWriter | None:
+    def receive(self, now: float) -> frames.ToWriter | None:
         """The next frame, None when there is none now. Raises BadFrame."""
         header = self._link.receive()
         if header is None:
             return None
+        self.heard = now
         frame = frames.decode_to_writer(header)
         if isinstance(frame, frames.Refused | frames.Committed):
             self.unacknowledged.discard(TicketId(frame.ticket))

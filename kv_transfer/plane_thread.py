@@ -70,14 +70,14 @@ class PlaneThread:
         try:
             while not self._stopping:
                 self._wait()
-                self._run_commands()
+                self.run_posted()
                 self._turner.turn()
         except Exception:
             log.get("transfer").exception("the transfer thread failed: open hand-offs end, new ones are refused")
         finally:
             with self._lock:
                 self._ended = True
-            self._run_commands()
+            self.run_posted()
             self._turner.wind_up()
 
     def _wait(self) -> None:
@@ -89,6 +89,7 @@ class PlaneThread:
         poller.poll(max(0, int(timeout * 1000 + 0.999)))
         self._wake.clear()
 
-    def _run_commands(self) -> None:
+    def run_posted(self) -> None:
+        """On the thread itself: what was posted up to now, without waiting for the next turn."""
         while self._commands:
             self._commands.popleft()()

@@ -24,5 +24,5 @@ class TransferSettings:
     max_payload_bytes: int = MIB  # per message
     layers_per_message: int = 0  # 0: as many layers as are ready and fit
     max_queued_messages: int = 64  # per link and direction, in zmq
-    heartbeat_timeout: float = 5.0  # a link silent for so long is lost
+    link_timeout: float = 5.0  # a handshake may take, and TCP may lack an acknowledgement, for so long
     close_timeout: float = 1.0  # how long a side waits at close for its aborts to be acknowledged

@@ -2,6 +2,10 @@
 
 Each end has a context of its own, so that the one authenticator a context can have is its own too. zmq errors
 are translated here and go no further.
+
+ZMTP's own heartbeats stay off: libzmq (4.3.5) aborts the whole process when a heartbeat falls due on a connection that
+was reset while its reader was at the high-water mark (`Assertion failed: !_io_error`, libzmq issue 4364). A host that
+is gone is noticed by TCP; a peer that is there and silent, by the hand-offs that wait for it.
 """
 
 import re
@@ -25,7 +29,6 @@ _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _HAS_PORT = re.compile(r"(\[.+\]|[^:]+):\d+")
-_HEARTBEATS = 5  # per heartbeat_timeout
 _REDIAL_MS = 100
 _REFUSALS = 3  # connections refused in a row before a link that never was up is given up
 
@@ -34,13 +37,16 @@ Context = zmq.Context[Socket]
 
 
 def _configure(socket: Socket, settings: TransferSettings) -> None:
-    timeout_ms = int(settings.heartbeat_timeout * 1000)
+    timeout_ms = int(settings.link_timeout * 1000)
     socket.linger = 0
     socket.sndhwm = socket.rcvhwm = settings.max_queued_messages
     socket.maxmsgsize = max(settings.max_payload_bytes, MAX_HEADER_BYTES)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, timeout_ms // _HEARTBEATS))
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)
     socket.setsockopt(zmq.HANDSHAKE_IVL, timeout_ms)
+    socket.setsockopt(zmq.TCP_MAXRT, timeout_ms)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, max(1, timeout_ms // 2000))  # seconds
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, max(1, timeout_ms // 2000))
 
 
 class ZmqWriterLink:

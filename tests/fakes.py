@@ -13,11 +13,11 @@ from typing import Any, Self
 
 import grpc
 
-from baton import wire
+from baton import link_codec, wire
 from baton.errors import BatonError, ConfigError
 from baton.kv_layout import KVLayout
 from baton.pb import cluster_pb2 as pb
-from baton.pb import cluster_pb2_grpc, common_pb2
+from baton.pb import common_pb2
 from baton.types import (
     AttemptKey,
     FinishReason,
@@ -94,8 +94,8 @@ class FakeNode:
     async def join(self) -> pb.Welcome:
         """Dial and join. Raises the ConfigError of a refusal, or grpc's error."""
         self._channel = grpc.aio.insecure_channel(self.address)
-        self._call = cluster_pb2_grpc.NodeLinkStub(self._channel).Attach(
-            metadata=(("baton-cluster-token", self.token),) if self.token else ()
+        self._call = link_codec.dial(
+            self._channel, metadata=(("baton-cluster-token", self.token),) if self.token else ()
         )
         await self._call.write(pb.NodeMessage(join=join_message(self.name, self.role, **self.changes)))
         first = await self._call.read()

@@ -73,8 +73,6 @@ class FaultyLink:
 
     async def close(self) -> None:
         await self.refuse()
-        for handler in self._handlers:
-            handler.cancel()
         await asyncio.gather(*self._handlers, return_exceptions=True)
 
     @property

@@ -132,6 +132,10 @@ class Departure:
         waiting = self.state is DepartureState.SEALED or self.outstanding > 0
         return self.heard + self.pace.answer_timeout if waiting else NEVER
 
+    def unanswered(self, now: float) -> bool:
+        """Whether decode owes an answer for longer than it may."""
+        return self.state in _OPEN and now >= self._answer_deadline
+
     def layer_has_landed(self, layer: int) -> bool:
         """Whether every slab of the layer announced so far, less what decode held already, has landed."""
         first = self.ticket.first_block if self.ticket else 0
@@ -305,7 +309,7 @@ class Departure:
     def tick(self, now: float) -> list[Output]:
         if self.state not in _OPEN:
             return []
-        if now >= self._answer_deadline:
+        if self.unanswered(now):
             return self.abort(PeerGone(f"decode did not answer for {self.pace.answer_timeout} s (progress_timeout)"))
         if now < self.next_renewal:
             return []

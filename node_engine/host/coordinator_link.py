@@ -3,7 +3,7 @@
 The life of a link:
 
     dial -> Join -> Welcome(incarnation) -> commands and reports ... -> broken or silent -> dial again
-                 -> Refusal: the process ends with one line saying which field differs
+                 -> Refusal: the process ends with one line saying which field differs, unless it was a member before
 
 A stream that broke is dialled again at once, then with growing pauses. The work of the old incarnation is dropped when
 the new Welcome arrives, or after `silence` seconds without one, whichever is first. Everything here runs on the
@@ -16,11 +16,11 @@ from collections.abc import Callable
 
 import grpc
 
-from baton import log, wire
+from baton import link_codec, log, wire
 from baton.errors import ConfigError
 from baton.failpoints import FAILPOINTS, Action
 from baton.limits import LINK_OPTIONS, MAX_UNSENT
-from baton.pb import cluster_pb2, cluster_pb2_grpc
+from baton.pb import cluster_pb2
 from baton.types import Incarnation
 from node_engine.core import messages
 
@@ -51,7 +51,8 @@ class CoordinatorLink:
         self._deliver = deliver
         self._incarnation = Incarnation("")
         self._unsent: asyncio.Queue[cluster_pb2.NodeMessage] = asyncio.Queue(MAX_UNSENT)
-        self._call: grpc.aio.StreamStreamCall | None = None
+        self._overflow = asyncio.Event()  # the coordinator reads too slowly
+        self._was_member = False
         self._lost: asyncio.TimerHandle | None = None
         self._log = log.get("link")
 
@@ -70,9 +71,7 @@ class CoordinatorLink:
             try:
                 self._unsent.put_nowait(message)
             except asyncio.QueueFull:
-                self._log.error("coordinator reads too slowly", unsent=MAX_UNSENT)
-                if self._call is not None:
-                    self._call.cancel()
+                self._overflow.set()
 
     async def run(self) -> None:
         """Keep the stream until cancelled. Raises ConfigError when the coordinator refuses this node."""
@@ -80,14 +79,13 @@ class CoordinatorLink:
         while True:
             try:
                 async with grpc.aio.insecure_channel(self._address, options=LINK_OPTIONS) as channel:
-                    self._call = cluster_pb2_grpc.NodeLinkStub(channel).Attach(metadata=self._metadata)
-                    await self._session(self._call)
+                    await self._session(link_codec.dial(channel, metadata=self._metadata))
             except grpc.aio.AioRpcError as error:
-                if error.code() in _REFUSED_CODES:
-                    raise ConfigError(
-                        f"coordinator {self._address}: {error.details()}: check --cluster-token"
-                    ) from None
                 self._log.warning("coordinator unreachable", address=self._address, code=error.code().name)
+                if error.code() in _REFUSED_CODES:
+                    self._refused(f"coordinator {self._address}: {error.details()}: check --cluster-token")
+            except ConfigError as error:
+                self._refused(error.message)
             except TimeoutError:
                 self._log.warning("coordinator silent", address=self._address, seconds=self._silence)
             if self.joined:
@@ -95,6 +93,12 @@ class CoordinatorLink:
                 pause = _FIRST_PAUSE
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # a redial's pause, not a poll
             pause = min(pause * 2, _LONGEST_PAUSE)
+
+    def _refused(self, reason: str) -> None:
+        """A node that was a member once goes on trying: its coordinator may be being replaced, or the link be bad."""
+        if not self._was_member:
+            raise ConfigError(reason)
+        self._log.error("may not join anew", reason=reason)
 
     def _disconnected(self) -> None:
         self._incarnation = Incarnation("")
@@ -107,11 +111,11 @@ class CoordinatorLink:
             await call.write(cluster_pb2.NodeMessage(join=self._join()))
             heartbeat = await self._welcome(call)
             async with asyncio.TaskGroup() as tasks:
-                writing = tasks.create_task(self._write(call))
-                beating = tasks.create_task(self._beat(heartbeat))
+                others = (self._write(call), self._beat(heartbeat), self._until_overflow())
+                running = [tasks.create_task(other) for other in others]
                 await self._read(call)
-                writing.cancel()
-                beating.cancel()
+                for task in running:
+                    task.cancel()
         except* grpc.aio.AioRpcError as group:
             raise _first(group) from None
         except* TimeoutError as group:
@@ -122,7 +126,7 @@ class CoordinatorLink:
     async def _welcome(self, call: grpc.aio.StreamStreamCall) -> float:
         async with asyncio.timeout(self._silence):
             first = await call.read()
-        if first is grpc.aio.EOF:
+        if first is grpc.aio.EOF or first is None:
             raise TimeoutError
         if first.WhichOneof("message") == "refusal":
             raise ConfigError(f"the coordinator refused this node: {first.refusal.error.message}")
@@ -130,6 +134,8 @@ class CoordinatorLink:
             self._unsent.get_nowait()
         if self._lost is not None:
             self._lost.cancel()
+        self._overflow.clear()
+        self._was_member = True
         self._silence = first.welcome.silence_seconds
         self._incarnation = Incarnation(first.welcome.incarnation)
         self._deliver(messages.Joined(self._incarnation))
@@ -143,6 +149,9 @@ class CoordinatorLink:
                 message = await call.read()
             if message is grpc.aio.EOF:
                 return
+            if message is None:
+                self._log.warning("a damaged message: joining anew")
+                return
             command = command_from_pb(message)
             if command is not None:
                 self._deliver(command)
@@ -150,6 +159,11 @@ class CoordinatorLink:
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
         while True:
             await call.write(await self._unsent.get())
+
+    async def _until_overflow(self) -> None:
+        await self._overflow.wait()
+        self._log.error("coordinator reads too slowly", unsent=MAX_UNSENT)
+        raise TimeoutError
 
     async def _beat(self, seconds: float) -> None:
         while True:

@@ -114,7 +114,7 @@ def _failpoint(rng: random.Random, processes: Sequence[str]) -> Failpoint:
     action = rng.choice(sorted(POINTS[point], key=lambda action: action.value))
     argument = rng.choice(_DELAYS) if action is Action.DELAY else 0.0
     skip = rng.choice((0, 0, 1, 3, 8, 20))
-    times = rng.choice((1, 1, 2, 5))
+    times = 1 if action is Action.STOP else rng.choice((1, 1, 2, 5))
     return Failpoint(rng.choice(places(point, processes)), point, action, argument, skip, times)
 
 

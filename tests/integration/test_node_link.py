@@ -6,9 +6,9 @@ from typing import Any
 
 import grpc
 
+from baton import link_codec
 from baton.config import Config
 from baton.limits import LINK_OPTIONS
-from baton.pb import cluster_pb2_grpc
 from baton.types import FinishReason, SamplingParams
 from coordinator.dispatcher import Dispatcher
 from coordinator.generation import Delta, Done, Submission
@@ -53,7 +53,7 @@ async def collect(stream: Stream) -> tuple[tuple[int, ...], Done]:
 async def cluster(**fields: Any) -> AsyncIterator[Cluster]:
     it = Cluster(Config(**fields))
     server = grpc.aio.server(options=LINK_OPTIONS)
-    cluster_pb2_grpc.add_NodeLinkServicer_to_server(NodeLink(it.config, it.dispatcher, it.ledgers), server)
+    link_codec.add_to(server, NodeLink(it.config, it.dispatcher, it.ledgers).Attach)
     it.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     try:

@@ -1,0 +1,61 @@
+"""The node link on the wire: NodeLink.Attach, each message of which ends in a checksum of all bytes before it.
+
+gRPC leaves integrity to TCP, whose 16 bits middleboxes rewrite and memory errors pass by. A flipped bit in a token id
+or a prompt would still make a valid message, and a wrong answer with status 200. Both ends read None for a message that
+is not whole, and end the stream.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import grpc
+import xxhash
+from google.protobuf.message import DecodeError, Message
+
+from baton.pb import cluster_pb2
+
+_SERVICE = cluster_pb2.DESCRIPTOR.services_by_name["NodeLink"]
+_METHOD = _SERVICE.methods_by_name["Attach"]
+_FIXED64 = 1  # protobuf wire type
+_TAG = bytes([cluster_pb2.NodeMessage.CHECKSUM_FIELD_NUMBER << 3 | _FIXED64])
+
+M = TypeVar("M", bound=Message)
+
+
+def seal(message: Message) -> bytes:
+    """Serialized, with its checksum as the last field."""
+    body = message.SerializeToString()
+    return body + _TAG + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
+
+
+def unseal(kind: type[M], data: bytes) -> M | None:
+    """The message, None if it is not what was sealed."""
+    body, tag, checksum = data[:-9], data[-9:-8], data[-8:]
+    if tag != _TAG or xxhash.xxh3_64_intdigest(body) != int.from_bytes(checksum, "little"):
+        return None
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        return None
+
+
+def dial(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) -> grpc.aio.StreamStreamCall:
+    """A node's stream to the coordinator: NodeMessages out, CoordinatorMessages (or None) in."""
+    attach = channel.stream_stream(
+        f"/{_SERVICE.full_name}/{_METHOD.name}",
+        request_serializer=seal,
+        response_deserializer=lambda data: unseal(cluster_pb2.CoordinatorMessage, data),
+    )
+    return attach(metadata=metadata)
+
+
+def add_to(server: grpc.aio.Server, attach: Callable[[Any, Any], Any]) -> None:
+    """Serve `attach(iterator, context)`, the coordinator's end."""
+    handler = grpc.stream_stream_rpc_method_handler(
+        attach,
+        request_deserializer=lambda data: unseal(cluster_pb2.NodeMessage, data),
+        response_serializer=seal,
+    )
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(_SERVICE.full_name, {_METHOD.name: handler}),)
+    )

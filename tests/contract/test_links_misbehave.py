@@ -1,0 +1,86 @@
+"""What a link does must not end a process, nor hold a later hand-off up."""
+
+import asyncio
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from kv_transfer.plane import Aborted, Committed, Lost, Sealed, SealInfo
+from tests.contract.rig import QUICK, rig
+from tests.fault_proxy import BOTH, FaultyLink, Weather
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# The reader stands at its high-water mark when its peer's connection is reset; then any heartbeat would fall due.
+_RESET_AT_HIGH_WATER = """
+import asyncio, zmq
+from kv_transfer.security import derive_keys
+from kv_transfer.settings import TransferSettings
+from kv_transfer.zmq_link import ZmqDecodeLink, ZmqDialer
+from tests.fault_proxy import FaultyLink
+
+async def main():
+    settings = TransferSettings(link_timeout=2.0)
+    decode = ZmqDecodeLink(derive_keys("token"), settings)
+    host, _, port = decode.endpoint.removeprefix("tcp://").rpartition(":")
+    link = await FaultyLink.open("writer -> decode", (host, int(port)))
+    writer = ZmqDialer(derive_keys("token"), settings).dial(f"tcp://127.0.0.1:{link.port}")
+    sent, idle = 0, 0
+    while idle < 20:
+        decode._authenticate()
+        idle = 0 if writer.send(b"header", memoryview(bytes(1 << 16))) else idle + 1
+        sent += idle == 0
+        await asyncio.sleep(0.01 if idle else 0)
+    assert sent > settings.max_queued_messages, sent
+    link.reset()
+    await asyncio.sleep(1.5)
+    print("alive", flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_a_reset_while_the_reader_lags_does_not_abort_the_process() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _RESET_AT_HIGH_WATER + "import os; os._exit(0)"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (0, "alive\n"), ended.stderr
+
+
+async def test_a_link_gone_silent_is_left_for_a_new_one(tmp_path: Path) -> None:
+    """A black hole: TCP acknowledges, nobody answers. The hand-off in it is lost, and the next one has a new link."""
+    with rig(
+        "zmq", tmp_path, settings=replace(QUICK, progress_timeout=0.5, ticket_ttl=1.0, renew_interval=0.1)
+    ) as pair:
+        host, _, port = pair.decode.transfer_endpoint.removeprefix("tcp://").rpartition(":")
+        link = await FaultyLink.open("writer -> decode", (host, int(port)))
+        pair.decode = replace(pair.decode, transfer_endpoint=f"tcp://127.0.0.1:{link.port}")
+
+        def hand_off() -> None:
+            key = pair.key()
+            pair.outbound.open(key, 4)
+            ticket = pair.ticket(key, [5])
+            pair.inbound.grant(ticket)
+            pair.outbound.ticket(key, ticket)
+            pair.announce(key, [1])
+            pair.outbound.seal(key, SealInfo((17,)))
+
+        def committed() -> None:
+            hand_off()
+            sealed = pair.decode_events.expect(Sealed)
+            assert isinstance(sealed, Sealed)
+            pair.inbound.commit(sealed.ticket)
+            pair.prefill_events.expect(Committed)
+
+        await asyncio.to_thread(committed)
+        connections = link.accepted
+        link.weather(BOTH, Weather(blocked=True))
+        hand_off()
+        await asyncio.to_thread(pair.prefill_events.expect, Aborted)
+        await asyncio.to_thread(pair.decode_events.expect, Lost)
+        link.weather(BOTH, Weather())
+        await asyncio.to_thread(committed)
+        assert link.accepted == connections + 1
+        await link.close()
