@@ -73,7 +73,7 @@ def _write_weights(folder: Path, shape: Shape, seed: int) -> None:
         eos_token_id=0 if shape.eos else None,
     )
     torch.manual_seed(seed)
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
