@@ -1,0 +1,89 @@
+"""The same kernels and the same engine on an NVIDIA GPU, held against their CPU twins. Skipped, loudly, without one."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.types import BlockIndex, SamplingParams
+from kv_kernels import attention, paged_cache, triton_decode, triton_write
+from kv_kernels.attention import Context
+from kv_kernels.paged_cache import PagedCache, Slots
+from node_engine.core.step import SampleSpec, SequenceId, Slice, StepBatch
+from node_engine.model.engine import ModelEngine
+from tests.models import Family, build_model, clear_prompts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU here"),
+]
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
+# (kv_heads, heads per kv_head, dim, block_size, context lengths)
+SHAPES = {
+    "grouped": (2, 7, 64, 16, (5, 1024, 1, 777)),
+    "several splits": (8, 4, 128, 16, (4099, 2, 33)),
+    "odd sizes": (1, 1, 24, 6, (11,)),
+}
+
+
+@pytest.mark.parametrize("kind", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_paged_decode_equals_its_twin(shape: str, kind: str) -> None:
+    kv_heads, group, dim, block_size, lengths = SHAPES[shape]
+    dtype = getattr(torch, kind)
+    generator = torch.Generator().manual_seed(0)
+    widths = [-(-length // block_size) for length in lengths]
+    arena = torch.randn(sum(widths), 2, 2, kv_heads, block_size, dim, generator=generator).to(dtype)
+    order = torch.randperm(sum(widths), generator=generator)
+    blocks = [part.numpy() for part in order.split(widths)]
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    contexts = [Context(blocks[i], lengths[i]) for i in longest_first]
+    query = torch.randn(len(lengths), kv_heads * group, dim, generator=generator).to(dtype)
+    exact = torch.zeros(query.shape)
+    for part in attention.plan_decode(PagedCache.over(arena.float()), contexts, torch.float32):
+        part(query.float(), 1, exact)
+    out = torch.full(query.shape, torch.nan, dtype=dtype, device="cuda")
+    for part in triton_decode.plan_decode(PagedCache.over(arena.cuda()), contexts, dtype):
+        part(query.cuda(), 1, out)
+    assert float((out.cpu().float() - exact).abs().max()) < TOLERANCE[kind]
+
+
+@pytest.mark.parametrize("kind", TOLERANCE)
+def test_kv_write_equals_its_twin(kind: str) -> None:
+    dtype = getattr(torch, kind)
+    generator = torch.Generator().manual_seed(1)
+    arena = torch.randn(4, 2, 2, 2, 4, 12, generator=generator).to(dtype)
+    twin = arena.clone()
+    kv = torch.randn(3, 4, 12, generator=generator).to(dtype)
+    slots = Slots(torch.tensor([2, 0, 3]), torch.tensor([3, 0, 1]))
+    there = arena.cuda()
+    triton_write.write_kv(kv.cuda(), PagedCache.over(there), 1, Slots(slots.blocks.cuda(), slots.offsets.cuda()))
+    paged_cache.write_kv(kv, PagedCache.over(twin), 1, slots)
+    assert torch.equal(there.cpu(), twin)
+
+
+def generate(engine: ModelEngine, prompt: Sequence[int], count: int, chunk: int) -> list[int]:
+    """Greedy tokens: the prompt in chunks, then one token a step, in blocks in reverse order."""
+    size = engine.layout.block_size
+    table = [BlockIndex(block) for block in reversed(range(-(-(len(prompt) + count) // size)))]
+    params = SamplingParams(max_tokens=count, temperature=0.0)
+    tokens, start = list(prompt), 0
+    while len(tokens) < len(prompt) + count:
+        end = min(len(tokens), start + chunk)
+        spec = SampleSpec(params, 0, end) if end == len(tokens) else None
+        (token,) = engine.run(StepBatch((Slice(SequenceId(0), tuple(tokens[start:end]), start, table, spec),)))
+        start = end
+        if token is not None:
+            tokens.append(token)
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_tokens_are_those_of_transformers(family: Family, tmp_path: Path) -> None:
+    folder = build_model(family, tmp_path)
+    engine = ModelEngine.load(folder, dtype="float32", device="cuda")
+    blocks = 64
+    engine.bind(memoryview(bytearray(blocks * engine.layout.block_bytes)), blocks)
+    for wanted in clear_prompts(folder, (1, 17, 130, 257), 24):
+        assert generate(engine, wanted.prompt, 24, chunk=64) == list(wanted.answer)
