@@ -180,6 +180,8 @@ class PrefillRole:
     # the life of one attempt
 
     def _begin(self, work: Work, alone: bool) -> None:
+        if work.key in self._handoffs:  # the message came twice
+            return
         handoff = self._handoffs[work.key] = _Handoff(work, alone)
         early = self._aborted_early.pop(work.key, None)
         try:
