@@ -61,8 +61,9 @@ def _add_probes(app: FastAPI, readiness: Readiness) -> None:
         return JSONResponse({"status": "alive"})
 
     async def readyz() -> Response:
-        if not readiness.ready:
-            raise Unavailable(f"not ready: {readiness.reason}", retry_after=1.0)
+        ready, reason = readiness.state()
+        if not ready:
+            raise Unavailable(f"not ready: {reason}", retry_after=1.0)
         return JSONResponse({"status": "ready"})
 
     app.add_api_route("/livez", livez, methods=["GET"])

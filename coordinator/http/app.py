@@ -69,8 +69,9 @@ def _add_information(app: FastAPI, intake: Intake, readiness: Readiness) -> None
         return JSONResponse({"object": "list", "data": [model]})
 
     async def health() -> Response:
-        if not readiness.ready:
-            raise Unavailable(f"not ready: {readiness.reason}", retry_after=1.0)
+        ready, reason = readiness.state()
+        if not ready:
+            raise Unavailable(f"not ready: {reason}", retry_after=1.0)
         return JSONResponse({"status": "ok"})
 
     async def about() -> Response:

@@ -86,10 +86,10 @@ async def test_grpc_health_follows_readiness() -> None:
         assert [await health(front, service) for service in services] == [states.SERVING] * 3
         watch = health_pb2_grpc.HealthStub(front.channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == states.SERVING
-        front.readiness.hold("warm-up", "waiting for a decode node")
+        front.readiness.become("waiting for a decode node")
         assert (await watch.read()).status == states.NOT_SERVING
         assert [await health(front, service) for service in services] == [states.NOT_SERVING] * 3
-        front.readiness.release("warm-up")
+        front.readiness.become("")
         assert (await watch.read()).status == states.SERVING
         watch.cancel()
 
