@@ -86,7 +86,7 @@ def _add_views(app: FastAPI, cluster: ClusterView) -> None:
 
 
 async def _not_yet(request: Request) -> Response:
-    raise NotAvailable(f"{request.method} {request.url.path} is not available yet")
+    raise NotAvailable(f"{request.method} {request.scope['path']} is not available yet")
 
 
 def _json(message: Message) -> Response:

@@ -25,7 +25,7 @@ _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second coordinator on the port is an error, not a silent share of its clients
     ("grpc.keepalive_time_ms", 30_000),  # a client whose machine is gone holds its requests no longer than this
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),  # clients may ping as often without being cut off
 )
 
 

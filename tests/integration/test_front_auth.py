@@ -40,6 +40,16 @@ async def test_every_route_is_public_or_closed() -> None:
         assert front.refused.count("invalid_api_key") > 0
 
 
+async def test_no_header_makes_a_closed_route_public() -> None:
+    async with serving(api_key=KEY) as front:
+        for name in ("host", "x-forwarded-prefix", "x-original-url", "x-rewrite-url"):
+            for value in ("x/health?", "/health", "x/health#"):
+                headers = {"authorization": "Bearer wrong", name: value}
+                response = await front.http.post("/v1/completions", json={"prompt": [1]}, headers=headers)
+                assert response.status_code == 401
+        assert front.brain.submissions == []
+
+
 async def test_the_key_opens() -> None:
     async with serving(api_key=KEY) as front:
         for word in ("Bearer", "bearer", "BEARER"):
