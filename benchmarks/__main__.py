@@ -27,7 +27,8 @@ def main(arguments: list[str]) -> int:
     if arguments and arguments[0] in NOT_AVAILABLE:
         sys.stderr.write(f"error: bench {arguments[0]} is not available in this version\n")
         return 1
-    parts = {name: importlib.import_module(module) for name, module in COMMANDS.items()}
+    wanted = arguments[:1] if set(arguments[:1]) & COMMANDS.keys() else list(COMMANDS)  # one may import much
+    parts = {name: importlib.import_module(COMMANDS[name]) for name in wanted}
     options = _parser(parts).parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     rows: list[Row] = []
@@ -59,7 +60,7 @@ def _run(part: ModuleType, name: str, options: argparse.Namespace, console: Cons
 
 def _parser(parts: dict[str, ModuleType]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="|".join([*parts, "all"]))
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="|".join([*COMMANDS, "all"]))
     for name, part in parts.items():
         command = commands.add_parser(name, help=part.HELP, description=part.__doc__, allow_abbrev=False)
         part.add_arguments(command)
