@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import importlib
 import inspect
 import json
 import os
@@ -54,10 +55,9 @@ def build(folder: Path, shape: Shape, seed: int = 0) -> Path:
 
 def _write_weights(folder: Path, shape: Shape, seed: int) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-    from transformers.utils import logging
 
-    config = LlamaConfig(
+    transformers = importlib.import_module("transformers")
+    config = transformers.LlamaConfig(
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
         num_hidden_layers=shape.layers,
@@ -73,14 +73,13 @@ def _write_weights(folder: Path, shape: Shape, seed: int) -> None:
         eos_token_id=0 if shape.eos else None,
     )
     torch.manual_seed(seed)
-    logging.disable_progress_bar()
-    LlamaForCausalLM(config).save_pretrained(folder)
+    transformers.utils.logging.disable_progress_bar()
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def _write_tokenizer(folder: Path, shape: Shape) -> None:
     """Trained on the standard library's own documentation; the end token has id 0."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -93,8 +92,8 @@ def _write_tokenizer(folder: Path, shape: Shape) -> None:
     )
     tokenizer.train_from_iterator(_texts(), trainer)
     folder.mkdir()
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=_END)
-    wrapped.save_pretrained(folder)
+    fast = importlib.import_module("transformers").PreTrainedTokenizerFast
+    fast(tokenizer_object=tokenizer, eos_token=_END).save_pretrained(folder)
 
 
 def _texts() -> Iterator[str]:

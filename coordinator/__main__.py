@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from baton import config_flags, log, runtime
+from baton import config_flags, runtime
 from baton.errors import ConfigError
 from coordinator.assemble import coordinate
 
@@ -27,7 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return runtime.EXIT_USAGE
-    log.configure(config.log_level, config.log_format)
     return runtime.run(lambda stop: coordinate(config, stop))
 
 

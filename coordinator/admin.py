@@ -61,8 +61,9 @@ def _add_probes(app: FastAPI, readiness: Readiness) -> None:
         return JSONResponse({"status": "alive"})
 
     async def readyz() -> Response:
-        if not readiness.ready:
-            raise Unavailable(f"not ready: {readiness.reason}", retry_after=1.0)
+        ready, reason = readiness.state()
+        if not ready:
+            raise Unavailable(f"not ready: {reason}", retry_after=1.0)
         return JSONResponse({"status": "ready"})
 
     app.add_api_route("/livez", livez, methods=["GET"])
@@ -85,7 +86,7 @@ def _add_views(app: FastAPI, cluster: ClusterView) -> None:
 
 
 async def _not_yet(request: Request) -> Response:
-    raise NotAvailable(f"{request.method} {request.url.path} is not available yet")
+    raise NotAvailable(f"{request.method} {request.scope['path']} is not available yet")
 
 
 def _json(message: Message) -> Response:

@@ -1,11 +1,10 @@
 """The coordinator's parts, joined on one event loop, started in the order in which they are needed and stopped in the
-opposite one: cluster port, brain, front doors; then refuse, let requests end, close the doors, let the nodes go."""
+opposite one: cluster port, front doors, warm-up; then refuse, let requests end, close the doors, let the nodes go."""
 
 import asyncio
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import grpc.aio
 from prometheus_client import generate_latest
@@ -20,38 +19,37 @@ from coordinator import admin, tokenizer
 from coordinator.auth import check_exposure
 from coordinator.cluster_service import ClusterService
 from coordinator.dispatcher import Dispatcher
-from coordinator.grpc_port import GrpcPort
+from coordinator.grpc_port import GrpcPort, bind_grpc
 from coordinator.http import app
 from coordinator.http.listener import Listener, bind
 from coordinator.intake import Intake
 from coordinator.ledgers import Ledgers
 from coordinator.metrics import Metrics
 from coordinator.node_link import NodeLink
-from coordinator.readiness import Readiness
 from coordinator.refusals import Refusals
-from coordinator.warmup import Readiness as ClusterReadiness
+from coordinator.tokenizer import Text
+from coordinator.warmup import Readiness
 
 _GRACE = 2.0  # seconds that open calls get once every request has ended
+_log = log.get("coordinator")
 
 
 class Coordinator:
-    """Everything of one coordinator process. `run` returns when `stop` was set and the last request has ended."""
+    """Everything of one coordinator process. `run` returns when `stop` was set and the last request has ended.
+
+    Every port is bound by the constructor, which raises ConfigError; none answers before `run`.
+    """
 
     def __init__(self, config: Config) -> None:
         check_exposure(config)
         self._config = config
-        self._readiness = Readiness()
+        self._state_file = _state_file(config.state_dir) if config.state_dir else None
         self._dispatcher = Dispatcher(config)
-        ledgers = Ledgers(self._dispatcher)
+        self._ledgers = Ledgers(self._dispatcher)
         self._metrics = Metrics(self._dispatcher)
-        self._warmup = ClusterReadiness(config, self._dispatcher)
-        self._warmup.on_change.append(self._cluster_changed)
-        self._readiness.hold("cluster", "no node has joined yet")
-        self._cluster = ClusterService(config, self._dispatcher, ledgers, self._warmup, self._metrics)
-        self._ledgers = ledgers
-        self._text = asyncio.create_task(tokenizer.load(config.model, config.engine))
-        self._readiness.hold("tokenizer", "the tokenizer is being loaded")
-        self._text.add_done_callback(lambda _: self._readiness.release("tokenizer"))
+        self._readiness = Readiness(config, self._dispatcher)
+        self._cluster = ClusterService(config, self._dispatcher, self._ledgers, self._readiness, self._metrics)
+        self._text: asyncio.Future[Text] = asyncio.get_running_loop().create_future()
         refusals = Refusals(self._dispatcher.count_rejection)
         intake = Intake(
             self._dispatcher,
@@ -60,79 +58,63 @@ class Coordinator:
             longest=config.request_timeout,
             refusals=refusals,
         )
-        self._http = Listener(
-            app.build(intake, self._readiness, config.api_key), bind(config.host, config.port, "--port")
-        )
-        self._admin = Listener(
-            admin.build(self, self._readiness, config.admin_token, refusals),
-            bind(config.admin_host, config.admin_port, "--admin-port"),
-        )
+        clients = app.build(intake, self._readiness, config.api_key)
+        operators = admin.build(self, self._readiness, config.admin_token, refusals)
+        self._http = Listener(clients, bind(config.host, config.port, "--port"))
+        self._admin = Listener(operators, bind(config.admin_host, config.admin_port, "--admin-port"))
         self._grpc = GrpcPort(intake, self._readiness, config.api_key)
         cluster_pb2_grpc.add_ClusterServicer_to_server(self._cluster, self._grpc.server)
         self._grpc.bind(config.host, config.grpc_port)
         self._nodes = grpc.aio.server(options=(*LINK_OPTIONS, ("grpc.so_reuseport", 0)))
-        link_codec.add_to(self._nodes, NodeLink(config, self._dispatcher, ledgers).Attach)
-        self._cluster_port = _bind_cluster(self._nodes, config)
+        link_codec.add_to(self._nodes, NodeLink(config, self._dispatcher, self._ledgers).Attach)
+        self._node_port = bind_grpc(self._nodes, config.cluster_host, config.cluster_port, "--cluster-port")
 
     async def run(self, stop: asyncio.Event) -> None:
+        """Raises ConfigError for a tokenizer that cannot be used."""
         await self._nodes.start()
         await self._grpc.start()
-        parts: list[asyncio.Task[Any]] = [
-            asyncio.create_task(self._http.run_until_stopped(), name="http"),
-            asyncio.create_task(self._admin.run_until_stopped(), name="admin"),
-            asyncio.create_task(self._warmup.run(), name="warmup"),
-            asyncio.create_task(stop.wait(), name="stop"),
-        ]
         try:
-            await self._http.listening.wait()
-            await self._admin.listening.wait()
-            self._announce()
-            parts.append(self._text)
-            await self._until_stopped(parts)
+            async with asyncio.TaskGroup() as parts:
+                parts.create_task(self._http.run_until_stopped(), name="http")
+                parts.create_task(self._admin.run_until_stopped(), name="admin")
+                parts.create_task(self._announce(), name="announce")
+                warming = parts.create_task(self._warm_up(), name="warm-up")
+                await stop.wait()
+                warming.cancel()
+                await self._end_requests()
+                self._http.stop()
+                self._admin.stop()
         finally:
-            await self._take_down()
-            for part in parts:
-                part.cancel()
-            await asyncio.gather(*parts, return_exceptions=True)
+            await self._grpc.stop(_GRACE)
+            self._dispatcher.close()
+            await self._nodes.stop(_GRACE)
+            if self._state_file is not None:
+                self._state_file.unlink(missing_ok=True)
 
-    async def _until_stopped(self, parts: list[asyncio.Task[Any]]) -> None:
-        """Wait for `stop`; a part that fails first ends the process with its error."""
-        waiting = set(parts)
-        while True:
-            done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for part in done:
-                part.result()
-                if part.get_name() in ("stop", "http", "admin"):
-                    return
+    async def _warm_up(self) -> None:
+        """Text prompts are part of being ready, so the tokenizer comes first: it loads while nodes do."""
+        self._text.set_result(await tokenizer.load(self._config.model, self._config.engine))
+        await self._readiness.run()
 
-    async def _take_down(self) -> None:
-        self._readiness.hold("shutdown", "the coordinator is stopping")
+    async def _end_requests(self) -> None:
+        """Say that we are leaving, take no new request, and give those that run --drain-timeout."""
+        await self._grpc.not_serving()
         await self._dispatcher.drain(self._config.drain_timeout)
-        self._http.stop()
-        self._admin.stop()
-        await self._grpc.stop(_GRACE)
-        self._dispatcher.close()
-        await self._nodes.stop(_GRACE)
 
-    def _cluster_changed(self, ready: bool, reason: str) -> None:
-        if ready:
-            self._readiness.release("cluster")
-        else:
-            self._readiness.hold("cluster", reason)
-
-    def _announce(self) -> None:
+    async def _announce(self) -> None:
+        await self._http.listening.wait()
+        await self._admin.listening.wait()
         where = {
             "http": self._http.address,
-            "grpc": f"{self._config.host}:{self._grpc.port}",
+            "grpc": _address(self._config.host, self._grpc.port),
             "admin": self._admin.address,
-            "cluster": f"{self._config.cluster_host}:{self._cluster_port}",
+            "cluster": _address(self._config.cluster_host, self._node_port),
         }
-        log.get("coordinator").info("listening", pid=os.getpid(), **where)
-        if self._config.state_dir:
-            path = Path(self._config.state_dir) / "coordinator.json"
-            draft = path.with_suffix(".draft")
+        if self._state_file is not None:
+            draft = self._state_file.with_suffix(".draft")
             draft.write_text(json.dumps(where | {"pid": os.getpid()}))
-            draft.replace(path)
+            draft.replace(self._state_file)
+        _log.info("listening", pid=os.getpid(), **where)
 
     # what the admin port shows
 
@@ -148,9 +130,7 @@ class Coordinator:
 
 def model_name(config: Config) -> str:
     """What clients call the model: --served-model-name, or the last part of --model."""
-    if config.served_model_name:
-        return config.served_model_name
-    return Path(config.model).name or config.engine
+    return config.served_model_name or Path(config.model).name or config.engine
 
 
 async def coordinate(config: Config, stop: asyncio.Event) -> None:
@@ -159,10 +139,13 @@ async def coordinate(config: Config, stop: asyncio.Event) -> None:
     await Coordinator(config).run(stop)
 
 
-def _bind_cluster(server: grpc.aio.Server, config: Config) -> int:
+def _state_file(folder: str) -> Path:
     try:
-        port: int = server.add_insecure_port(f"{config.cluster_host}:{config.cluster_port}")
-    except RuntimeError as error:
-        target = f"{config.cluster_host}:{config.cluster_port}"
-        raise ConfigError(f"cannot listen on {target} ({error}): choose another --cluster-port") from None
-    return port
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--state-dir {folder} cannot be made ({error.strerror}): choose another") from None
+    return Path(folder) / "coordinator.json"
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,7 +1,5 @@
 """baton.v1.Cluster: what operators ask."""
 
-import hmac
-import ipaddress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -9,10 +7,11 @@ from urllib.parse import unquote
 import grpc
 
 from baton.config import Config
-from baton.errors import BatonError, InvalidRequest, NotAvailable, Unauthenticated
+from baton.errors import BatonError, InvalidRequest, NotAvailable
 from baton.failpoints import FAILPOINTS, Failpoints
 from baton.pb import cluster_pb2 as pb
 from baton.pb import cluster_pb2_grpc
+from coordinator.auth import AdminGate
 from coordinator.core.registry import Node
 from coordinator.dispatcher import Dispatcher
 from coordinator.ledgers import Ledgers
@@ -33,6 +32,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         self._ledgers = ledgers
         self._readiness = readiness
         self._metrics = metrics
+        self._gate = AdminGate(config.admin_token)
 
     async def Status(self, _: pb.StatusRequest, context: Context) -> pb.StatusResponse:
         await self._authorize(context)
@@ -98,26 +98,19 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
 
     async def _authorize(self, context: Context) -> None:
         """With an admin token everybody needs it; without one only this machine may ask."""
-        expected = self._config.admin_token
-        given = str(dict(context.invocation_metadata()).get("authorization", ""))
-        if expected and not hmac.compare_digest(given.encode(), f"Bearer {expected}".encode()):
-            await _abort(context, Unauthenticated("metadata authorization must be 'Bearer ' and the --admin-token"))
-        if not expected and not is_loopback(context.peer()):
-            await _abort(context, Unauthenticated("without --admin-token only loopback peers may call this"))
+        given = dict(context.invocation_metadata()).get("authorization")
+        try:
+            self._gate.check(peer_host(context.peer()), str(given).encode() if given is not None else None)
+        except BatonError as error:
+            await _abort(context, error)
 
 
-def is_loopback(peer: str) -> bool:
-    """Of grpc's name for a peer: `ipv4:127.0.0.1:4711`, `ipv6:%5B::1%5D:4711`, `unix:...`."""
+def peer_host(peer: str) -> str | None:
+    """The address in grpc's name for a peer: `ipv4:127.0.0.1:4711`, `ipv6:%5B::1%5D:4711`; a Unix socket is local."""
     kind, _, address = unquote(peer).partition(":")
     if kind == "unix":
-        return True
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        parsed = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = parsed.ipv4_mapped if isinstance(parsed, ipaddress.IPv6Address) else None
-    return (mapped or parsed).is_loopback
+        return "localhost"
+    return address.rpartition(":")[0].strip("[]") or None
 
 
 async def _abort(context: Context, error: BatonError) -> None:

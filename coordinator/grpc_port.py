@@ -25,7 +25,7 @@ _OPTIONS = (
     ("grpc.so_reuseport", 0),  # a second coordinator on the port is an error, not a silent share of its clients
     ("grpc.keepalive_time_ms", 30_000),  # a client whose machine is gone holds its requests no longer than this
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),  # clients may ping as often without being cut off
 )
 
 
@@ -41,24 +41,25 @@ class GrpcPort:
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationService(intake, api_key), self.server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
-        readiness.listen(self._changed.put_nowait)
+        self._readiness = readiness
+        readiness.on_change.append(lambda ready, _: self._changed.put_nowait(ready))
 
     def bind(self, host: str, port: int) -> None:
         """Port 0 picks a free one. Raises ConfigError."""
-        target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        try:
-            self.port = self.server.add_insecure_port(target)
-        except RuntimeError as error:
-            raise ConfigError(f"cannot listen on {target} ({error}): choose another --grpc-port, 0 for any") from None
+        self.port = bind_grpc(self.server, host, port, "--grpc-port")
 
     async def start(self) -> None:
-        await self._tell(self._changed.get_nowait())  # before the first caller can ask
+        await self._tell(self._readiness.state()[0])  # before the first caller can ask
         self._following = asyncio.create_task(self._follow(), name="grpc health")
         await self.server.start()
 
+    async def not_serving(self) -> None:
+        """Health checks hear of the end before anything else does; nothing takes it back."""
+        await self._health.enter_graceful_shutdown()
+
     async def stop(self, grace: float) -> None:
         """Take no new call, let open ones end within `grace` seconds."""
-        await self._health.enter_graceful_shutdown()
+        await self.not_serving()
         if self._following is not None:
             self._following.cancel()
         await self.server.stop(grace)
@@ -71,3 +72,12 @@ class GrpcPort:
         kinds = health_pb2.HealthCheckResponse
         for service in ("", *_SERVICES):
             await self._health.set(service, kinds.SERVING if ready else kinds.NOT_SERVING)
+
+
+def bind_grpc(server: grpc.aio.Server, host: str, port: int, flag: str) -> int:
+    """The port that the server will listen on; 0 picks a free one. Raises ConfigError naming the flag."""
+    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        return int(server.add_insecure_port(target))
+    except RuntimeError:
+        raise ConfigError(f"cannot listen on {target}: choose another {flag}, 0 for any") from None

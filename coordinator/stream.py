@@ -60,17 +60,18 @@ class Stream:
             await self._wake.wait()
 
     async def __aiter__(self) -> AsyncIterator[Event]:
-        while True:
-            while self._events:
-                event = self._events.popleft()
-                if isinstance(event, Delta):
-                    self._unread -= len(event.tokens)
-                yield event
-                if isinstance(event, Done):
-                    return
-            if self._ended:
-                if self._error is not None:
-                    raise self._error
-                return
-            self._wake.clear()
-            await self._wake.wait()
+        try:
+            while True:
+                while self._events:
+                    event = self._events.popleft()
+                    if isinstance(event, Delta):
+                        self._unread -= len(event.tokens)
+                    yield event
+                if self._ended:
+                    break
+                self._wake.clear()
+                await self._wake.wait()
+        finally:
+            self.cancel()  # a reader that leaves early, or is cancelled, must not leave work behind
+        if self._error is not None:
+            raise self._error

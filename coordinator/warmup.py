@@ -38,11 +38,11 @@ class Readiness:
     async def run(self) -> None:
         """Warm up as soon as the cluster can serve; after a failure, again when a node has come or reported."""
         while self._not_warm:
-            self._changed.clear()
             if not self._dispatcher.brain.missing():
                 await self._warm_up()
                 self._look()
-            else:
+            if self._not_warm:
+                self._changed.clear()
                 await self._changed.wait()
 
     async def _warm_up(self) -> None:
@@ -53,12 +53,10 @@ class Readiness:
             submission = Submission(prompt, sampling, self._config.request_timeout)
             stream = await self._dispatcher.submit(submission, internal=True)
             async for _ in stream:
-                self._look()
+                pass
         except BatonError as error:
             self._not_warm = f"the warm-up request failed: {error.message}"
             _log.warning("warm-up failed", reason=error.message, code=error.code)
-            self._changed.clear()
-            await self._changed.wait()
         else:
             self._not_warm = ""
             _log.info("warm-up passed")

@@ -126,6 +126,8 @@ class DecodeRole:
     # the life of one attempt
 
     def _submit(self, work: Work, writer: PeerAddress | None) -> None:
+        if self._scheduler.get(work.key) is not None:  # the message came twice
+            return
         engine = self._parts.engine
         try:
             FAILPOINTS.hit("decode.allocate.before")

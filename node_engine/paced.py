@@ -7,11 +7,11 @@ arena. The record of the token at position p is
     words 1, 2  digest of the context up to p:  digest_p = digest_{p-1} + mix(token, p)  mod 2**64
     words 3..   a pattern of both and of the place: layer, K or V, head, word
 
-so that the next token, a hash of the digest *read from the arena*, depends on the whole context, as attention does. KV
-that was never written, belongs to other tokens, positions or layers, or has a flipped bit does not match its pattern;
-the mismatch goes into the digest. **Wrong KV therefore gives wrong tokens, not an error**: it is what a model would do,
-and the comparison with `paced_reference` has to notice. The whole context is read when a sequence is first seen (after
-a hand-off or a cache hit) or does not go on where it stopped; other steps read its last block only.
+so that the next token, a hash of the digest *read from the arena*, depends on the whole context, as attention does.
+KV that was never written, belongs to other tokens, positions or layers, or has a flipped bit does not match its
+pattern; the mismatch goes into the digest. **Wrong KV therefore gives wrong tokens, not an error**: it is what a
+model would do, and the comparison with `paced_reference` has to notice. The whole context is read when a sequence is
+first seen (after a hand-off or a cache hit) or does not go on where it stopped; other steps read its last block only.
 """
 
 import hashlib
@@ -63,8 +63,8 @@ FREE_OF_COST = PacedCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class PacedEngine:
-    """An `Engine`; see the module. `wait(seconds)` is called at most once per layer, for what the costs leave after the
-    time that the step itself took. With `eos_probability` EOS ends outputs now and then."""
+    """An `Engine`; see the module. `wait(seconds)` is called at most once per layer, for what the costs leave after
+    the time that the step itself took. With `eos_probability` EOS ends outputs now and then."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ from baton.types import AttemptKey, BlockIndex, Incarnation, Work
 from kv_transfer.plane import Aborted, Committed, LayerLanded, OutboundPlane, OutboundReport, SealInfo
 from node_engine.core.messages import Cancel, Command, CoordinatorLost, GiveTicket, Joined, PeerGone, Prefill
 from node_engine.core.outcome import Dropped, Emitted, Failed, Outcome, PrefillCompleted
-from node_engine.core.sequence import Sequence
+from node_engine.core.sequence import Sequence, pin_label
 from node_engine.core.step import StepBatch
 from node_engine.role import NodeParts
 
@@ -43,7 +43,7 @@ class _Handoff:
 
     @property
     def pin(self) -> str:
-        return f"handoff {self.work.key}"
+        return pin_label(self.work.key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +180,8 @@ class PrefillRole:
     # the life of one attempt
 
     def _begin(self, work: Work, alone: bool) -> None:
+        if work.key in self._handoffs:  # the message came twice
+            return
         handoff = self._handoffs[work.key] = _Handoff(work, alone)
         early = self._aborted_early.pop(work.key, None)
         try:

@@ -6,7 +6,7 @@ are scripts for those that need nodes which simply work; `expected_tokens` is wh
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -80,9 +80,9 @@ class FakeNode:
 
     def __post_init__(self) -> None:
         self.orders: asyncio.Queue[pb.CoordinatorMessage | None] = asyncio.Queue()
-        self.tickets: dict[str, asyncio.Future[None]] = {}
         self.cancelled: set[AttemptKey] = set()
         self._tasks: list[asyncio.Task[None]] = []
+        self._writing = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         await self.join()
@@ -91,12 +91,17 @@ class FakeNode:
     async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         await self.die()
 
-    async def join(self) -> pb.Welcome:
-        """Dial and join. Raises the ConfigError of a refusal, or grpc's error."""
+    def dial(self) -> Any:
+        """A stream on which nothing has been said."""
         self._channel = grpc.aio.insecure_channel(self.address)
         self._call = link_codec.dial(
             self._channel, metadata=(("baton-cluster-token", self.token),) if self.token else ()
         )
+        return self._call
+
+    async def join(self) -> pb.Welcome:
+        """Dial and join. Raises the ConfigError of a refusal, or grpc's error."""
+        self.dial()
         await self._call.write(pb.NodeMessage(join=join_message(self.name, self.role, **self.changes)))
         first = await self._call.read()
         if first is grpc.aio.EOF:
@@ -137,7 +142,8 @@ class FakeNode:
 
     async def send(self, *, incarnation: str | None = None, **message: Any) -> None:
         stamp = self.incarnation if incarnation is None else incarnation
-        await self._call.write(pb.NodeMessage(incarnation=stamp, **message))
+        async with self._writing:
+            await self._call.write(pb.NodeMessage(incarnation=stamp, **message))
 
     async def heartbeat(self, **stats: Any) -> None:
         fields = {"blocks_total": 64, "blocks_free": 64} | stats
@@ -151,7 +157,8 @@ class FakeNode:
         return ticket
 
     def ticket_for(self, submit: pb.Submit) -> Ticket:
-        me = PeerAddress(NodeName(self.name), self.incarnation, "fake-host", "tcp://127.0.0.1:1")
+        mine = Incarnation(self.incarnation)
+        me = PeerAddress(NodeName(self.name), mine, "fake-host", "tcp://127.0.0.1:1")
         return Ticket(
             id=TicketId(mint_id()),
             key=wire.key_from_pb(submit.work.key),
@@ -162,7 +169,7 @@ class FakeNode:
             num_tokens=len(submit.work.prompt.ids),
             ttl=10.0,
             transport="memory",
-            segment=SegmentRef("fake", self.incarnation),
+            segment=SegmentRef("fake", mine),
             fence=1,
         )
 
@@ -177,9 +184,9 @@ class FakeNode:
     async def failed(self, key: AttemptKey, error: BatonError) -> None:
         await self.send(failed=pb.AttemptFailed(key=wire.key_to_pb(key), error=wire.error_to_pb(error)))
 
-    def run(self, script: Awaitable[None]) -> None:
+    def run(self, script: Coroutine[Any, Any, None]) -> None:
         """A script that runs until the node dies."""
-        self._tasks.append(asyncio.ensure_future(script))
+        self._tasks.append(asyncio.create_task(script))
 
     async def die(self) -> None:
         """As a killed process would: the connection is gone without a word."""
@@ -198,9 +205,6 @@ class FakePlane:
 
     def commit_of(self, key: AttemptKey) -> asyncio.Future[None]:
         return self.committed.setdefault(key, asyncio.get_running_loop().create_future())
-
-
-Orders = Callable[[pb.CoordinatorMessage], Awaitable[None]]
 
 
 async def serve_prefill(node: FakeNode, plane: FakePlane) -> None:
@@ -229,9 +233,11 @@ async def serve_prefill(node: FakeNode, plane: FakePlane) -> None:
 
 async def serve_decode(node: FakeNode, plane: FakePlane, *, burst: int = 4, gap: float = 0.0) -> None:
     """Reserves, waits for the commit, and sends `burst` tokens a message until max_tokens."""
+    known: set[AttemptKey] = set()
     async with asyncio.TaskGroup() as sequences:
         while (message := await node.orders.get()) is not None:
-            if message.HasField("submit"):
+            if message.HasField("submit") and (key := wire.key_from_pb(message.submit.work.key)) not in known:
+                known.add(key)
                 sequences.create_task(_sequence(node, plane, message.submit, burst, gap))
 
 

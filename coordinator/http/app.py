@@ -26,7 +26,7 @@ def build(intake: Intake, readiness: Readiness, api_key: str) -> FastAPI:
     key = BearerKey(api_key, "--api-key")
 
     def guard(request: Request) -> None:
-        if request.url.path not in PUBLIC:
+        if request.scope["path"] not in PUBLIC:  # not request.url, which the Host header has a part in
             key.check(authorization(request))
 
     app = FastAPI(title="Baton", version=version(), redoc_url=None, swagger_ui_oauth2_redirect_url=None)
@@ -54,7 +54,7 @@ def _add_completions(app: FastAPI, intake: Intake) -> None:
         return CompletionResponse(intake, wire, wire.to_ask(left, request.headers.get("x-request-id")))
 
     async def not_yet(request: Request) -> Response:
-        raise NotAvailable(f"{request.url.path} is not available yet: use /v1/completions")
+        raise NotAvailable(f"{request.scope['path']} is not available yet: use /v1/completions")
 
     body = {"required": True, "content": {"application/json": {"schema": schema.json_schema()}}}
     app.add_api_route("/v1/completions", completions, methods=["POST"], openapi_extra={"requestBody": body})
@@ -69,8 +69,9 @@ def _add_information(app: FastAPI, intake: Intake, readiness: Readiness) -> None
         return JSONResponse({"object": "list", "data": [model]})
 
     async def health() -> Response:
-        if not readiness.ready:
-            raise Unavailable(f"not ready: {readiness.reason}", retry_after=1.0)
+        ready, reason = readiness.state()
+        if not ready:
+            raise Unavailable(f"not ready: {reason}", retry_after=1.0)
         return JSONResponse({"status": "ok"})
 
     async def about() -> Response:

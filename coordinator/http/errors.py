@@ -47,8 +47,9 @@ async def on_baton_error(request: Request, error: Exception) -> Response:
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own: no such route, or no such method on it."""
     assert isinstance(error, HTTPException)
+    path = request.scope["path"]
     if error.status_code == 405:
-        response = response_to(MethodNotAllowed(f"{request.method} is not allowed on {request.url.path}"))
+        response = response_to(MethodNotAllowed(f"{request.method} is not allowed on {path}"))
         response.headers.update(error.headers or {})
         return response
-    return response_to(NotFound(f"there is no {request.method} {request.url.path}"))
+    return response_to(NotFound(f"there is no {request.method} {path}"))

@@ -17,6 +17,7 @@ from coordinator.http.protocol import BoundedProtocol
 BACKLOG = 1024
 _SEND_BUFFER = 64 << 10  # bytes asked of the kernel for each connection: what a slow reader can make us hold
 _UNACKED_MS = 30_000  # the kernel cuts a peer that accepts no byte for so long
+_KEEP_ALIVE = 75  # seconds; longer than clients keep idle connections, so that they do not reuse one as we close it
 
 
 def bind(host: str, port: int, flag: str) -> socket.socket:
@@ -58,6 +59,7 @@ class Listener(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,
                 backlog=BACKLOG,
+                timeout_keep_alive=_KEEP_ALIVE,
                 timeout_graceful_shutdown=int(grace),
             )
         )

@@ -26,7 +26,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = True
         self._head_bytes = 0
         self._body_bytes = 0
-        self._head_timer = self.loop.call_later(HEAD_SECONDS, transport.close)
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._head_overdue)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_timer.cancel()
@@ -40,6 +40,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._head_timer.cancel()
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._head_overdue)
         self.scope["state"]["hang_up"] = self.transport.close
 
     def on_headers_complete(self) -> None:
@@ -58,6 +60,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._in_head = True
         super().on_message_complete()
+
+    def _head_overdue(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:  # else an answer is under way to this client
+            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         """Bytes that are not HTTP. In the middle of a response there is no way to say so but to close."""

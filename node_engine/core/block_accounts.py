@@ -14,8 +14,8 @@ class _Holding:
 
 
 class BlockAccounts:
-    """Every reference is held under an owner's label, once per (owner, block), so that nothing can be
-    released twice and the ledger can name everybody. `clock` gives the ages, in seconds."""
+    """Every reference is held under an owner's label, once per (owner, block), so that nothing can be released twice
+    and the ledger can name everybody. `clock` gives the ages, in seconds."""
 
     def __init__(self, num_blocks: int, clock: Callable[[], float]) -> None:
         self._clock = clock

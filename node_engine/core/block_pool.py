@@ -8,13 +8,13 @@
                                       +--quarantine------> QUARANTINED --fenced--> FREE
 
 After its last release a block is CACHED if it is full, hashed and the only one with its content, else FREE. Every
-reference is held under an owner's label, once per (owner, block): releasing what one does not hold is an error, and the
-ledger can name everybody. Running out of blocks is an answer (None); an illegal transition is a LedgerError.
+reference is held under an owner's label, once per (owner, block): releasing what one does not hold is an error, and
+the ledger can name everybody. Running out of blocks is an answer (None); an illegal transition is a LedgerError.
 
 Eviction is least recently used first. `release` takes a sequence's blocks in table order and retires them last first,
 and whoever holds a block holds its whole prefix; so a parent retires after its children and is evicted after them: no
-cached block is stranded behind an evicted parent. (If a caller breaks that order, the stranded block is not found until
-its parent is computed again.)
+cached block is stranded behind an evicted parent. (If a caller breaks that order, the stranded block is not found
+until its parent is computed again.)
 """
 
 from collections import OrderedDict
@@ -31,8 +31,8 @@ from node_engine.core.prefix_index import IndexedBlock, PrefixIndex
 
 @dataclass(frozen=True, slots=True)
 class PartialHit:
-    """The first `num_tokens` tokens of `source` are what the next block begins with: copy it, then go on in
-    the copy."""
+    """The first `num_tokens` tokens of `source` are what the next block begins with: copy it, then go on in the
+    copy."""
 
     source: BlockIndex
     num_tokens: int
@@ -59,8 +59,8 @@ class _Promise:
 
 
 class BlockPool:
-    """`num_blocks` blocks of `block_size` tokens. Called on the compute thread only; `clock` gives the
-    ledger's ages."""
+    """`num_blocks` blocks of `block_size` tokens. Called on the compute thread only; `clock` gives the ledger's
+    ages."""
 
     def __init__(self, num_blocks: int, block_size: int, clock: Callable[[], float]) -> None:
         self.total = num_blocks
@@ -127,8 +127,8 @@ class BlockPool:
     # prefixes
 
     def match_prefix(self, chain: HashChain, max_tokens: int, owner: str, *, allow_partial: bool = True) -> PrefixMatch:
-        """The longest beginning of `chain.tokens`, at most `max_tokens` long, whose KV is here; references
-        are taken."""
+        """The longest beginning of `chain.tokens`, at most `max_tokens` long, whose KV is here; references are
+        taken."""
         blocks = self._find_blocks(chain, max_tokens)
         covered = len(blocks) * self.block_size
         partial: PartialHit | None = None
@@ -144,11 +144,9 @@ class BlockPool:
         return len(self._find_blocks(chain, max_tokens)) * self.block_size
 
     def seal_block(self, block: BlockIndex, chain: HashChain, number: int) -> None:
-        """`block` is full, computed and committed, and is logical block `number` of `chain`: make it
-        findable.
+        """`block` is full, computed and committed, and is logical block `number` of `chain`: make it findable.
 
-        Of blocks with equal content the first stays the one that is found; a CACHED one makes way for one in
-        use.
+        Of blocks with equal content the first stays the one that is found; a CACHED one makes way for one in use.
         """
         if self.state(block) is not BlockState.IN_USE:
             raise LedgerError(f"block {block} is {self.state(block).value}: only a block in use is sealed")
@@ -163,8 +161,8 @@ class BlockPool:
     # hand-offs
 
     def reserve(self, count: int, ticket: TicketId, owner: str) -> tuple[BlockIndex, ...] | None:
-        """`count` blocks for the writer of `ticket`, ascending; None, and nothing changed, if there are not
-        that many."""
+        """`count` blocks for the writer of `ticket`, ascending; None, and nothing changed, if there are not that
+        many."""
         if ticket in self._promises or count < 1:
             raise LedgerError(f"ticket {ticket}: {count} blocks, or it is known already")
         blocks = self._take(count)
@@ -209,8 +207,7 @@ class BlockPool:
         return Ledger(self.total, self.counts(), (*self._accounts.entries(), *promised))
 
     def check(self) -> None:
-        """Raise LedgerError unless every count and every cross-reference agrees. Looks at everything: for
-        tests."""
+        """Raise LedgerError unless every count and every cross-reference agrees. Looks at everything: for tests."""
         self._accounts.check()
         self.index.check()
         require(sum(self.counts().values()) == self.total, "the states do not add up to all blocks")

@@ -11,8 +11,7 @@ def stop_ids(params: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[int,
 
 
 def forbidden_ids(params: SamplingParams, eos_token_ids: Sequence[int], num_generated: int) -> tuple[int, ...]:
-    """Ids that may not be drawn next, after `num_generated` tokens of output (those of earlier attempts
-    included)."""
+    """Ids that may not be drawn next, after `num_generated` tokens of output (those of earlier attempts included)."""
     return stop_ids(params, eos_token_ids) if num_generated < params.min_tokens else ()
 
 
@@ -25,8 +24,8 @@ def finish_reason(
     num_generated: int,
     num_tokens: int,
 ) -> FinishReason | None:
-    """Whether the output ends with `last_token`, which is counted in `num_generated` (tokens of output, those
-    of earlier attempts included) and in `num_tokens` (prompt and output)."""
+    """Whether the output ends with `last_token`, which is counted in `num_generated` (tokens of output, those of
+    earlier attempts included) and in `num_tokens` (prompt and output)."""
     if last_token in stop_ids(params, eos_token_ids):
         return FinishReason.STOP
     if num_generated >= params.max_tokens or num_tokens >= max_model_len:

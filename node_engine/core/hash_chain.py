@@ -6,8 +6,7 @@ from baton.block_hash import BlockHash, block_hash
 
 
 class HashChain:
-    """Names of the full blocks of `tokens` after `root`. `tokens` may be appended to; named tokens never
-    change."""
+    """Names of the full blocks of `tokens` after `root`. `tokens` may be appended to; named tokens never change."""
 
     def __init__(self, root: BlockHash, tokens: Sequence[int], block_size: int) -> None:
         self.tokens = tokens

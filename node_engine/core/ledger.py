@@ -30,8 +30,8 @@ def require(holds: bool, what: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LedgerEntry:
-    """Blocks of one owner in one state. `owner` is the label given to the pool; `age` is in seconds, from the
-    moment when the owner got its first block or, for a ticket's blocks, from their last change of state."""
+    """Blocks of one owner in one state. `owner` is the label given to the pool; `age` is in seconds, from the moment
+    when the owner got its first block or, for a ticket's blocks, from their last change of state."""
 
     owner: str
     state: BlockState
@@ -42,8 +42,8 @@ class LedgerEntry:
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """A snapshot. A shared block stands in the entry of each of its owners, so that IN_USE entries may add up
-    to more than `counts[IN_USE]`; every other entry counts a block once."""
+    """A snapshot. A shared block stands in the entry of each of its owners, so that IN_USE entries may add up to more
+    than `counts[IN_USE]`; every other entry counts a block once."""
 
     total: int
     counts: Mapping[BlockState, int]

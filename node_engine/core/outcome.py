@@ -18,8 +18,8 @@ class Emitted:
 
 @dataclass(frozen=True, slots=True)
 class PrefillCompleted:
-    """The KV of the whole context is computed and the first token is sampled. The sequence is HANDING_OFF and
-    keeps its blocks until it is released, also when `event.finish` says that nothing is left to decode."""
+    """The KV of the whole context is computed and the first token is sampled. The sequence is HANDING_OFF and keeps
+    its blocks until it is released, also when `event.finish` says that nothing is left to decode."""
 
     sequence: Sequence
     event: TokenEvent
@@ -27,8 +27,8 @@ class PrefillCompleted:
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """A speculative sequence lost its blocks and is WAITING again. Nothing that was announced of it is valid
-    any more: the hand-off has to be aborted; it will start over."""
+    """A speculative sequence lost its blocks and is WAITING again. Nothing that was announced of it is valid any
+    more: the hand-off has to be aborted; it will start over."""
 
     sequence: Sequence
 
@@ -46,8 +46,8 @@ Outcome = Emitted | PrefillCompleted | Dropped | Failed
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What `Scheduler.next_step` decided. `batch` is None when there is nothing to compute; the outcomes hold
-    either way."""
+    """What `Scheduler.next_step` decided. `batch` is None when there is nothing to compute; the outcomes hold either
+    way."""
 
     batch: StepBatch | None
     outcomes: tuple[Outcome, ...]

@@ -1,9 +1,9 @@
 """Which blocks hold which tokens: a hash index for whole blocks and sorted siblings for a shared beginning.
 
-A block is found by its BlockHash, which names its whole prefix; its tokens and its parent are compared as
-well, so that not even a collision can serve the wrong KV. Under one parent the token tuples of all children
-are kept sorted: the child with the longest common beginning is then a neighbour of the place where the wanted
-tokens would stand (binary search).
+A block is found by its BlockHash, which names its whole prefix; its tokens and its parent are compared as well, so
+that not even a collision can serve the wrong KV. Under one parent the token tuples of all children are kept sorted:
+the child with the longest common beginning is then a neighbour of the place where the wanted tokens would stand
+(binary search).
 """
 
 from bisect import bisect_left, insort
@@ -23,8 +23,8 @@ class IndexedBlock:
 
 
 class PrefixIndex:
-    """Blocks by content. Several blocks may hold the same content (*twins*); the first one is found, the
-    others follow when it is removed."""
+    """Blocks by content. Several blocks may hold the same content (*twins*); the first one is found, the others
+    follow when it is removed."""
 
     def __init__(self) -> None:
         self._entries: dict[BlockIndex, IndexedBlock] = {}
@@ -75,8 +75,8 @@ class PrefixIndex:
         return twins[0] if entry.parent == parent and entry.tokens == tuple(tokens) else None
 
     def find_beginning(self, parent: BlockHash, tokens: Sequence[int]) -> tuple[BlockIndex, int] | None:
-        """The child of `parent` that shares the longest beginning with `tokens`, and how many tokens of it;
-        None if no child shares even one."""
+        """The child of `parent` that shares the longest beginning with `tokens`, and how many tokens of it; None if
+        no child shares even one."""
         siblings = self._children.get(parent, [])
         wanted = tuple(tokens)
         place = bisect_left(siblings, (wanted,))

@@ -1,20 +1,19 @@
 """Which sequences have blocks: admission with prefix reuse, growth, and who gives way when blocks run out.
 
-When a block is missing, speculative prefills (no ticket yet) give theirs first, newest first, and wait again;
-then the newest running or locally prefilling sequence is preempted, which may be the one that asks. Age is
-the order of arrival and never changes: the oldest sequence is nobody's victim and goes on, so there is no
-livelock. Blocks under a ticket or read by a sender are never taken; they come back by themselves, and whoever
-needs them waits.
+When a block is missing, speculative prefills (no ticket yet) give theirs first, newest first, and wait again; then
+the newest running or locally prefilling sequence is preempted, which may be the one that asks. Age is the order of
+arrival and never changes: the oldest sequence is nobody's victim and goes on, so there is no livelock. Blocks under a
+ticket or read by a sender are never taken; they come back by themselves, and whoever needs them waits.
 """
 
 from dataclasses import dataclass
 
 from baton.errors import NodeFailed, OutOfBlocks, Preempted
-from baton.types import BlockIndex, TicketId
+from baton.types import AttemptKey, BlockIndex, TicketId
 from node_engine.core.block_pool import BlockPool
 from node_engine.core.ledger import LedgerError
 from node_engine.core.outcome import Dropped, Failed, Outcome
-from node_engine.core.sequence import Sequence, SequenceState
+from node_engine.core.sequence import Sequence, SequenceState, pin_label
 from node_engine.core.sequence_table import SequenceTable
 from node_engine.core.step import SequenceId
 
@@ -41,6 +40,7 @@ class Residency:
         self._max_num_seqs = max_num_seqs
         self._computing: frozenset[SequenceId] = frozenset()
         self._returning: list[tuple[str, list[BlockIndex]]] = []
+        self._dropped: set[AttemptKey] = set()  # whose senders may still hold blocks
 
     # what there is
 
@@ -64,6 +64,12 @@ class Residency:
     def unclaimed_blocks(self) -> int:
         """`free_blocks` without what firm WAITING sequences may need."""
         return max(0, self.free_blocks - sum(self.blocks_for(each.context_len) for each in self._waiting_firm()))
+
+    @property
+    def coming_blocks(self) -> int:
+        """Blocks of dropped sequences that their senders have yet to let go: nobody else need give way for them."""
+        self._dropped = {key for key in self._dropped if self._pool.held_by(pin_label(key))}
+        return sum(self._pool.held_by(pin_label(key)) for key in self._dropped)
 
     def take_outcomes(self) -> list[Outcome]:
         taken, self.outcomes = self.outcomes, []
@@ -98,6 +104,7 @@ class Residency:
         if fresh is None:
             self._pool.release(match.blocks, sequence.owner)
             return False
+        self._dropped.discard(sequence.key)
         self._start_with(sequence, match.blocks, covered)
         sequence.block_table.extend(fresh)
         sequence.copy = (partial.source, fresh[0]) if partial else None
@@ -139,6 +146,8 @@ class Residency:
         if self.blocks_for(sequence.num_computed + 1) <= len(sequence.block_table):
             return True
         while (fresh := self._pool.allocate(1, sequence.owner)) is None:
+            if self.coming_blocks:
+                return False
             if (victim := self._newest_speculative()) is not None:
                 self.drop(victim)
             elif (victim := self._newest_preemptible()) is not sequence:
@@ -149,8 +158,7 @@ class Residency:
         return True
 
     def _stall(self, sequence: Sequence) -> bool:
-        """Nobody younger can give way to `sequence`: older work goes on instead, or what is pinned comes
-        back."""
+        """Nobody younger can give way to `sequence`: older work goes on instead, or what is pinned comes back."""
         held, total = len(sequence.block_table), self._pool.total
         if held >= total:
             message = f"{sequence.key} needs {held + 1} blocks, the cache has {total}: raise --kv-memory"
@@ -167,6 +175,7 @@ class Residency:
         del sequence.tokens[sequence.context_len :]
         sequence.num_computed = sequence.num_cached = sequence.num_sealed = 0
         self._table.move(sequence, WAITING)
+        self._dropped.add(sequence.key)
         self.outcomes.append(Dropped(sequence))
 
     def finish(self, sequence: Sequence) -> None:
@@ -205,14 +214,17 @@ class Residency:
         return self._pool.allocate(needed, sequence.owner) if needed <= self.free_blocks else None
 
     def _drop_speculative(self, needed: int) -> None:
-        """Drop what it takes to get `needed` blocks, and nothing if that would not be enough."""
+        """Drop what it takes to get `needed` blocks, at once or when senders let go of them; nothing if that would
+        not be enough."""
+        room = self.free_blocks + self.coming_blocks
         victims = [each for state in (PREFILLING, HANDING_OFF) for each in self._speculative(state)]
-        if needed > self.free_blocks + sum(len(victim.block_table) for victim in victims):
+        if needed > room + sum(len(victim.block_table) for victim in victims):
             return
         for victim in sorted(victims, key=lambda each: each.id, reverse=True):
-            if needed <= self.free_blocks:
+            if needed <= room:
                 return
             self.drop(victim)
+            room = self.free_blocks + self.coming_blocks
 
     def _speculative(self, state: SequenceState) -> list[Sequence]:
         return [each for each in self._table.within(state).values() if each.speculative]

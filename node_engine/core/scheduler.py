@@ -1,15 +1,14 @@
 """One scheduler for both roles: which sequences compute what in the next step.
 
-A step has a budget of tokens. Running sequences take one each; the rest goes to prompts in chunks that end on
-block boundaries (except a prompt's last), the firm before the speculative, older before younger. All blocks
-of a context are allocated at admission, so that a half-computed prompt never waits for memory; a running
-sequence grows block by block.
+A step has a budget of tokens. Running sequences take one each; the rest goes to prompts in chunks that end on block
+boundaries (except a prompt's last), the firm before the speculative, older before younger. All blocks of a context
+are allocated at admission, so that a half-computed prompt never waits for memory; a running sequence grows block by
+block.
 
     for ever:  plan = next_step();  sampled = engine.run(plan.batch);  outcomes = update(plan.batch, sampled)
 
-Every other method may be called at any time, also between `next_step` and `update`: a sequence that ends
-there takes no further part, but its blocks return in `update`, because until then the engine may be writing
-them.
+Every other method may be called at any time, also between `next_step` and `update`: a sequence that ends there takes
+no further part, but its blocks return in `update`, because until then the engine may be writing them.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -35,8 +34,8 @@ AWAITING_KV, RUNNING = SequenceState.AWAITING_KV, SequenceState.RUNNING
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """`max_num_seqs` bounds the sequences that compute or are about to, `max_batched_tokens` the tokens of a
-    step, `max_model_len` prompt and output together."""
+    """`max_num_seqs` bounds the sequences that compute or are about to, `max_batched_tokens` the tokens of a step,
+    `max_model_len` prompt and output together."""
 
     max_num_seqs: int
     max_batched_tokens: int
@@ -131,9 +130,9 @@ class Scheduler:
         return sequence
 
     def expect(self, work: Work, root: BlockHash, ticket: TicketId) -> Sequence | Refusal:
-        """Another node will write the KV of `work`: match what is here and reserve the rest under `ticket`.
-        The answer comes at once. Afterwards `block_table` is what was matched and `promised` what is to be
-        written behind it.
+        """Another node will write the KV of `work`: match what is here and reserve the rest under `ticket`. The
+        answer comes at once. Afterwards `block_table` is what was matched and `promised` what is to be written behind
+        it.
 
         Raises TooLong or OutOfBlocks if it can never fit; nothing is then kept."""
         sequence = self._new(work, root, hand_off=False)
@@ -145,9 +144,8 @@ class Scheduler:
         return sequence
 
     def adopt(self, key: AttemptKey, sampled: tuple[int, ...] = ()) -> list[Outcome]:
-        """The hand-off is complete: commit its blocks and decode on. `sampled` is the first token, if the
-        other node has drawn it; without it the last token of the context is run here, as when a decode is
-        continued."""
+        """The hand-off is complete: commit its blocks and decode on. `sampled` is the first token, if the other node
+        has drawn it; without it the last token of the context is run here, as when a decode is continued."""
         sequence = self._table.require(key, AWAITING_KV)
         if len(sampled) > 1:
             raise LedgerError(f"sequence {key}: {len(sampled)} tokens drawn elsewhere, at most 1 can be")
@@ -215,8 +213,7 @@ class Scheduler:
         return outcomes
 
     def abandon(self, batch: StepBatch) -> None:
-        """The step failed: nothing was computed. Its sequences are as before `next_step`, and may be tried
-        again."""
+        """The step failed: nothing was computed. Its sequences are as before `next_step`, and may be tried again."""
         self._require_in_flight(batch)
         self._land()
 
@@ -238,8 +235,7 @@ class Scheduler:
         return Sequence(SequenceId(next(self._ids)), work, tokens, chain, hand_off)
 
     def _growing(self) -> list[Sequence]:
-        """The running sequences that have room for their next token, oldest first; younger ones may be
-        preempted."""
+        """The running sequences that have room for their next token, oldest first; younger ones may be preempted."""
         running = self._table.within(RUNNING)
         ready: list[Sequence] = []
         for sequence_id in sorted(running):
@@ -249,8 +245,7 @@ class Scheduler:
         return ready
 
     def _admit(self, budget: int) -> None:
-        """Admit waiting sequences in order, as long as the work before the next one leaves it a share of the
-        step."""
+        """Admit waiting sequences in order, as long as the work before the next one leaves it a share of the step."""
         waiting, prefilling = self._table.within(WAITING), self._table.within(PREFILLING)
         while waiting and self._residency.free_slots:
             head = min(waiting.values(), key=lambda each: each.rank)

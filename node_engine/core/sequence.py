@@ -1,16 +1,15 @@
 """One node's work on one attempt. The scheduler owns it; it never leaves the process.
 
-    add ------> WAITING --admitted--> PREFILLING --first token--> RUNNING ---+
-                   ^                      |  |                       ^       | finished, failed,
-                   |                      |  +-first token-+         |       | preempted, cancelled
-                   +---- dropped ---------+     or stop    v         |       v
-                   +---- dropped ------------------ HANDING_OFF -----|--> FINISHED <-- any state
-                                                        release      |
-    expect ---> AWAITING_KV ---------------adopt---------------------+
+    add -----> WAITING --admitted--> PREFILLING --first token--> RUNNING
+                ^   ^                  |    |                       ^
+                |   +---- dropped -----+    | first token,          | adopt
+                |                           v hand-off or stop      |
+                +-------- dropped ------ HANDING_OFF     expect -> AWAITING_KV
 
-The left column is where a sequence begins: `add` for a prompt that this node computes, `expect` for one whose
-KV another node writes. A sequence that hands off ends its prefill in HANDING_OFF and keeps its blocks until
-the shell releases them.
+    any state -- finished, failed, released, cancelled --> FINISHED
+
+`add` is for a context that this node computes, `expect` for one whose KV another node writes. A sequence that hands off
+ends its prefill in HANDING_OFF and keeps its blocks until the shell releases them.
 """
 
 from dataclasses import dataclass, field
@@ -50,10 +49,15 @@ _LEGAL: dict[SequenceState, frozenset[SequenceState]] = {
 }
 
 
+def pin_label(key: AttemptKey) -> str:
+    """Label of the references that a hand-off has of its own on its source blocks, for as long as they may be read."""
+    return f"handoff {key}"
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """`tokens` are context and then what was sampled here. KV of the first `num_computed` of them is in the
-    blocks of `block_table`, which only grows until the sequence ends or is dropped."""
+    """`tokens` are context and then what was sampled here. KV of the first `num_computed` of them is in the blocks of
+    `block_table`, which only grows until the sequence ends or is dropped."""
 
     id: SequenceId
     work: Work

@@ -37,6 +37,7 @@ class ComputeThread:
         self._inbox = inbox
         self._clock = clock
         self._role: RolePolicy | None = None
+        self.load = parts.scheduler.load()  # a snapshot for other threads, made anew in every turn of the loop
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._log = log.get("compute")
         self._when_idle: Callable[[], None] | None = None
@@ -78,6 +79,7 @@ class ComputeThread:
     def _receive(self, *, wait: bool) -> bool:
         """Handle what has arrived; False once the thread is to end."""
         assert self._role is not None
+        self.load = self._parts.scheduler.load()
         if wait:
             self._progress_at = None
             if self._when_idle is not None and self._role.holding == 0:

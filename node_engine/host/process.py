@@ -151,8 +151,8 @@ class _Node:
         )
 
     def _stats(self) -> cluster_pb2.NodeStats:
-        """A snapshot read without a lock: each figure is right, their sum may be one step old."""
-        load = self._parts.scheduler.load()
+        """Read on the event loop without a lock: every figure is one that was true, at most a step ago."""
+        load = self._compute.load
         live = load.sequences
         counts = {f"blocks_{state.value}": count for state, count in self._pool.counts().items()}
         return cluster_pb2.NodeStats(

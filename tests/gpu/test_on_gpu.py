@@ -1,5 +1,6 @@
 """The same kernels and the same engine on an NVIDIA GPU, held against their CPU twins. Skipped, loudly, without one."""
 
+import mmap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -84,6 +85,6 @@ def test_tokens_are_those_of_transformers(family: Family, tmp_path: Path) -> Non
     folder = build_model(family, tmp_path)
     engine = ModelEngine.load(folder, dtype="float32", device="cuda")
     blocks = 64
-    engine.bind(memoryview(bytearray(blocks * engine.layout.block_bytes)), blocks)
+    engine.bind(memoryview(mmap.mmap(-1, blocks * engine.layout.block_bytes)), blocks)
     for wanted in clear_prompts(folder, (1, 17, 130, 257), 24):
         assert generate(engine, wanted.prompt, 24, chunk=64) == list(wanted.answer)

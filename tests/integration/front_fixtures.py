@@ -25,7 +25,6 @@ from coordinator.grpc_port import GrpcPort
 from coordinator.http import app
 from coordinator.http.listener import Listener, bind
 from coordinator.intake import Intake
-from coordinator.readiness import Readiness
 from coordinator.refusals import Refusals
 from coordinator.tokenizer import NoTokenizer, Text
 
@@ -131,6 +130,21 @@ class FakeBrain:
         return b"# HELP baton_up x\nbaton_up 1.0\n"
 
 
+class FakeReadiness:
+    def __init__(self) -> None:
+        self.on_change: list[Callable[[bool, str], None]] = []
+        self.reason = ""
+
+    def state(self) -> tuple[bool, str]:
+        return not self.reason, self.reason
+
+    def become(self, reason: str) -> None:
+        """Not ready for `reason`, or ready if that is empty."""
+        self.reason = reason
+        for callback in self.on_change:
+            callback(*self.state())
+
+
 class GatedText:
     """A `Text` that tokenizes only while its gate is open."""
 
@@ -155,7 +169,7 @@ class GatedText:
 @dataclass
 class Front:
     brain: FakeBrain
-    readiness: Readiness
+    readiness: FakeReadiness
     refused: list[str]  # codes, in order
     apps: Any  # the client-facing and the admin application
     http_port: int
@@ -178,7 +192,7 @@ def overloaded() -> Overloaded:
 async def serving(
     *, text: Text | None = None, api_key: str = "", admin_token: str = "", longest: float = 60.0
 ) -> AsyncIterator[Front]:
-    brain, readiness, refused = FakeBrain(), Readiness(), []
+    brain, readiness, refused = FakeBrain(), FakeReadiness(), []
     refusals = Refusals(lambda error: refused.append(error.code))
     loaded: asyncio.Future[Text] = asyncio.get_running_loop().create_future()
     loaded.set_result(text or NoTokenizer("demo has no tokenizer files"))

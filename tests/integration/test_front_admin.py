@@ -23,7 +23,7 @@ async def test_probes_and_health_follow_readiness() -> None:
     async with serving() as front:
         assert (await front.admin.get("/readyz")).status_code == 200
         assert (await front.http.get("/health")).status_code == 200
-        front.readiness.hold("warm-up", "no decode node has joined")
+        front.readiness.become("no decode node has joined")
         assert (await front.admin.get("/livez")).status_code == 200
         for response in (await front.admin.get("/readyz"), await front.http.get("/health")):
             assert response.status_code == 503

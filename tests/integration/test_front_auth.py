@@ -40,6 +40,16 @@ async def test_every_route_is_public_or_closed() -> None:
         assert front.refused.count("invalid_api_key") > 0
 
 
+async def test_no_header_makes_a_closed_route_public() -> None:
+    async with serving(api_key=KEY) as front:
+        for name in ("host", "x-forwarded-prefix", "x-original-url", "x-rewrite-url"):
+            for value in ("x/health?", "/health", "x/health#"):
+                headers = {"authorization": "Bearer wrong", name: value}
+                response = await front.http.post("/v1/completions", json={"prompt": [1]}, headers=headers)
+                assert response.status_code == 401
+        assert front.brain.submissions == []
+
+
 async def test_the_key_opens() -> None:
     async with serving(api_key=KEY) as front:
         for word in ("Bearer", "bearer", "BEARER"):
@@ -86,10 +96,10 @@ async def test_grpc_health_follows_readiness() -> None:
         assert [await health(front, service) for service in services] == [states.SERVING] * 3
         watch = health_pb2_grpc.HealthStub(front.channel).Watch(health_pb2.HealthCheckRequest())
         assert (await watch.read()).status == states.SERVING
-        front.readiness.hold("warm-up", "waiting for a decode node")
+        front.readiness.become("waiting for a decode node")
         assert (await watch.read()).status == states.NOT_SERVING
         assert [await health(front, service) for service in services] == [states.NOT_SERVING] * 3
-        front.readiness.release("warm-up")
+        front.readiness.become("")
         assert (await watch.read()).status == states.SERVING
         watch.cancel()
 

@@ -7,9 +7,10 @@ import json
 import pytest
 
 from baton.limits import MAX_BODY_BYTES
+from baton.pb import generation_pb2 as pb
 from coordinator.generation import Delta
 from coordinator.http import protocol
-from tests.integration.front_fixtures import BUFFER, FakeGeneration, Front, done, raw_post, serving
+from tests.integration.front_fixtures import BUFFER, FakeGeneration, Front, done, grpc_error, raw_post, serving
 
 
 async def send(front: Front, *parts: bytes) -> bytes:
@@ -84,11 +85,11 @@ async def test_what_is_not_http_gets_an_error_in_our_shape(garbage: bytes) -> No
 async def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.05)
     async with serving() as front:
-        for first in (b"", b"GET /hea"):
+        for first in (b"", b"GET /hea", b"GET /version HTTP/1.1\r\nhost: x\r\n\r\nGET /hea"):
             reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
             writer.write(first)
             async with asyncio.timeout(5):
-                assert await reader.read() == b""
+                assert (await reader.read()).count(b" 200 OK") == first.count(b"/version")
             writer.close()
 
 
@@ -164,3 +165,22 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         first, second = await reader.readuntil(b'"token_ids":[2]'), await reader.readuntil(b'"token_ids":[3]')
         assert (first.count(b"200 OK"), second.count(b"200 OK")) == (1, 1)
         writer.close()
+
+
+async def test_a_slow_grpc_reader_is_cut_off_with_an_error() -> None:
+    async with serving() as front:
+        front.brain.script = lambda generation: None
+        call = front.stub.Generate(pb.GenerateRequest(token_ids={"ids": [1]}))
+        generation = await front.brain.generations.get()
+        given = await fill(generation)
+        assert given < 20_000
+        tokens: list[int] = []
+
+        async def read() -> None:
+            async for part in call:
+                tokens.extend(part.token_ids)
+
+        error = await grpc_error(read())
+        assert dict(error.trailing_metadata())["baton-error-code"] == "slow_reader"
+        assert tokens == list(range(len(tokens)))
+        assert len(tokens) > BUFFER

@@ -1,84 +1,310 @@
-"""The coordinator's brain and its node link, over real gRPC on loopback, against scripted nodes."""
+"""Dispatcher and node link over real gRPC on loopback, against scripted nodes."""
 
+import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
 
 import grpc
+import pytest
 
-from baton import link_codec
-from baton.config import Config
-from baton.limits import LINK_OPTIONS
-from baton.types import FinishReason, SamplingParams
-from coordinator.dispatcher import Dispatcher
-from coordinator.generation import Delta, Done, Submission
-from coordinator.ledgers import Ledgers
-from coordinator.node_link import NodeLink
-from coordinator.stream import Stream
-from tests.fakes import FakeNode, FakePlane, expected_tokens, serve_decode, serve_prefill
+from baton.errors import Cancelled, ConfigError, DeadlineExceeded, Draining, LeaseExpired, SlowReader, Unavailable
+from baton.failpoints import FAILPOINTS
+from baton.pb import cluster_pb2 as pb
+from baton.types import FinishReason
+from baton.wire import key_from_pb
+from coordinator.generation import Delta
+from coordinator.node_link import JOIN_TIMEOUT
+from coordinator.stream import MAX_UNREAD
+from tests.fakes import FakeNode, expected_tokens
+from tests.integration.coordinator_bench import Bench, collect, coordinator
 
-
-class Cluster:
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.dispatcher = Dispatcher(config)
-        self.ledgers = Ledgers(self.dispatcher)
-        self.plane = FakePlane()
-        self.address = ""
-
-    def node(self, name: str, role: str, **fields: Any) -> FakeNode:
-        return FakeNode(self.address, name, role, **fields)
-
-    async def generate(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[tuple[int, ...], Done]:
-        return await collect(await self.submit(prompt, max_tokens))
-
-    async def submit(self, prompt: tuple[int, ...], max_tokens: int, seconds: float = 10.0) -> Stream:
-        return await self.dispatcher.submit(Submission(prompt, SamplingParams(max_tokens), seconds))
+PROMPT = tuple(range(1, 40))
 
 
-async def collect(stream: Stream) -> tuple[tuple[int, ...], Done]:
-    tokens: list[int] = []
-    done: Done | None = None
-    async for event in stream:
-        match event:
-            case Delta(fresh):
-                tokens += fresh
-            case Done():
-                done = event
-    assert done is not None
-    return tuple(tokens), done
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    async with coordinator() as bench:
+        yield bench
 
 
-@asynccontextmanager
-async def cluster(**fields: Any) -> AsyncIterator[Cluster]:
-    it = Cluster(Config(**fields))
-    server = grpc.aio.server(options=LINK_OPTIONS)
-    link_codec.add_to(server, NodeLink(it.config, it.dispatcher, it.ledgers).Attach)
-    it.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    try:
-        yield it
-    finally:
-        it.dispatcher.close()
-        await server.stop(grace=0.2)
-
-
-async def test_a_request_goes_through_both_nodes() -> None:
-    async with cluster() as it, it.node("p0", "prefill") as prefill, it.node("d0", "decode") as decode:
-        prefill.run(serve_prefill(prefill, it.plane))
-        decode.run(serve_decode(decode, it.plane))
-        prompt = tuple(range(1, 40))
-        tokens, done = await it.generate(prompt, 10)
-        assert tokens == expected_tokens(prompt, 10)
+async def test_a_request_goes_through_both_nodes(bench: Bench) -> None:
+    async with bench.working("p0", "d0"):
+        tokens, done = await bench.generate(PROMPT, 10)
+        assert tokens == expected_tokens(PROMPT, 10)
         assert done.reason is FinishReason.LENGTH
         timeline = done.timeline
         assert (timeline.prefill_node, timeline.decode_node, timeline.attempts) == ("p0", "d0", 1)
         assert timeline.handoff.bytes == 4096
         stages = (timeline.queue, timeline.reserve, timeline.prefill, timeline.transfer, timeline.first_token)
         assert sum(stages) == timeline.ttft
-        assert it.dispatcher.brain.counters.prompt_tokens == {
-            "computed_prefill": 39,
-            "computed_decode": 0,
-            "local_cache": 0,
-            "pool": 0,
-        }
+        sources = bench.dispatcher.brain.counters.prompt_tokens
+        assert {source for source, tokens in sources.items() if tokens} == {"computed_prefill"}
+        assert sources["computed_prefill"] == len(PROMPT)
+
+
+async def test_many_at_once(bench: Bench) -> None:
+    async with bench.working("p0", "p1", "d0", "d1"):
+        prompts = [tuple(range(n, n + 5 + n % 40)) for n in range(1, 101)]
+        answers = await asyncio.gather(*(bench.generate(prompt, 1 + n % 9) for n, prompt in enumerate(prompts)))
+        for n, (prompt, (tokens, _)) in enumerate(zip(prompts, answers, strict=True)):
+            assert tokens == expected_tokens(prompt, 1 + n % 9)
+        assert bench.dispatcher.brain.running == bench.dispatcher.brain.queued == 0
+
+
+async def test_colocated() -> None:
+    async with coordinator(prefill=0) as bench, bench.working("d0"):
+        assert (await bench.generate(PROMPT, 3))[0] == expected_tokens(PROMPT, 3)
+
+
+async def test_a_refusal_waits_until_there_is_room(bench: Bench) -> None:
+    async with bench.node("p0", "prefill") as prefill, bench.node("d0", "decode") as decode:
+        stream = await bench.submit(PROMPT, 4)
+        submit = await decode.order("submit")
+        assert (await prefill.order("prefill")).work == submit.work
+        await decode.send(refused=pb.Refused(key=submit.work.key, needed=3, free=1))
+        assert (await prefill.order("cancel")).key == submit.work.key
+        await decode.heartbeat(blocks_free=2)
+        await decode.heartbeat(blocks_free=3)
+        again = await decode.order("submit")
+        assert again.work.key.attempt == 2
+        stream.cancel()
+
+
+async def test_a_decode_node_dies_and_the_stream_goes_on(bench: Bench) -> None:
+    async with bench.working("p0", "d0", "d1", burst=1, gap=0.001) as (_, d0, d1):
+        stream = await bench.submit(PROMPT, 120)
+        seen: list[int] = []
+        async for event in stream:
+            if isinstance(event, Delta):
+                seen += event.tokens
+                if len(seen) == 20:
+                    (victim,) = [
+                        node
+                        for node in (d0, d1)
+                        if bench.dispatcher.brain.placed_on(node.incarnation)  # type: ignore[arg-type]
+                    ]
+                    await victim.die()
+        assert tuple(seen) == expected_tokens(PROMPT, 120)
+        assert bench.dispatcher.brain.counters.replaced == {"node_gone": 1}
+
+
+async def test_a_prefill_node_dies_before_the_hand_off(bench: Bench) -> None:
+    async with bench.node("p0", "prefill") as prefill, bench.working("d0") as (decode,):
+        waiting = asyncio.create_task(bench.generate(PROMPT, 4))
+        old = prefill.incarnation
+        await prefill.order("prefill")
+        await prefill.order("ticket")
+        await prefill.die()
+        async with bench.working("p1"):
+            tokens, done = await waiting
+        assert tokens == expected_tokens(PROMPT, 4)
+        assert done.timeline.attempts == 2
+        assert old not in bench.dispatcher.links
+        assert {key.attempt for key in decode.cancelled} == {1}
+
+
+async def test_every_other_node_hears_of_a_death(bench: Bench) -> None:
+    async with bench.node("p0", "prefill") as p0, bench.node("d0", "decode") as d0, bench.node("d1", "decode") as d1:
+        gone = d0.incarnation
+        await d0.die()
+        for node in (p0, d1):
+            assert (await node.order("peer_gone")).incarnation == gone
+
+
+async def test_joining_anew_ends_the_old_stream(bench: Bench) -> None:
+    async with bench.node("p0", "prefill"), bench.node("d0", "decode") as old:
+        stream = await bench.submit(PROMPT, 4)
+        await old.order("submit")
+        async with bench.node("d0", "decode", changes={"rejoining": old.incarnation}) as new:
+            await old.ended()
+            await new.heartbeat()
+            assert key_from_pb((await new.order("submit")).work.key) == (stream.id, 2, 0)
+            assert new.incarnation != old.incarnation
+        stream.cancel()
+
+
+async def test_a_message_of_another_incarnation_ends_the_stream(bench: Bench) -> None:
+    async with bench.node("p0", "prefill"), bench.node("d0", "decode") as decode:
+        stream = await bench.submit(PROMPT, 4)
+        submit = await decode.order("submit")
+        await decode.send(incarnation="0123456789abcdef", reserved=pb.Reserved(key=submit.work.key))
+        await decode.ended()
+        assert bench.dispatcher.brain.counters.dropped_messages["stale"] == 1
+        stream.cancel()
+
+
+@pytest.mark.parametrize("token", ["", "wrong", "seçret"])
+async def test_the_cluster_token_is_demanded(token: str) -> None:
+    async with coordinator(cluster_token="secret") as bench:
+        node = FakeNode(bench.address, "p0", "prefill", token=token.encode("ascii", "replace").decode())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await node.join()
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        await node.die()
+        assert bench.dispatcher.brain.counters.joins == {"unauthenticated": 1}
+        async with FakeNode(bench.address, "p0", "prefill", token="secret"):
+            assert len(bench.dispatcher.links) == 1
+
+
+async def test_a_mismatch_is_refused_with_its_reason(bench: Bench) -> None:
+    async with bench.node("p0", "prefill"):
+        other = bench.node("d0", "decode", changes={"model_digest": "ff"})
+        with pytest.raises(ConfigError, match="model_digest 'ff', the cluster has 'abab"):
+            await other.join()
+        with pytest.raises(ConfigError, match="role 'cook'"):
+            await bench.node("d0", "cook").join()
+
+
+async def test_the_first_message_must_be_join_and_come_soon(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert JOIN_TIMEOUT == 5.0
+    monkeypatch.setattr("coordinator.node_link.JOIN_TIMEOUT", 0.05)
+    for first, code in ((pb.NodeMessage(), "INVALID_ARGUMENT"), (None, "DEADLINE_EXCEEDED")):
+        node = bench.node("p0", "prefill")
+        call = node.dial()
+        if first is not None:
+            await call.write(first)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code().name == code
+        await node.die()
+
+
+async def test_a_silent_node_is_given_up_and_may_come_back() -> None:
+    async with coordinator(silence=0.3, heartbeat=0.05) as bench, bench.node("d0", "decode") as decode:
+        await decode.ended()
+        assert bench.dispatcher.links == {}
+        assert bench.dispatcher.brain.counters.nodes_lost == {"node_gone": 1}
+        assert decode.pings > 1
+        await decode.join()
+        assert len(bench.dispatcher.links) == 1
+
+
+async def test_a_node_that_reads_nothing_is_given_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.node_link.MAX_UNSENT", 3)
+    async with bench.node("d0", "decode") as decode:
+        link = bench.dispatcher.links[decode.incarnation]  # type: ignore[index]
+        for _ in range(5):  # in one turn of the loop: nothing can leave meanwhile
+            link.send(pb.CoordinatorMessage(ping=pb.Ping()))
+        await decode.ended()
+        assert bench.dispatcher.links == {}
+
+
+async def test_a_node_that_misbehaves_costs_only_its_attempt(bench: Bench) -> None:
+    async with bench.node("p0", "prefill"), bench.node("d0", "decode") as decode:
+        stream = await bench.submit(PROMPT, 4)
+        for attempt in (1, 2):
+            key = key_from_pb((await decode.order("submit")).work.key)
+            assert key.attempt == attempt
+            await decode.tokens(key, 3, [1], None)
+            assert key_from_pb((await decode.order("cancel")).key) == key
+        stream.cancel()
+
+
+async def test_attempts_run_out() -> None:
+    async with coordinator(max_attempts=3) as bench, bench.working("p0"), bench.node("d0", "decode") as decode:
+        stream = await bench.submit(PROMPT, 4)
+        for _ in range(3):
+            key = key_from_pb((await decode.order("submit")).work.key)
+            await decode.failed(key, LeaseExpired("the ticket was not renewed"))
+        with pytest.raises(LeaseExpired, match="not renewed"):
+            await collect(stream)
+
+
+async def test_cancelling_reaches_both_nodes(bench: Bench) -> None:
+    async with bench.node("p0", "prefill") as prefill, bench.node("d0", "decode") as decode:
+        stream = await bench.submit(PROMPT, 4)
+        stream.cancel()
+        stream.cancel()
+        for node, kind in ((prefill, "prefill"), (decode, "submit")):
+            await node.order(kind)
+            assert (await node.order("cancel")).reason.code == "cancelled"
+        with pytest.raises(Cancelled):
+            await collect(stream)
+
+
+async def test_the_deadline_ends_a_request_and_its_work(bench: Bench) -> None:
+    async with bench.node("p0", "prefill"), bench.node("d0", "decode") as decode:
+        stream = await bench.submit(PROMPT, 4, seconds=0.1)
+        assert 0.0 < (await decode.order("submit")).work.timeout_seconds < 0.101
+        with pytest.raises(DeadlineExceeded, match=r"0\.1 s"):
+            await collect(stream)
+        assert (await decode.order("cancel")).reason.code == "deadline_exceeded"
+
+
+async def test_a_slow_reader_is_cut_off(bench: Bench) -> None:
+    async with bench.node("p0", "prefill"), bench.node("d0", "decode") as decode:
+        stream = await bench.submit(PROMPT, 200)
+        key = key_from_pb((await decode.order("submit")).work.key)
+        assert MAX_UNREAD > 200
+        stream._unread = MAX_UNREAD  # as if a long answer had gone unread
+        await decode.tokens(key, 0, [5], None)
+        assert (await decode.order("cancel")).reason.code == "slow_reader"
+        with pytest.raises(SlowReader, match="1024 tokens unread"):
+            await collect(stream)
+
+
+async def test_without_nodes_requests_wait_a_second(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.core.requests.UNSERVED_PATIENCE", 0.2)
+    with pytest.raises(Unavailable):
+        bench.dispatcher.bounds()
+    async with bench.working("p0"):
+        with pytest.raises(Unavailable, match="no decode node") as caught:
+            await bench.submit(PROMPT, 4)
+        assert caught.value.retry_after is not None
+        waiting = asyncio.create_task(bench.generate(PROMPT, 4))
+        await asyncio.sleep(0)
+        assert bench.dispatcher.brain.queued == 1
+        async with bench.working("d0"):
+            assert (await waiting)[0] == expected_tokens(PROMPT, 4)
+
+
+@pytest.mark.parametrize("moment", ["unadmitted", "running"])
+async def test_a_reader_that_is_cancelled_leaves_nothing_behind(bench: Bench, moment: str) -> None:
+    async with bench.node("p0", "prefill"), bench.node("d0", "decode") as decode:
+        if moment == "unadmitted":
+            await decode.die()
+        reading = asyncio.create_task(bench.generate(PROMPT, 4))
+        await asyncio.sleep(0.02)
+        assert len(bench.dispatcher.brain.active()) == 1
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert bench.dispatcher.brain.active() == []
+
+
+async def test_draining_lets_what_runs_end(bench: Bench) -> None:
+    async with bench.working("p0", "d0", burst=1, gap=0.002):
+        stream = await bench.submit(PROMPT, 20)
+        drained = asyncio.create_task(bench.dispatcher.drain(5.0))
+        assert (await collect(stream))[0] == expected_tokens(PROMPT, 20)
+        await drained
+        with pytest.raises(Draining):
+            await bench.submit(PROMPT, 1)
+
+
+async def test_draining_ends_what_takes_too_long(bench: Bench) -> None:
+    async with bench.node("p0", "prefill"), bench.node("d0", "decode"):
+        stream = await bench.submit(PROMPT, 20)
+        await bench.dispatcher.drain(0.05)
+        with pytest.raises(Draining, match="--drain-timeout"):
+            await collect(stream)
+
+
+@pytest.mark.parametrize("action", ["delay(0.01)", "duplicate*3"])
+async def test_a_faulty_link_delivers_right_answers_or_none(bench: Bench, action: str) -> None:
+    FAILPOINTS.arm(f"link.coordinator.send={action}")
+    try:
+        async with bench.working("p0", "d0"):
+            assert (await bench.generate(PROMPT, 5))[0] == expected_tokens(PROMPT, 5)
+    finally:
+        FAILPOINTS.arm("")
+
+
+async def test_no_task_is_left_behind() -> None:
+    before = asyncio.all_tasks()
+    async with coordinator() as bench:
+        async with bench.working("p0", "d0"):
+            streams = [await bench.submit(PROMPT, 100) for _ in range(20)]
+            for stream in streams:
+                stream.cancel()
+        await asyncio.sleep(0.05)
+    assert {task for task in asyncio.all_tasks() - before if not task.done()} == set()

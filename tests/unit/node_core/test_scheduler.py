@@ -11,7 +11,7 @@ from node_engine.core.ledger import BlockState, LedgerError
 from node_engine.core.outcome import Dropped, Emitted, Failed, PrefillCompleted
 from node_engine.core.residency import Refusal
 from node_engine.core.scheduler import Scheduler, SchedulerLimits
-from node_engine.core.sequence import SequenceState
+from node_engine.core.sequence import SequenceState, pin_label
 from node_engine.core.step import StepBatch
 from tests.unit.node_core.nodes import BLOCK, Node, deliver, expected, work
 
@@ -323,6 +323,26 @@ def test_reserve_is_refused_at_once() -> None:
         node.scheduler.expect(work("e", other(65, 4)), node.root, TicketId("x"))
 
 
+def test_what_is_matched_is_not_there_to_be_reserved() -> None:
+    node = Node(num_blocks=4)
+    node.add(work("warm", PROMPT[:32], 1))
+    node.run()
+    node.add(work("a", other(10, 1), 30))
+    node.step()
+    assert node.scheduler.free_blocks == 2
+    refused = node.scheduler.expect(work("b", PROMPT[:33]), node.root, T)
+    assert refused == Refusal(1, 0, 7), "two are matched, one is left, and that one is kept for growth"
+    node.pool.check()
+
+
+def test_an_arrival_takes_no_place_of_those_who_wait() -> None:
+    node = Node(max_num_seqs=2)
+    node.add(work("a", other(10, 1)))
+    node.add(work("b", other(10, 2)))
+    assert node.scheduler.free_slots == 0
+    assert isinstance(node.scheduler.expect(work("c", other(10, 3)), node.root, T), Refusal)
+
+
 def test_an_arrival_does_not_overtake_those_who_wait() -> None:
     node = Node(num_blocks=8, max_num_seqs=4)
     node.add(work("a", other(60, 1)))
@@ -420,6 +440,44 @@ def test_speculative_work_is_dropped_first_newest_first() -> None:
     again = [event.token for event in completed if event.key == guesses[2].key]
     assert set(again) == set(expected(guesses[2])[:1])
     assert sequence.state is SequenceState.HANDING_OFF
+
+
+def test_blocks_that_a_sender_still_holds_are_on_their_way() -> None:
+    """A hand-off's own references outlive the drop for a moment: that is no reason to drop the next one as well."""
+    node = Node(num_blocks=8, max_num_seqs=8, max_batched_tokens=128)
+    guesses = [node.add(work(f"guess{salt}", other(32, salt)), hand_off=True) for salt in range(4)]
+    node.run()
+    tables = [tuple(guess.block_table) for guess in guesses]
+    for guess in guesses:
+        node.pool.share(guess.block_table, pin_label(guess.key))
+    firm = work("firm", other(20, 9))
+    node.add(firm, hand_off=True)
+    node.scheduler.ticket_arrived(firm.key)
+    for _ in range(3):
+        assert node.step() is None
+    assert [each.sequence for each in node.outcomes if isinstance(each, Dropped)] == [guesses[3]]
+    node.scheduler.cancel(guesses[3].key)
+    node.pool.release(tables[3], pin_label(guesses[3].key))
+    assert shape(node.step()) == [(0, 20, True)]
+
+
+def test_growth_waits_for_what_a_sender_still_holds() -> None:
+    node = Node(num_blocks=4, max_num_seqs=4)
+    old, young = work("old", other(15, 1), 30), work("young", other(3, 2), 12)
+    guess = node.add(work("guess", other(30, 3)), hand_off=True)
+    node.add(old)
+    node.add(young)
+    node.step()
+    node.pool.share(guess.block_table, pin_label(guess.key))
+    table = tuple(guess.block_table)
+    node.run()
+    assert [each.sequence for each in node.outcomes if isinstance(each, Dropped)] == [guess]
+    assert len(node.emitted(old)) < 30
+    assert node.emitted(young) == expected(young), "it was not preempted for what is on its way"
+    node.scheduler.cancel(guess.key)
+    node.pool.release(table, pin_label(guess.key))
+    node.run()
+    assert node.emitted(old) == expected(old)
 
 
 def test_growth_takes_from_the_speculative_before_it_preempts() -> None:

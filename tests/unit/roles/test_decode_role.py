@@ -252,3 +252,17 @@ def test_a_gone_writer_is_passed_to_the_plane() -> None:
     assert node.plane.gone == [Incarnation("writer")]
     assert node.plane.incarnation == INCARNATION
     assert TicketId("x") not in node.plane.granted
+
+
+def test_a_repeated_message_changes_nothing() -> None:
+    node, job = Node(), work(PROMPT)
+    node.tell(Submit(job, WRITER))
+    node.tell(Submit(job, WRITER))
+    assert len(node.plane.granted) == 1
+    ticket = node.ticket
+    node.tell(Started(ticket.id))
+    node.land(ticket, job)
+    node.tell(Sealed(ticket.id, seal(job), 1))
+    node.tell(Submit(job, WRITER))
+    assert run(node, job) == paced_reference(PROMPT, 4, 1000)
+    assert node.held() == {}

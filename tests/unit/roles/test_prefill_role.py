@@ -189,3 +189,17 @@ def test_a_token_out_of_range_is_refused() -> None:
     assert node.take("failed")[0].error.code == "invalid_request"
     node.answer_aborts()
     assert node.held() == {}
+
+
+def test_a_repeated_message_changes_nothing() -> None:
+    node, job = Node(), work(range(1, 151))
+    node.tell(Prefill(job, alone=False))
+    node.step()
+    node.tell(Prefill(job, alone=False))
+    while node.step():
+        pass
+    assert len(node.take("prefill_ended")) == 1
+    node.tell(Committed(job.key, REPORT))
+    node.tell(Committed(job.key, REPORT))
+    assert len(node.take("handed_off")) == 1
+    assert node.held() == {}

@@ -1,0 +1,112 @@
+"""The coordinator as a process of its own: where it listens, what it refuses to start with, how it ends."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.config import Config
+from baton.errors import ConfigError
+from coordinator import tokenizer
+from coordinator.assemble import Coordinator
+
+ROOT = Path(__file__).resolve().parents[2]
+ANY_PORT = ("--port", "0", "--grpc-port", "0", "--admin-port", "0", "--cluster-port", "0", "--engine", "paced")
+
+
+async def launch(*flags: str) -> asyncio.subprocess.Process:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "coordinator", *ANY_PORT, *flags),
+        cwd=ROOT,
+        env=environ,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+
+
+@asynccontextmanager
+async def running(folder: Path, *flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
+    process = await launch("--state-dir", str(folder), *flags)
+    try:
+        async with asyncio.timeout(30):
+            assert process.stderr is not None
+            while b"listening" not in await process.stderr.readline():
+                assert process.returncode is None
+        yield process, json.loads((folder / "coordinator.json").read_text())
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def test_a_coordinator_without_nodes(tmp_path: Path) -> None:
+    async with running(tmp_path) as (process, where):
+        assert where["pid"] == process.pid
+        async with httpx.AsyncClient(timeout=10) as http, grpc.aio.insecure_channel(where["grpc"]) as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            served = await http.post(f"http://{where['http']}/v1/completions", json={"prompt": [1]})
+            assert (served.status_code, served.headers["retry-after"]) == (503, "1")
+            assert (await http.get(f"http://{where['http']}/health")).status_code == 503
+            assert (await http.get(f"http://{where['admin']}/livez")).status_code == 200
+            assert (await http.get(f"http://{where['admin']}/readyz")).status_code == 503
+            assert (await http.get(f"http://{where['admin']}/admin/status")).json()["ready"] is False
+            assert "baton_rejected_total" in (await http.get(f"http://{where['admin']}/metrics")).text
+            state = await health.Check(health_pb2.HealthCheckRequest(service="baton.v1.Generation"))
+            assert state.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(20):
+            assert await process.wait() == 0
+        assert not (tmp_path / "coordinator.json").exists()
+
+
+async def refused(*flags: str) -> str:
+    process = await launch(*flags)
+    async with asyncio.timeout(30):
+        _, complaint = await process.communicate()
+    assert process.returncode == 2
+    return complaint.decode().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--host", "0.0.0.0"), "error: --host 0.0.0.0 can be reached from other hosts and --api-key is not set"),
+        (("--cluster-host", "::"), "error: --cluster-host :: can be reached from other hosts and --cluster-token"),
+        (("--admin-host", "0.0.0.0"), "error: --admin-host 0.0.0.0 can be reached from other hosts and --admin-token"),
+        (("--set", "max_queue=0"), "error: max_queue is '0'"),
+    ],
+)
+async def test_what_it_does_not_start_with(flags: tuple[str, ...], told: str) -> None:
+    assert (await refused(*flags)).startswith(told)
+
+
+@pytest.mark.parametrize("flag", ["--port", "--grpc-port", "--admin-port", "--cluster-port"])
+async def test_a_port_in_use_is_named(flag: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        complaint = await refused(flag, str(port))
+    assert complaint.startswith(f"error: cannot listen on 127.0.0.1:{port}")
+    assert flag in complaint
+
+
+async def test_a_tokenizer_that_cannot_be_used_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def load(model: str, engine: str) -> None:
+        raise ConfigError("the tokenizer of x cannot be loaded")
+
+    monkeypatch.setattr(tokenizer, "load", load)
+    config = Config(port=0, grpc_port=0, admin_port=0, cluster_port=0)
+    with pytest.raises(ExceptionGroup) as caught:
+        await Coordinator(config).run(asyncio.Event())
+    assert caught.value.subgroup(ConfigError) is not None

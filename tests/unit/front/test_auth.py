@@ -1,0 +1,69 @@
+"""Keys, and where one may listen without them."""
+
+import pytest
+
+from baton.config import Config
+from baton.errors import ConfigError, Unauthenticated
+from coordinator.auth import AdminGate, BearerKey, check_exposure, is_loopback
+from coordinator.grpc_terms import peer_address
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost", "::ffff:127.0.0.1"])
+def test_loopback(host: str) -> None:
+    assert is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "10.0.0.1", "example.com", "", "localhost.evil.com", "::ffff:10.0.0.1"]
+)
+def test_not_loopback(host: str) -> None:
+    assert not is_loopback(host)
+
+
+@pytest.mark.parametrize(
+    ("peer", "host"),
+    [
+        ("ipv4:127.0.0.1:5", "127.0.0.1"),
+        ("ipv6:[::1]:5", "::1"),
+        ("ipv6:%5B::1%5D:5", "::1"),
+        ("unix:/tmp/x", None),
+        ("", None),
+    ],
+)
+def test_grpc_names_of_peers(peer: str, host: str | None) -> None:
+    assert peer_address(peer) == host
+
+
+@pytest.mark.parametrize("sent", [None, b"", b"Bearer", b"Bearer other", b"Basic key", b"key", b"Bearer key2"])
+def test_wrong_keys(sent: bytes | None) -> None:
+    with pytest.raises(Unauthenticated) as caught:
+        BearerKey("key", "--api-key").check(sent)
+    assert "--api-key" in caught.value.message
+
+
+def test_right_keys() -> None:
+    BearerKey("key", "--api-key").check(b"Bearer key")
+    BearerKey("schlüssel", "--api-key").check("bearer schlüssel".encode())
+    BearerKey("", "--api-key").check(None)
+
+
+def test_the_admin_gate() -> None:
+    AdminGate("").check("127.0.0.1", None)
+    for peer in ("10.0.0.1", None):
+        with pytest.raises(Unauthenticated, match="--admin-token"):
+            AdminGate("").check(peer, b"Bearer x")
+    AdminGate("token").check("10.0.0.1", b"Bearer token")
+    with pytest.raises(Unauthenticated):
+        AdminGate("token").check("127.0.0.1", None)
+
+
+@pytest.mark.parametrize(
+    ("host", "key"), [("host", "api_key"), ("cluster_host", "cluster_token"), ("admin_host", "admin_token")]
+)
+def test_exposed_ports_need_their_key(host: str, key: str) -> None:
+    check_exposure(Config())
+    with pytest.raises(ConfigError, match="or say --insecure") as caught:
+        check_exposure(Config(**{host: "0.0.0.0"}))
+    assert caught.value.param == key
+    check_exposure(Config(**{host: "0.0.0.0", key: "secret"}))
+    check_exposure(Config(**{host: "0.0.0.0", "insecure": True}))

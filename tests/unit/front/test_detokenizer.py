@@ -1,0 +1,120 @@
+"""Streamed text is the tokenizer's own decoding, cut anywhere, and shows no half characters."""
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from coordinator.detokenizer import Vocabulary
+from tests.integration.front_text import EOS, byte_level, byte_tokens
+
+WORDS = ["▁", "▁hello", "hello", "▁wörld", "日", "本", "😀", "a", "b", " ", ".", "\ufffd", "▁▁", "e\u0301", "\u0301"]
+
+
+@functools.cache
+def byte_level_with_additions() -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    tokenizer.add_special_tokens([AddedToken("<|tool|>", special=True)])
+    tokenizer.add_tokens([AddedToken("two words"), AddedToken("ünï"), AddedToken("\u00a0"), AddedToken("€")])
+    return tokenizer
+
+
+@functools.cache
+def sentencepiece() -> tokenizers.Tokenizer:
+    """Llama 2's kind: pieces with ▁ for spaces, bytes as a fallback, the first space dropped."""
+    pieces = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), *WORDS]
+    model = models.BPE({piece: place for place, piece in enumerate(pieces)}, [], byte_fallback=True)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(["<s>"])
+    return tokenizer
+
+
+@functools.cache
+def metaspace() -> tokenizers.Tokenizer:
+    """T5's kind."""
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, "a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
+@functools.cache
+def bare() -> tokenizers.Tokenizer:
+    """No decoder: words joined by spaces."""
+    return tokenizers.Tokenizer(models.WordLevel({"one": 0, "two": 1, "drei": 2, "\ufffd": 3}, "one"))
+
+
+KINDS: list[Callable[[], tokenizers.Tokenizer]] = [
+    byte_level,
+    byte_level_with_additions,
+    sentencepiece,
+    metaspace,
+    bare,
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_streamed_text_is_the_decoding_of_all_tokens(kind: Callable[[], tokenizers.Tokenizer]) -> None:
+    backend = kind()
+    vocabulary = Vocabulary(backend)
+    beyond = backend.get_vocab_size() + 3  # models have padded vocabularies
+
+    @settings(max_examples=150, deadline=None)
+    @given(st.lists(st.lists(st.integers(0, beyond), min_size=1, max_size=4), max_size=30))
+    def holds(steps: list[list[int]]) -> None:
+        detokenizer = vocabulary.detokenizer()
+        streamed = [detokenizer.add(step) for step in steps]
+        streamed.append(detokenizer.flush())
+        everything = [token for step in steps for token in step]
+        assert "".join(streamed) == backend.decode(everything, skip_special_tokens=True)
+
+    holds()
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=40))
+def test_no_step_shows_half_a_character(text: str) -> None:
+    """Byte by byte, every prefix of what is shown is a prefix of the text."""
+    detokenizer = Vocabulary(byte_level()).detokenizer()
+    shown = ""
+    for token in byte_tokens(text.encode()):
+        shown += detokenizer.add([token])
+        assert text.startswith(shown)
+    assert shown + detokenizer.flush() == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=40))
+def test_bytes_that_are_no_text(data: bytes) -> None:
+    backend = byte_level()
+    detokenizer = Vocabulary(backend).detokenizer()
+    tokens = byte_tokens(data)
+    streamed = "".join(detokenizer.add([token]) for token in tokens) + detokenizer.flush()
+    assert streamed == backend.decode(tokens) == data.decode(errors="replace")
+
+
+def test_an_emoji_comes_whole() -> None:
+    detokenizer = Vocabulary(byte_level()).detokenizer()
+    assert [detokenizer.add([token]) for token in byte_tokens("a😀b".encode())] == ["a", "", "", "", "😀", "b"]
+
+
+def test_byte_fallback_waits_for_the_end_of_its_run() -> None:
+    """One bad byte turns the whole run into replacements, so none of it may be shown before."""
+    backend = sentencepiece()
+    detokenizer = Vocabulary(backend).detokenizer()
+    euro_then_bad = [backend.token_to_id(f"<0x{byte:02X}>") for byte in (0xE2, 0x82, 0xAC, 0xFF)]
+    assert [detokenizer.add([token]) for token in euro_then_bad] == [""] * 4
+    assert detokenizer.add([backend.token_to_id("a")]) == "\ufffd" * 4 + "a"
+
+
+def test_special_tokens_leave_no_text() -> None:
+    detokenizer = Vocabulary(byte_level()).detokenizer()
+    end = byte_level().token_to_id(EOS)
+    assert detokenizer.add([end, *byte_level().encode("hello").ids, end]) == "hello"

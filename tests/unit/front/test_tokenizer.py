@@ -1,0 +1,82 @@
+"""Loading and encoding."""
+
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import processors
+
+from baton.errors import ConfigError, InvalidRequest
+from coordinator import tokenizer
+from coordinator.tokenizer import INLINE_BYTES, HfTokenizer
+from tests.integration.front_text import EOS, byte_level
+
+
+def with_bos() -> HfTokenizer:
+    """Token 0 begins every encoding."""
+    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    backend.post_processor = processors.TemplateProcessing(single=f"{EOS} $A", special_tokens=[(EOS, 0)])
+    return HfTokenizer(backend, bos=0)
+
+
+async def test_special_tokens_are_added_as_configured_but_bos_never_twice() -> None:
+    plain = byte_level().encode("hello").ids
+    text = with_bos()
+    assert await text.encode("hello") == (0, *plain)
+    assert await text.encode(f"{EOS}hello") == (0, *plain)
+    assert await text.encode("") == (0,)
+    assert await HfTokenizer(byte_level(), bos=0).encode(f"{EOS}hello") == (0, *plain)
+
+
+async def test_truncation_and_padding_of_the_files_are_ignored() -> None:
+    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64)
+    assert len(await HfTokenizer(backend, bos=None).encode("abcdefgh" * 4)) == len(
+        byte_level().encode("abcdefgh" * 4).ids
+    )
+
+
+async def test_long_prompts_encode_the_same_off_the_loop() -> None:
+    prompt = "hello wörld 😀 " * (INLINE_BYTES // 4)
+    assert await HfTokenizer(byte_level(), bos=None).encode(prompt) == tuple(byte_level().encode(prompt).ids)
+
+
+@pytest.mark.parametrize(("model", "engine", "told"), [("", "model", "the model has no"), ("x", "paced", "the paced")])
+async def test_without_a_tokenizer_text_is_refused_for_a_reason(model: str, engine: str, told: str) -> None:
+    text = await tokenizer.load(model, engine)
+    with pytest.raises(InvalidRequest, match=f"prompt is text, but {told}.*send token ids"):
+        await text.encode("hello")
+    detokenizer = text.detokenizer()
+    assert (detokenizer.add([1, 2]), detokenizer.flush()) == ("", "")
+
+
+async def test_a_folder_without_tokenizer_files(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRequest, match=f"{tmp_path.name} has no tokenizer files"):
+        await (await tokenizer.load(str(tmp_path), "model")).encode("hello")
+
+
+async def test_a_folder_with_a_tokenizer(tmp_path: Path) -> None:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        f'{{"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "{EOS}", "clean_up_tokenization_spaces": false}}'
+    )
+    text = await tokenizer.load(str(tmp_path), "model")
+    ids = await text.encode("hello wörld")
+    assert ids == tuple(byte_level().encode("hello wörld").ids)
+    detokenizer = text.detokenizer()
+    assert detokenizer.add(ids) + detokenizer.flush() == "hello wörld"
+
+
+async def test_broken_files_are_a_start_up_error(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        await tokenizer.load(str(tmp_path), "model")
+
+
+async def test_remote_code_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Evil", null]}}')
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    with pytest.raises(ConfigError):
+        await tokenizer.load(str(tmp_path), "model")
+    assert not (tmp_path / "ran").exists()
