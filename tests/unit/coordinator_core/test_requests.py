@@ -219,6 +219,14 @@ def test_death_of_either_node_places_again_with_what_was_emitted(moment: str) ->
         assert len(work.request.prompt) == 20
 
 
+def test_a_report_of_a_hand_off_comes_from_its_writer(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    world.submit()
+    key = world.key(d0)
+    world.handed_off(d0, key)
+    assert (world.brain.placed_on(p0), world.brain.placed_on(d0)) == (1, 1)
+    assert world.brain.counters.handoffs == {}
+
+
 @pytest.mark.parametrize("proof", ["admitted", "token", "handed off"])
 def test_once_decode_has_committed_the_writer_may_go(
     world: World, p0: Incarnation, d0: Incarnation, proof: str
@@ -279,6 +287,16 @@ def test_the_nodes_of_a_failed_attempt_are_avoided(world: World, p0: Incarnation
     decode = next(node for node in used if node in (d0, d1))
     world.fail(decode, world.key(decode), LeaseExpired("black hole"))
     assert {node for node in (p0, p1, d0, d1) if world.brain.placed_on(node)} == {p0, p1, d0, d1} - set(used)
+
+
+def test_who_is_placed_again_goes_first_and_the_oldest_before_the_others(world: World, p0: Incarnation) -> None:
+    d0 = world.join("d0", DECODE, max_num_seqs=3)
+    placed = [world.submit() for _ in range(3)]
+    waiting = world.submit()
+    assert world.brain.state(waiting) is RequestState.QUEUED
+    world.gone(d0)
+    d1 = world.join("d1", DECODE)
+    assert [order.work.key.request for order in world.sent(d1, m.Submit)] == [*placed, waiting]
 
 
 # refusals and preemptions
