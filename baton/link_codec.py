@@ -2,16 +2,19 @@
 
 gRPC leaves integrity to TCP, whose 16 bits middleboxes rewrite and memory errors pass by. A flipped bit in a token id
 or a prompt would still make a valid message, and a wrong answer with status 200. Both ends read None for a message that
-is not whole, and end the stream.
+is not whole, and end the stream. Messages are numbered as well: one that comes twice is skipped, and one that is
+missing ends the stream as soon as the next arrives, so that nothing waits for a word that was said and lost.
 """
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import grpc
 import xxhash
 from google.protobuf.message import DecodeError, Message
 
+from baton.failpoints import FAILPOINTS, Action
 from baton.pb import cluster_pb2
 
 _SERVICE = cluster_pb2.DESCRIPTOR.services_by_name["NodeLink"]
@@ -37,6 +40,40 @@ def unseal(kind: type[M], data: bytes) -> M | None:
         return kind.FromString(data)
     except DecodeError:
         return None
+
+
+class MessagesLost(Exception):
+    """A number was skipped."""
+
+
+class Numbers:
+    """One direction of one stream, at one of its ends."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def stamp(self, message: cluster_pb2.NodeMessage | cluster_pb2.CoordinatorMessage) -> None:
+        self._last += 1
+        message.number = self._last
+
+    def is_new(self, message: cluster_pb2.NodeMessage | cluster_pb2.CoordinatorMessage) -> bool:
+        """False for one that came before. Raises MessagesLost."""
+        if message.number > self._last + 1:
+            raise MessagesLost(f"message {message.number} follows {self._last}")
+        fresh: bool = message.number == self._last + 1
+        self._last += fresh
+        return fresh
+
+
+async def write(put: Callable[[Any], Awaitable[None]], message: Message, failpoint: str) -> None:
+    """Put a stamped message on the stream, or do with it what `failpoint` says."""
+    action = None
+    if FAILPOINTS.armed(failpoint):
+        action = await asyncio.to_thread(FAILPOINTS.hit, failpoint)  # a delay must not hold the event loop
+    if action is not Action.DROP:
+        await put(message)
+    if action is Action.DUPLICATE:
+        await put(message)
 
 
 def dial(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) -> grpc.aio.StreamStreamCall:

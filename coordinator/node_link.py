@@ -12,10 +12,9 @@ from typing import Any
 
 import grpc
 
-from baton import log, wire
+from baton import link_codec, log, wire
 from baton.config import Config
 from baton.errors import ConfigError, NodeGone
-from baton.failpoints import FAILPOINTS, Action
 from baton.limits import MAX_UNSENT
 from baton.pb.cluster_pb2 import CoordinatorMessage, NodeMessage, Ping, Refusal
 from baton.types import Incarnation
@@ -54,25 +53,18 @@ class NodeStream:
 
     async def drain_to(self, context: Context) -> None:
         """Write what is sent, until cancelled."""
+        numbers = link_codec.Numbers()
         while True:
             while self._outbox:
-                await _write(context, self._outbox.popleft())
+                message = self._outbox.popleft()
+                numbers.stamp(message)
+                await link_codec.write(context.write, message, _FAILPOINT)
             self._wake.clear()
             try:
                 async with asyncio.timeout(self._heartbeat):
                     await self._wake.wait()
             except TimeoutError:
                 self.send(CoordinatorMessage(ping=Ping()))
-
-
-async def _write(context: Context, message: CoordinatorMessage) -> None:
-    action = None
-    if FAILPOINTS.armed(_FAILPOINT):
-        action = await asyncio.to_thread(FAILPOINTS.hit, _FAILPOINT)  # a delay must not hold the event loop
-    if action is not Action.DROP:
-        await context.write(message)
-    if action is Action.DUPLICATE:
-        await context.write(message)
 
 
 class NodeLink:
@@ -119,10 +111,18 @@ class NodeLink:
         return message  # type: ignore[no-any-return]
 
     async def _read(self, context: Context, incarnation: Incarnation) -> None:
-        counters = self._dispatcher.brain.counters
+        counters, numbers = self._dispatcher.brain.counters, link_codec.Numbers()
         while (message := await context.read()) is not grpc.aio.EOF:
             if message is None:
                 counters.dropped_messages["damaged"] += 1
+                return
+            try:
+                if not numbers.is_new(message):
+                    counters.dropped_messages["repeated"] += 1
+                    continue
+            except link_codec.MessagesLost as error:
+                _log.warning("messages lost", error=str(error))
+                counters.dropped_messages["lost"] += 1
                 return
             if message.incarnation != incarnation:
                 counters.dropped_messages["stale"] += 1

@@ -110,12 +110,17 @@ class FakeNode:
             await self._channel.close()
             raise wire.error_from_pb(first.refusal.error)
         self.incarnation = first.welcome.incarnation
-        self._tasks.append(asyncio.create_task(self._read()))
+        self.numbers = link_codec.Numbers()
+        self._tasks.append(asyncio.create_task(self._read(first)))
         return first.welcome  # type: ignore[no-any-return]
 
-    async def _read(self) -> None:
+    async def _read(self, welcome: pb.CoordinatorMessage) -> None:
+        numbers = link_codec.Numbers()
+        numbers.is_new(welcome)
         try:
             while (message := await self._call.read()) is not grpc.aio.EOF:
+                if not numbers.is_new(message):
+                    continue
                 if message.HasField("ping"):
                     self.pings += 1
                     continue
@@ -143,7 +148,9 @@ class FakeNode:
     async def send(self, *, incarnation: str | None = None, **message: Any) -> None:
         stamp = self.incarnation if incarnation is None else incarnation
         async with self._writing:
-            await self._call.write(pb.NodeMessage(incarnation=stamp, **message))
+            report = pb.NodeMessage(incarnation=stamp, **message)
+            self.numbers.stamp(report)
+            await self._call.write(report)
 
     async def heartbeat(self, **stats: Any) -> None:
         fields = {"blocks_total": 64, "blocks_free": 64} | stats

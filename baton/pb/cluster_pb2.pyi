@@ -291,7 +291,7 @@ class Ping(_message.Message):
     def __init__(self) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("welcome", "refusal", "submit", "prefill", "ticket", "cancel", "peer_gone", "ledger_query", "arm", "ping", "checksum")
+    __slots__ = ("welcome", "refusal", "submit", "prefill", "ticket", "cancel", "peer_gone", "ledger_query", "arm", "ping", "number", "checksum")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
@@ -302,6 +302,7 @@ class CoordinatorMessage(_message.Message):
     LEDGER_QUERY_FIELD_NUMBER: _ClassVar[int]
     ARM_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     refusal: Refusal
@@ -313,8 +314,9 @@ class CoordinatorMessage(_message.Message):
     ledger_query: LedgerQuery
     arm: Arm
     ping: Ping
+    number: int
     checksum: int
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., ticket: _Optional[_Union[GiveTicket, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., peer_gone: _Optional[_Union[PeerGone, _Mapping]] = ..., ledger_query: _Optional[_Union[LedgerQuery, _Mapping]] = ..., arm: _Optional[_Union[Arm, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., ticket: _Optional[_Union[GiveTicket, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., peer_gone: _Optional[_Union[PeerGone, _Mapping]] = ..., ledger_query: _Optional[_Union[LedgerQuery, _Mapping]] = ..., arm: _Optional[_Union[Arm, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., number: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("key", "ticket", "held_tokens")
@@ -450,7 +452,7 @@ class Leaving(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
-    __slots__ = ("incarnation", "join", "heartbeat", "reserved", "refused", "tokens", "failed", "prefill_ended", "handed_off", "admitted", "ledger", "leaving", "checksum")
+    __slots__ = ("incarnation", "join", "heartbeat", "reserved", "refused", "tokens", "failed", "prefill_ended", "handed_off", "admitted", "ledger", "leaving", "number", "checksum")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -463,6 +465,7 @@ class NodeMessage(_message.Message):
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     LEDGER_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     join: Join
@@ -476,5 +479,6 @@ class NodeMessage(_message.Message):
     admitted: Admitted
     ledger: LedgerReply
     leaving: Leaving
+    number: int
     checksum: int
-    def __init__(self, incarnation: _Optional[str] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[AttemptFailed, _Mapping]] = ..., prefill_ended: _Optional[_Union[PrefillEnded, _Mapping]] = ..., handed_off: _Optional[_Union[HandedOff, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., ledger: _Optional[_Union[LedgerReply, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[AttemptFailed, _Mapping]] = ..., prefill_ended: _Optional[_Union[PrefillEnded, _Mapping]] = ..., handed_off: _Optional[_Union[HandedOff, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., ledger: _Optional[_Union[LedgerReply, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., number: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...

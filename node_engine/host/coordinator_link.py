@@ -18,7 +18,7 @@ import grpc
 
 from baton import link_codec, log, wire
 from baton.errors import ConfigError
-from baton.failpoints import FAILPOINTS, Action
+from baton.failpoints import FAILPOINTS
 from baton.limits import LINK_OPTIONS, MAX_UNSENT
 from baton.pb import cluster_pb2
 from baton.types import Incarnation
@@ -66,14 +66,10 @@ class CoordinatorLink:
         """Queue a report. One that speaks for an incarnation that is over is dropped."""
         if not self.joined or message.incarnation != self._incarnation:
             return
-        action = FAILPOINTS.hit("link.node.send")
-        if action is Action.DROP:
-            return
-        for _ in range(2 if action is Action.DUPLICATE else 1):
-            try:
-                self._unsent.put_nowait(message)
-            except asyncio.QueueFull:
-                self._overflow.set()
+        try:
+            self._unsent.put_nowait(message)
+        except asyncio.QueueFull:
+            self._overflow.set()
 
     async def run(self) -> None:
         """Keep the stream until cancelled. Raises ConfigError when the coordinator refuses this node."""
@@ -111,11 +107,12 @@ class CoordinatorLink:
         """One stream from Join to its end. Raises AioRpcError or TimeoutError when it ends."""
         try:
             await call.write(cluster_pb2.NodeMessage(join=self._join()))
-            heartbeat = await self._welcome(call)
+            numbers = link_codec.Numbers()
+            heartbeat = await self._welcome(call, numbers)
             async with asyncio.TaskGroup() as tasks:
                 others = (self._write(call), self._beat(heartbeat), self._until_overflow())
                 running = [tasks.create_task(other) for other in others]
-                await self._read(call)
+                await self._read(call, numbers)
                 for task in running:
                     task.cancel()
         except* grpc.aio.AioRpcError as group:
@@ -125,13 +122,14 @@ class CoordinatorLink:
         finally:
             call.cancel()
 
-    async def _welcome(self, call: grpc.aio.StreamStreamCall) -> float:
+    async def _welcome(self, call: grpc.aio.StreamStreamCall, numbers: link_codec.Numbers) -> float:
         async with asyncio.timeout(self._silence):
             first = await call.read()
         if first is grpc.aio.EOF or first is None:
             raise TimeoutError
         if first.WhichOneof("message") == "refusal":
             raise ConfigError(f"the coordinator refused this node: {first.refusal.error.message}")
+        numbers.is_new(first)
         while not self._unsent.empty():
             self._unsent.get_nowait()
         if self._lost is not None:
@@ -145,7 +143,7 @@ class CoordinatorLink:
         heartbeat: float = first.welcome.heartbeat_seconds
         return heartbeat
 
-    async def _read(self, call: grpc.aio.StreamStreamCall) -> None:
+    async def _read(self, call: grpc.aio.StreamStreamCall, numbers: link_codec.Numbers) -> None:
         while True:
             async with asyncio.timeout(self._silence):
                 message = await call.read()
@@ -154,13 +152,20 @@ class CoordinatorLink:
             if message is None:
                 self._log.warning("a damaged message: joining anew")
                 return
-            command = command_from_pb(message)
+            try:
+                command = command_from_pb(message) if numbers.is_new(message) else None
+            except link_codec.MessagesLost as error:
+                self._log.warning("messages lost: joining anew", error=str(error))
+                return
             if command is not None:
                 self._deliver(command)
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
+        numbers = link_codec.Numbers()
         while True:
-            await call.write(await self._unsent.get())
+            message = await self._unsent.get()
+            numbers.stamp(message)
+            await link_codec.write(call.write, message, "link.node.send")
 
     async def _until_overflow(self) -> None:
         await self._overflow.wait()

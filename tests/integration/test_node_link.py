@@ -8,8 +8,9 @@ import pytest
 
 from baton.errors import Cancelled, ConfigError, DeadlineExceeded, Draining, LeaseExpired, SlowReader, Unavailable
 from baton.failpoints import FAILPOINTS
+from baton.link_codec import Numbers
 from baton.pb import cluster_pb2 as pb
-from baton.types import FinishReason
+from baton.types import FinishReason, Incarnation
 from baton.wire import key_from_pb
 from coordinator.generation import Delta
 from coordinator.node_link import JOIN_TIMEOUT
@@ -308,3 +309,24 @@ async def test_no_task_is_left_behind() -> None:
                 stream.cancel()
         await asyncio.sleep(0.05)
     assert {task for task in asyncio.all_tasks() - before if not task.done()} == set()
+
+
+async def test_a_repeated_message_is_skipped_and_a_lost_one_ends_the_stream(bench: Bench) -> None:
+    async with bench.node("d0", "decode") as node:
+        registry, dropped = bench.dispatcher.brain.registry, bench.dispatcher.brain.counters.dropped_messages
+        incarnation = Incarnation(node.incarnation)
+
+        def free() -> int:
+            stats = registry.nodes[incarnation].stats
+            return stats.blocks_free if stats else -1
+
+        await node.heartbeat(blocks_free=5)
+        node.numbers = Numbers()
+        await node.heartbeat(blocks_free=6)  # number 1 again
+        await node.heartbeat(blocks_free=7)
+        await bench.until(lambda: free() == 7)
+        assert dropped == {"repeated": 1}
+        node.numbers.stamp(pb.NodeMessage())  # one goes astray
+        await node.heartbeat()
+        await node.ended()
+        assert dropped["lost"] == 1
