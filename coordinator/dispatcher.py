@@ -18,7 +18,19 @@ from baton.types import Incarnation, Request, RequestId, mint_id
 from coordinator.core.brain import Brain
 from coordinator.core.counters import CLASS
 from coordinator.core.identity import JoinInfo
-from coordinator.core.messages import Admit, Effect, Emit, End, Finished, Heartbeat, Leaving, Lost, NodeInput, Send
+from coordinator.core.messages import (
+    Admit,
+    Effect,
+    Emit,
+    End,
+    Finished,
+    Heartbeat,
+    Leaving,
+    Lost,
+    NodeInput,
+    Replaced,
+    Send,
+)
 from coordinator.core.placement import LeastLoaded
 from coordinator.core.registry import Registry
 from coordinator.core.requests import Settings
@@ -171,6 +183,8 @@ class Dispatcher:
                     stream.admit()
             case End():
                 self._ended(effect)
+            case Replaced(key, reason):
+                _log.info("placed again", request=key.request, attempt=key.attempt, reason=reason)
             case Lost(node, name, error):
                 _log.warning("node lost", node=name, incarnation=node, reason=error.message)
                 link = self.links.pop(node, None)
@@ -190,6 +204,9 @@ class Dispatcher:
             self._idle.set()
         for callback in self.on_end:
             callback(end)
+        line = end.timeline
+        outcome = end.result.reason.value if isinstance(end.result, Finished) else end.result.code
+        _log.info("request ended", request=end.request, outcome=outcome, attempts=line.attempts, seconds=line.total)
 
     def _changed(self) -> None:
         for callback in self.on_change:

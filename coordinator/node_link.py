@@ -42,7 +42,8 @@ class NodeStream:
         self._wake = asyncio.Event()
 
     def send(self, message: CoordinatorMessage) -> None:
-        if len(self._outbox) >= MAX_UNSENT:
+        if len(self._outbox) >= MAX_UNSENT and not self.closed.is_set():
+            _log.error("a node reads too slowly and is given up", unsent=MAX_UNSENT)
             self.close()
         if not self.closed.is_set():
             self._outbox.append(message)

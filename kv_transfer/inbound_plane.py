@@ -17,7 +17,7 @@ from kv_transfer.core import frames, landing
 from kv_transfer.core.events import Fenced, InboundEvent, Lost
 from kv_transfer.core.landing import ArenaShape, Ignored, Landing, LandingState
 from kv_transfer.core.leases import Leases
-from kv_transfer.plane_thread import PlaneThread
+from kv_transfer.plane_thread import PlaneThread, end_process
 from kv_transfer.settings import TransferSettings
 from kv_transfer.slab_rows import Rows, SlabRows
 from kv_transfer.transport import DecodeLink, Message, Pollable
@@ -42,6 +42,7 @@ class InboundTransfer:
         emit: Callable[[InboundEvent], None],
         clock: Clock = steady,
         failpoints: Failpoints = FAILPOINTS,
+        on_defect: Callable[[], None] = end_process,
     ) -> None:
         """`fences` are the arena's, None if it is no segment: then no writer may be one-sided. Link and
         fences are the plane's own from now on."""
@@ -64,7 +65,7 @@ class InboundTransfer:
         self._timers: Leases[TicketId] = Leases()
         self._counters: Counter[str] = Counter()
         self._more = False
-        self._thread = PlaneThread("transfer-inbound", self, clock)
+        self._thread = PlaneThread("transfer-inbound", self, clock, settings.close_timeout, on_defect)
 
     # called by the node, on any thread
 
@@ -85,8 +86,14 @@ class InboundTransfer:
         return self._fences.mint() if self._fences is not None else 0
 
     def grant(self, ticket: Ticket) -> None:
+        """Raises ValueError for offsets that are no blocks of the arena."""
+        if any(offset % self._layout.block_bytes or not 0 <= offset < self._slabs.size for offset in ticket.offsets):
+            raise ValueError(
+                f"ticket {ticket.id} names offsets that are no blocks of {self._slabs.size} bytes of arena"
+            )
         if not self._thread.post(lambda: self._grant(ticket)):
-            self._emit(Lost(ticket.id, HandoffFailed("the transfer plane is closed"), fenced=True))
+            two_sided = ticket.transport != "shm"
+            self._emit(Lost(ticket.id, HandoffFailed("the transfer plane is closed"), fenced=two_sided))
 
     def commit(self, ticket: TicketId) -> None:
         self._thread.post(lambda: self._commit(ticket))
@@ -110,9 +117,6 @@ class InboundTransfer:
         self._revoke_all(Stale("decode has joined anew"))
 
     def _grant(self, ticket: Ticket) -> None:
-        if ticket.decode.incarnation != self._incarnation:
-            self._emit(Lost(ticket.id, Stale("decode has joined anew"), fenced=True))
-            return
         self._landings[ticket.id] = machine = Landing(
             ticket=ticket,
             shape=self._shape,
@@ -123,6 +127,8 @@ class InboundTransfer:
         )
         self._counters["granted"] += 1
         self._arm(machine)
+        if ticket.decode.incarnation != self._incarnation:
+            self._revoke(ticket.id, Stale("decode has joined anew"))
 
     def _fence_of(self, ticket: Ticket) -> Callable[[], bool]:
         """Two-sided: bytes land on this very thread, so none can land while it decides."""
@@ -185,8 +191,14 @@ class InboundTransfer:
     def watched(self) -> Sequence[tuple[Pollable, bool]]:
         return [(pollable, False) for pollable in self._link.readable()]
 
-    def wind_up(self) -> None:
+    def say_goodbye(self) -> None:
         self._revoke_all(HandoffFailed("the transfer plane is closing"))
+
+    def heard_out(self) -> bool:
+        """A writer that misses the news finds its link gone."""
+        return True
+
+    def shut(self) -> None:
         self._link.close()
         if self._fences is not None:
             self._fences.close()
@@ -209,8 +221,7 @@ class InboundTransfer:
             refused = frames.Refused(
                 frame.ticket, frame.attempt, frame.writer, frame.decode, Stale.code, "there is no such ticket"
             )
-            if not isinstance(frame, frames.Renew | frames.Abort):
-                self._link.send(message.route, frames.encode(refused))
+            self._link.send(message.route, frames.encode(refused))
             return
         if machine.is_ours(frame):
             self._routes[ticket] = message.route

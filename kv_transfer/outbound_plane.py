@@ -21,11 +21,12 @@ from kv_transfer.core.landing import NEVER, ArenaShape, Ignored
 from kv_transfer.inbound_plane import flipped
 from kv_transfer.peer_arena import PeerArena, PeerArenas, TicketLock
 from kv_transfer.peer_link import PeerLink
-from kv_transfer.plane_thread import PlaneThread
+from kv_transfer.plane_thread import PlaneThread, end_process
 from kv_transfer.settings import TransferSettings
 from kv_transfer.slab_rows import SlabRows
 from kv_transfer.transport import Dialer, Loss, Pollable
 
+_ROUNDS = 4  # messages written per hand-off before links and commands get their turn again
 _BATCH = 64  # frames handled per link before writing gets its turn again
 
 Peer = tuple[str, Incarnation]  # endpoint and incarnation: an address alone is no identity
@@ -63,6 +64,7 @@ class OutboundTransfer:
         emit: Callable[[OutboundEvent], None],
         clock: Clock = steady,
         failpoints: Failpoints = FAILPOINTS,
+        on_defect: Callable[[], None] = end_process,
     ) -> None:
         """`dialers` by the scheme of the endpoints that they dial."""
         self._slabs = SlabRows(arena, layout)
@@ -88,7 +90,7 @@ class OutboundTransfer:
         self._arenas = PeerArenas(settings.segment_folder, layout)
         self._counters: Counter[str] = Counter()
         self._more = False
-        self._thread = PlaneThread("transfer-outbound", self, clock)
+        self._thread = PlaneThread("transfer-outbound", self, clock, settings.close_timeout, on_defect)
 
     # called by the node, on any thread
 
@@ -108,7 +110,10 @@ class OutboundTransfer:
         self._thread.post(lambda: self._ticket(key, ticket))
 
     def layer_ready(self, key: AttemptKey, layer: int, first: int, source: Sequence[BlockIndex]) -> None:
+        """Raises ValueError for blocks that the arena does not have."""
         ready, now = Announced(layer, first, tuple(source)), self._clock()
+        if ready.source and not 0 <= min(ready.source) <= max(ready.source) < self._slabs.num_blocks:
+            raise ValueError(f"{key} announces blocks that an arena of {self._slabs.num_blocks} does not have")
         self._thread.post(lambda: self._on(key, lambda machine: machine.announce(ready, now)))
 
     def seal(self, key: AttemptKey, info: SealInfo) -> None:
@@ -149,20 +154,26 @@ class OutboundTransfer:
         if handoff is None or handoff.peer is not None:
             self._counters["ignored_ticket"] += 1
             return
-        handoff.peer = (ticket.decode.transfer_endpoint, ticket.decode.incarnation)
+        endpoint = ticket.decode.transfer_endpoint
+        if endpoint.partition("://")[0] not in self._dialers:
+            self._carry_out(handoff, handoff.machine.abort(PeerGone(f"no transport dials {endpoint[:200]!r}")))
+            return
+        handoff.peer = (endpoint, ticket.decode.incarnation)
         self._tickets[ticket.id] = key
+        lock: departure.WriterLock = NoLock()
+        unmappable: HandoffFailed | None = None
         try:
             lock = self._lock_of(handoff, ticket)
         except HandoffFailed as error:
-            self._carry_out(handoff, handoff.machine.grant(ticket, NoLock(), self._clock()))
-            self._carry_out(handoff, handoff.machine.abort(error))
-            return
+            unmappable = error
         self._carry_out(handoff, handoff.machine.grant(ticket, lock, self._clock()))
+        if unmappable is not None:
+            self._carry_out(handoff, handoff.machine.abort(unmappable))
 
     def _lock_of(self, handoff: _Handoff, ticket: Ticket) -> departure.WriterLock:
         if ticket.transport != "shm":
             return NoLock()
-        handoff.arena = self._arenas.get(ticket.segment.name)
+        handoff.arena = self._arenas.get(ticket)
         return TicketLock(handoff.arena, ticket)
 
     def _on(self, key: AttemptKey, call: Callable[[Departure], list[departure.Output]]) -> None:
@@ -184,12 +195,10 @@ class OutboundTransfer:
         error = PeerGone(f"decode node {decode} is gone")
         for handoff in list(self._handoffs.values()):
             if handoff.peer is not None and handoff.peer[1] == decode:
-                ticket = handoff.machine.ticket
                 self._carry_out(handoff, handoff.machine.abort(error))
-                if ticket is not None and ticket.transport == "shm":
-                    self._arenas.drop(ticket.segment.name)
         for peer in [peer for peer in self._links if peer[1] == decode]:
             self._links.pop(peer).close()
+        self._arenas.drop(decode)
 
     def _rejoin(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation
@@ -210,8 +219,10 @@ class OutboundTransfer:
                 self._lose(peer, loss)
         for handoff in list(self._handoffs.values()):
             self._tick(handoff, self._clock())
-        for handoff in list(self._handoffs.values()):
-            self._write_next(handoff)
+        for _ in range(_ROUNDS):
+            if not any([self._write_next(handoff) for handoff in list(self._handoffs.values())]):
+                return
+        self._more = True
 
     def next_deadline(self) -> float:
         if self._more:
@@ -221,8 +232,13 @@ class OutboundTransfer:
     def watched(self) -> Sequence[tuple[Pollable, bool]]:
         return [watched for link in self._links.values() for watched in link.watched()]
 
-    def wind_up(self) -> None:
+    def say_goodbye(self) -> None:
         self._abort_all(HandoffFailed("the transfer plane is closing"))
+
+    def heard_out(self) -> bool:
+        return not any(link.unacknowledged for link in self._links.values())
+
+    def shut(self) -> None:
         for link in self._links.values():
             link.close()
         for dialer in self._dialers.values():
@@ -268,6 +284,8 @@ class OutboundTransfer:
         for handoff in list(self._handoffs.values()):
             if handoff.peer == peer:
                 self._carry_out(handoff, handoff.machine.link_lost(loss.error, loss.was_up))
+        if not any(handoff.arena and handoff.peer == peer for handoff in self._handoffs.values()):
+            self._arenas.drop(peer[1])
 
     def _on_frame(self, frame: frames.ToWriter) -> None:
         key = self._tickets.get(TicketId(frame.ticket))
@@ -291,25 +309,25 @@ class OutboundTransfer:
 
     # writing
 
-    def _write_next(self, handoff: _Handoff) -> None:
-        """Write one message's worth of what is ready; the next hand-off then has its turn."""
+    def _write_next(self, handoff: _Handoff) -> bool:
+        """Write one message's worth of what is ready, if anything; the next hand-off then has its turn."""
         if handoff.peer is None or (handoff.peer in self._links and self._links[handoff.peer].full):
-            return
+            return False
         outgoing, outputs = handoff.machine.next_write()
         self._carry_out(handoff, outputs)
         if outgoing is None:
-            return
-        self._more = True
+            return False
         try:
             action = self._failpoints.hit("transfer.write.before")
             payload, checksum = self._write(handoff, outgoing, action)
             self._failpoints.hit("transfer.write.after")
         except HandoffFailed as error:
             self._carry_out(handoff, handoff.machine.write_failed(error))
-            return
+            return True
         inline = handoff.arena is None
         outputs = handoff.machine.written(outgoing, checksum, inline, self._clock())
         self._carry_out(handoff, outputs, payload if inline else None, action)
+        return True
 
     def _write(self, handoff: _Handoff, outgoing: Outgoing, action: Action | None) -> tuple[memoryview, int]:
         """Read the source; put it into the peer's arena if that is mapped. Returns (payload, checksum)."""

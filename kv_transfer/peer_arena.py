@@ -3,23 +3,25 @@
 from pathlib import Path
 
 from baton.addressing import AddressSpace
-from baton.errors import LayoutMismatch, PeerGone, Unmappable
+from baton.errors import ConfigError, LayoutMismatch, PeerGone, Unmappable
 from baton.fence import WriterFences
 from baton.kv_layout import KVLayout
-from baton.types import Ticket
+from baton.types import Incarnation, Ticket
 from kv_transfer.slab_rows import SlabRows
 
 
 class PeerArena:
     def __init__(self, space: AddressSpace, folder: Path, segment: str, layout: KVLayout) -> None:
-        """Raises Unmappable when the segment is not there or does not fit."""
+        """Raises PeerGone or LayoutMismatch when the segment is not there or does not fit."""
+        self.fences = WriterFences(folder, segment)
         try:
-            self.fences = WriterFences(folder, segment)
             self.slabs = SlabRows(space.attach(segment), layout)
-        except (PeerGone, LayoutMismatch) as error:
-            raise Unmappable(error.message) from error
+        except Exception:
+            self.fences.close()
+            raise
         self._space = space
         self._segment = segment
+        self.owner = Incarnation("")
 
     def close(self) -> None:
         """No write may be in progress."""
@@ -50,23 +52,35 @@ class PeerArenas:
         self._space: AddressSpace | None = None
         self._arenas: dict[str, PeerArena] = {}
 
-    def get(self, segment: str) -> PeerArena:
-        """Raises Unmappable."""
+    def get(self, ticket: Ticket) -> PeerArena:
+        """The arena that a ticket names. Raises Unmappable when it is not there or not what the ticket says."""
+        segment = ticket.segment
+        if segment.incarnation != ticket.decode.incarnation:
+            raise Unmappable(f"segment {segment.name} is of incarnation {segment.incarnation}, not of the ticket's")
+        try:
+            arena = self._arenas.get(segment.name) or self._map(segment.name)
+        except (PeerGone, LayoutMismatch, ConfigError) as error:
+            raise Unmappable(error.message) from error
+        if any(offset % self._layout.block_bytes or not 0 <= offset < arena.slabs.size for offset in ticket.offsets):
+            raise Unmappable(f"segment {segment.name} has no such blocks as ticket {ticket.id} names")
+        arena.owner = segment.incarnation
+        return arena
+
+    def _map(self, segment: str) -> PeerArena:
         if self._space is None:
             self._space = AddressSpace(self._layout.block_bytes, self._folder)
-        if segment not in self._arenas:
-            self._arenas[segment] = PeerArena(self._space, self._folder, segment, self._layout)
-        return self._arenas[segment]
+        arena = self._arenas[segment] = PeerArena(self._space, self._folder, segment, self._layout)
+        return arena
 
-    def drop(self, segment: str) -> None:
-        """The peer is gone: let its memory go. Unknown names are nothing to do."""
-        arena = self._arenas.pop(segment, None)
-        if arena is not None:
-            arena.close()
+    def drop(self, owner: Incarnation) -> None:
+        """A peer is gone, and nothing is being written to its arenas: let their memory go."""
+        for segment in [segment for segment, arena in self._arenas.items() if arena.owner == owner]:
+            self._arenas.pop(segment).close()
 
     def close(self) -> None:
-        for segment in list(self._arenas):
-            self.drop(segment)
+        for arena in self._arenas.values():
+            arena.close()
+        self._arenas.clear()
         if self._space is not None:
             self._space.close()
             self._space = None

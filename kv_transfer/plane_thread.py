@@ -1,5 +1,6 @@
 """The thread that a plane runs on: waits for commands, messages and deadlines, and sleeps otherwise."""
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,25 +24,42 @@ class Turner(Protocol):
         ...
 
     def next_deadline(self) -> float:
-        """When `turn` is due even if nothing arrives: on the plane's clock, in the past if there is more to
-        do now."""
+        """When `turn` is due even if nothing arrives: on the plane's clock, in the past if there is more to do now."""
         ...
 
     def watched(self) -> Sequence[tuple[Pollable, bool]]:
         """What wakes the thread, and whether also when writable."""
         ...
 
-    def wind_up(self) -> None:
-        """The last thing that runs, also after a failure: end everything that is open."""
+    def say_goodbye(self) -> None:
+        """End everything that is open."""
         ...
+
+    def heard_out(self) -> bool:
+        """Whether every peer has acknowledged what it was told by `say_goodbye`."""
+        ...
+
+    def shut(self) -> None:
+        """Close links and files. The last thing that runs."""
+        ...
+
+
+def end_process() -> None:
+    """A node whose transfer thread is gone would fail all that it is given: better gone itself, and started again."""
+    os._exit(1)
 
 
 class PlaneThread:
     """Commands are closures that run on the thread in the order in which they were posted."""
 
-    def __init__(self, name: str, turner: Turner, clock: Clock) -> None:
+    def __init__(
+        self, name: str, turner: Turner, clock: Clock, close_timeout: float, on_defect: Callable[[], None]
+    ) -> None:
+        """`on_defect` is called when the turner raises: a defect of ours after which the thread is no more."""
         self._turner = turner
         self._clock = clock
+        self._close_timeout = close_timeout
+        self._on_defect = on_defect
         self._wake = Wake()
         self._commands: deque[Callable[[], None]] = deque()
         self._stopping = False
@@ -60,7 +78,7 @@ class PlaneThread:
         return True
 
     def close(self) -> None:
-        """Let commands posted so far run, wind up and wait for the end. Idempotent."""
+        """Let commands posted so far run, say goodbye and wait for the end. Idempotent."""
         self._stopping = True
         self._wake.set()
         self._thread.join()
@@ -69,19 +87,30 @@ class PlaneThread:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._wait()
-                self.run_posted()
-                self._turner.turn()
-        except Exception:
-            log.get("transfer").exception("the transfer thread failed: open hand-offs end, new ones are refused")
-        finally:
+                self._once(self._turner.next_deadline())
+            self.run_posted()
+            self._say_goodbye()
             with self._lock:
                 self._ended = True
-            self.run_posted()
-            self._turner.wind_up()
+            self.run_posted()  # posted since
+            self._turner.say_goodbye()
+            self._turner.shut()
+        except Exception:
+            log.get("transfer").exception("transfer thread failed")
+            self._on_defect()
 
-    def _wait(self) -> None:
-        timeout = min(self._turner.next_deadline() - self._clock(), _LONGEST_WAIT)
+    def _say_goodbye(self) -> None:
+        self._turner.say_goodbye()
+        deadline = self._clock() + self._close_timeout
+        while not self._turner.heard_out() and self._clock() < deadline:
+            self._once(min(deadline, self._turner.next_deadline()))
+
+    def _once(self, deadline: float) -> None:
+        self._wait(min(deadline - self._clock(), _LONGEST_WAIT))
+        self.run_posted()
+        self._turner.turn()
+
+    def _wait(self, timeout: float) -> None:
         poller = zmq.Poller()
         poller.register(self._wake.fd, zmq.POLLIN)
         for pollable, also_writable in self._turner.watched():

@@ -20,8 +20,8 @@ class SlabRows:
         self.num_blocks = len(arena) // layout.block_bytes
         self._layers = layout.num_layers
         self._slab_bytes = layout.slab_bytes
-        usable = self.num_blocks * layout.block_bytes
-        self._rows = np.frombuffer(arena, dtype=np.uint8, count=usable).reshape(-1, layout.slab_bytes)
+        self.size = self.num_blocks * layout.block_bytes
+        self._rows = np.frombuffer(arena, dtype=np.uint8, count=self.size).reshape(-1, layout.slab_bytes)
 
     def rows(self, area: Rectangle, blocks: Sequence[int]) -> Rows:
         """Rows of the layers of `area` of the arena's `blocks`, layer-major. Raises IndexError for a block

@@ -29,7 +29,9 @@ _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _HAS_PORT = re.compile(r"(\[.+\]|[^:]+):\d+")
+_ANSWERS = 1 << 16  # answers of some 100 bytes that may queue: more than the credit of a link can make outstanding
 _REDIAL_MS = 100
+_LINGER_MS = 200  # for decode's last answers; a writer that misses one sees the link go
 _REFUSALS = 3  # connections refused in a row before a link that never was up is given up
 
 Socket = zmq.Socket[bytes]
@@ -39,7 +41,6 @@ Context = zmq.Context[Socket]
 def _configure(socket: Socket, settings: TransferSettings) -> None:
     timeout_ms = int(settings.link_timeout * 1000)
     socket.linger = 0
-    socket.sndhwm = socket.rcvhwm = settings.max_queued_messages
     socket.maxmsgsize = max(settings.max_payload_bytes, MAX_HEADER_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, timeout_ms)
     socket.setsockopt(zmq.TCP_MAXRT, timeout_ms)
@@ -54,7 +55,9 @@ class ZmqWriterLink:
         self._endpoint = endpoint
         self._socket = context.socket(zmq.DEALER)
         _configure(self._socket, settings)
+        self._socket.sndhwm, self._socket.rcvhwm = settings.max_queued_messages, _ANSWERS
         self._socket.setsockopt(zmq.RECONNECT_IVL, _REDIAL_MS)
+        self._socket.setsockopt(zmq.CONNECT_TIMEOUT, int(settings.link_timeout * 1000))
         self._socket.curve_serverkey = keys.decode.public
         self._socket.curve_publickey = keys.writer.public
         self._socket.curve_secretkey = keys.writer.secret
@@ -141,6 +144,7 @@ class ZmqDecodeLink:
         self._zap.bind(_ZAP_ENDPOINT)
         self._socket = self._context.socket(zmq.ROUTER)
         _configure(self._socket, settings)
+        self._socket.sndhwm, self._socket.rcvhwm = _ANSWERS, settings.max_queued_messages
         self._socket.router_mandatory = True
         self._socket.zap_domain = _ZAP_DOMAIN
         self._socket.curve_server = True
@@ -200,7 +204,7 @@ class ZmqDecodeLink:
     def close(self) -> None:
         self._socket.disable_monitor()
         self._monitor.close(0)
-        self._socket.close(0)
+        self._socket.close(_LINGER_MS)
         self._zap.close(0)
         self._context.term()
 

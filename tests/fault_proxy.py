@@ -9,6 +9,7 @@ a `Weather` and may change at any time, for open connections too:
     link.reset()                                   every connection ends with RST; new ones are accepted
     await link.refuse()                            and new ones are refused, until heal()
     link.half_close(Way.BACK)                      the dialler sees an end of file and can still send
+    link.strand()                                  open connections hand nothing on any more; new ones are not concerned
     await link.heal()
 
 Bytes that a black hole holds are handed on when it ends, as TCP would: a connection that lives loses nothing.
@@ -99,6 +100,11 @@ class FaultyLink:
         """End one direction of every open connection; the other goes on, until one side has had enough."""
         for connection in tuple(self._connections):
             connection.half_close(way)
+
+    def strand(self) -> None:
+        """Open connections stay and hand nothing on, for ever: as behind a router that has forgotten them."""
+        for connection in self._connections:
+            connection.strand()
 
     async def refuse(self) -> None:
         """Nothing listens here any more, and what was open is reset."""
@@ -201,6 +207,10 @@ class _Connection:
     def half_close(self, way: Way) -> None:
         self._pumps[way].end()
 
+    def strand(self) -> None:
+        for pump in self._pumps.values():
+            pump.stranded = True
+
 
 class _Pump:
     def __init__(self, link: FaultyLink, way: Way, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
@@ -208,6 +218,7 @@ class _Pump:
         self._held: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_CHUNKS_HELD)
         self._changed = asyncio.Event()
         self._ended = False
+        self.stranded = False
 
     def wake(self) -> None:
         """The weather has changed."""
@@ -250,7 +261,7 @@ class _Pump:
             await self._sink.drain()
 
     async def _until_clear(self) -> None:
-        while self._weather.blocked:
+        while self._weather.blocked or self.stranded:
             self._changed.clear()
             await self._changed.wait()
 

@@ -25,6 +25,13 @@ _CORPUS = (
     "The quick brown fox jumps over the lazy dog while the decode node waits for the baton.",
     "Prefill reads the prompt; decode writes the answer one token at a time.",
     "def handoff(blocks): return [block for block in blocks if block.landed]",
+    "A relay is won in the exchange zone: both run, neither waits, and nobody lets go too early.",
+    "Once upon a time a small model answered every question with the same forty-eight words.",
+    "Whoever carries it runs the straight alone; whoever waits watches the clock, the lane and the crowd.",
+    "Rain fell on the stadium, yet every runner finished, tired, muddy, laughing and surprisingly fast.",
+    "Twelve gardeners planted seventy tulips between the quiet harbour and the old observatory.",
+    "Please write a short story about a lighthouse keeper, her telescope and an unexpected visitor.",
+    "for index, value in enumerate(sorted(results)): print(index, value.upper(), end='')",
     "Ein Block hält sechzehn Token. Un bloc contient seize jetons. 一个块有十六个词元。",
 )
 
@@ -37,21 +44,25 @@ def build_model(
     eos_token_id: int | list[int] | None = None,
     seed: int = 0,
 ) -> Path:
-    """A folder under `root` with random weights and a tokenizer, built once per arguments."""
+    """A folder under `root` with random weights and a tokenizer, built once per arguments.
+
+    `llama` has llama3 scaling and tied embeddings, `qwen2` biases and untied ones; `narrow` is a Llama of 24 thin
+    layers. In each, losing the KV of one layer of one block is likely to change a greedy answer.
+    """
     eos = "none" if eos_token_id is None else str(eos_token_id).replace(" ", "")
     folder = root / f"{family}-{dtype}-{eos}-{seed}"
-    if (folder / "config.json").exists():
+    if folder.exists():
         return folder
-    # Wide enough that attention looks at particular tokens and greedy choices are clear.
+    building = folder.with_name(f"{folder.name}.building")
     torch.manual_seed(seed)
     model = _new_model(family, eos_token_id).to(getattr(torch, dtype))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.1)
-    build_tokenizer(folder)
+    build_tokenizer(building)
     model.generation_config.eos_token_id = eos_token_id
-    model.save_pretrained(folder)
-    return folder
+    model.save_pretrained(building)
+    return building.rename(folder)
 
 
 def _new_model(family: Family, eos_token_id: int | list[int] | None) -> PreTrainedModel:
@@ -81,13 +92,12 @@ def _new_model(family: Family, eos_token_id: int | list[int] | None) -> PreTrain
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
         return Qwen2ForCausalLM(Qwen2Config(**common, **shape, **heads, tie_word_embeddings=False))
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 24, "head_dim": 32}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
     return LlamaForCausalLM(LlamaConfig(**common, **shape, **heads, tie_word_embeddings=True))
 
 
 def build_tokenizer(folder: Path) -> None:
-    """A byte-level BPE tokenizer of VOCAB entries at most, every byte among them, that AutoTokenizer
-    loads."""
+    """A byte-level BPE tokenizer of VOCAB entries, every byte among them, that AutoTokenizer loads."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -98,6 +108,7 @@ def build_tokenizer(folder: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
+    assert tokenizer.get_vocab_size() == VOCAB, "the corpus has too few pairs to merge"
     folder.mkdir(parents=True, exist_ok=True)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(folder)
 

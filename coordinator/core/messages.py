@@ -170,6 +170,14 @@ class End:
 
 
 @dataclass(frozen=True, slots=True)
+class Replaced:
+    """An attempt is given up and its request will be placed again: for the log, nothing is to be done."""
+
+    key: AttemptKey
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Lost:
     """The incarnation is a member no more: its stream is to end."""
 
@@ -178,4 +186,4 @@ class Lost:
     error: BatonError
 
 
-Effect = Send | Admit | Emit | End | Lost
+Effect = Send | Admit | Emit | End | Replaced | Lost

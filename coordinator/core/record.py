@@ -54,6 +54,7 @@ class Attempt:
     legs: set[Incarnation] = field(default_factory=set)
     ended: PrefillEnded | None = None
     admitted: Admitted | None = None
+    handed_off: bool = False
     transport: str = ""
     counted: bool = False  # its prompt tokens are in the books
     answer_by: float | None = None  # decode must have said Reserved or Refused by then

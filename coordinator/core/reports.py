@@ -92,6 +92,8 @@ class Reports:
         if fresh:
             if record.state is not RequestState.STREAMING:
                 self._table.loads.heard_of(sender, attempt.key, computed=True)
+            if sender == attempt.decode:
+                self._table.committed(attempt)
             self._table.emit(record, attempt, fresh, now)
         if finish is not None:
             self._table.close_leg(attempt, sender)
@@ -105,7 +107,7 @@ class Reports:
             return
         record, attempt = found
         if isinstance(message.error, HandoffFailed):
-            self._table.counters.handoffs[message.error.code, attempt.transport] += 1
+            self._table.counters.handoffs[message.error.code, attempt.transport or "none"] += 1
         self._table.close_leg(attempt, sender)
         if isinstance(message.error, Preempted):
             blocks = self._table.demand(record).blocks
@@ -128,20 +130,24 @@ class Reports:
         self._table.last_progress = now
 
     def _handed_off(self, sender: Incarnation, message: m.HandedOff, now: float) -> None:
-        found = self._table.current(message.key, sender)
-        if found is None:
-            return
-        record, attempt = found
-        if sender != attempt.prefill:
-            self._unexpected()
-            return
-        report = message.report
-        self._table.counters.handoffs["committed", report.transport] += 1
-        self._table.counters.handoff_bytes[report.transport] += report.bytes
-        record.marks.mark("committed", now)
-        record.marks.handoff = report
-        self._table.close_leg(attempt, sender)
-        self._table.last_progress = now
+        """Counts whenever it comes: decode's word is often faster, and a short answer may be over by now."""
+        key, report, table = message.key, message.report, self._table
+        record = table.records.get(key.request)
+        attempt = record.attempt if record else None
+        if record is not None and attempt is not None and (attempt.key, attempt.prefill) == (key, sender):
+            news = not attempt.handed_off
+            attempt.handed_off = True
+            record.marks.mark("committed", now)
+            record.marks.handoff = report
+            table.close_leg(attempt, sender)
+            table.last_progress = now
+        else:
+            news = record is None and table.ended.add_handoff(key, report)
+        if news:
+            table.counters.handoffs["committed", report.transport] += 1
+            table.counters.handoff_bytes[report.transport] += report.bytes
+        else:
+            table.counters.dropped_messages["stale"] += 1
 
     def _admitted(self, sender: Incarnation, message: m.Admitted, now: float) -> None:
         found = self._table.current(message.key, sender)
@@ -154,6 +160,7 @@ class Reports:
         attempt.admitted = message
         record.marks.mark("committed", now)
         self._table.loads.heard_of(sender, message.key)
+        self._table.committed(attempt)
         self._table.count_sources(record, attempt)
         self._table.last_progress = now
 

@@ -12,7 +12,19 @@ from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request
 from coordinator.core import sources
 from coordinator.core.counters import CLASS, INTERNAL, Counters
 from coordinator.core.loads import Loads
-from coordinator.core.messages import Admit, Cancel, Effect, Emit, End, Finished, GiveTicket, Prefill, Send, Submit
+from coordinator.core.messages import (
+    Admit,
+    Cancel,
+    Effect,
+    Emit,
+    End,
+    Finished,
+    GiveTicket,
+    Prefill,
+    Replaced,
+    Send,
+    Submit,
+)
 from coordinator.core.placement import Choice, Demand, Placement
 from coordinator.core.queue import WaitingQueue
 from coordinator.core.record import Attempt, Record, RequestState
@@ -160,6 +172,12 @@ class RequestTable:
         attempt.transport = ticket.ticket.transport
         self.out.append(Send(ticket.ticket.writer, ticket))
 
+    def committed(self, attempt: Attempt) -> None:
+        """Decode runs the attempt: the hand-off, if there was one, is over, and what happens to its writer from now on
+        is nothing to this request."""
+        if attempt.prefill is not None:
+            self.close_leg(attempt, attempt.prefill)
+
     def emit(self, record: Record, attempt: Attempt, tokens: list[int], now: float) -> None:
         """`tokens` continue the output exactly."""
         if record.state is not RequestState.STREAMING:
@@ -212,6 +230,7 @@ class RequestTable:
             blamed = () if error is None else (attempt.prefill, attempt.decode)
             record.avoid = frozenset(node for node in blamed if node is not None)
             self._leave_attempt(record, attempt, error or Cancelled("the other node has no room"))
+            self.out.append(Replaced(attempt.key, error.message if error is not None else "refused"))
         record.replaced_because = error.code if error is not None else "refused"
         self.counters.replaced[record.replaced_because] += 1
         record.attempt = None

@@ -14,7 +14,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from baton.pb.common_pb2 import HandoffReport, Timeline
-from baton.types import NodeName, RequestId
+from baton.types import AttemptKey, NodeName, RequestId
 
 KEPT = 4096  # timelines of ended requests
 
@@ -82,6 +82,14 @@ class Ring:
         self._timelines[request] = timeline
         if len(self._timelines) > self._kept:
             self._timelines.popitem(last=False)
+
+    def add_handoff(self, key: AttemptKey, report: HandoffReport) -> bool:
+        """A report that came after the end. False if it is not the one that is missing."""
+        timeline = self._timelines.get(key.request)
+        if timeline is None or timeline.attempts != key.attempt or timeline.HasField("handoff"):
+            return False
+        timeline.handoff.CopyFrom(report)
+        return True
 
     def get(self, request: RequestId) -> Timeline | None:
         return self._timelines.get(request)

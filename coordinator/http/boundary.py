@@ -15,6 +15,7 @@ from coordinator.defects import internal
 from coordinator.http import errors
 from coordinator.refusals import Refusals
 
+REQUEST_ID = "request_id"  # where a route leaves the id that the response shall carry, whether it ends well or not
 Guard = Callable[[Request], None]  # raises Unauthenticated
 
 
@@ -34,6 +35,7 @@ class Boundary:
         if scope["type"] != "http":
             return
         request = Request(scope, receive)
+        state = scope.setdefault("state", {})
         started = False
         echoed: str | None = None
 
@@ -41,8 +43,11 @@ class Boundary:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
+                headers = MutableHeaders(scope=message)
                 if echoed is not None:
-                    MutableHeaders(scope=message)["x-request-id"] = echoed
+                    headers["x-request-id"] = echoed
+                if REQUEST_ID in state:
+                    headers["x-baton-request-id"] = state[REQUEST_ID]
             await send(message)
 
         try:

@@ -1,7 +1,6 @@
 """POST /v1/completions: one answer, whole or as server-sent events."""
 
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -12,6 +11,7 @@ from coordinator.ask import Ask
 from coordinator.defects import internal
 from coordinator.generation import Delta, Done, Event
 from coordinator.http import errors
+from coordinator.http.boundary import REQUEST_ID
 from coordinator.http.connection import stopped_by_disconnect
 from coordinator.http.schema import Choice, Completion, CompletionRequest, PromptTokensDetails, Usage
 from coordinator.intake import Intake, Running
@@ -36,10 +36,11 @@ class CompletionResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with stopped_by_disconnect(receive):
             running = await self._intake.start(self._ask)
+            scope["state"][REQUEST_ID] = running.id
             try:
                 events = aiter(running.generation)
                 if self._wire.stream:
-                    await self._stream(running, events, send, scope.get("state", {}).get("hang_up"))
+                    await self._stream(running, events, send, scope["state"].get("hang_up"))
                 else:
                     await self._whole(running, events, send)
             finally:
@@ -56,7 +57,7 @@ class CompletionResponse(Response):
                 pieces.append(running.detokenizer.flush())
                 choice = self._choice("".join(pieces), tokens, event)
                 body = _encode(_completion(running, [choice], _usage(running, event)))
-                await _start(send, running, [(b"content-type", b"application/json"), _length(body)])
+                await _start(send, [(b"content-type", b"application/json"), _length(body)])
                 await send({"type": "http.response.body", "body": body})
                 return
         raise AssertionError("a generation ended without Done or an error")
@@ -66,7 +67,7 @@ class CompletionResponse(Response):
     ) -> None:
         first = await anext(events)
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        await _start(send, running, headers)
+        await _start(send, headers)
         try:
             await _event(send, self._chunks(running, first))
             async for event in events:
@@ -133,8 +134,7 @@ def _length(body: bytes) -> tuple[bytes, bytes]:
     return b"content-length", str(len(body)).encode()
 
 
-async def _start(send: Send, running: Running, headers: list[tuple[bytes, Any]]) -> None:
-    headers = [*headers, (b"x-baton-request-id", running.id.encode())]
+async def _start(send: Send, headers: list[tuple[bytes, bytes]]) -> None:
     await send({"type": "http.response.start", "status": 200, "headers": headers})
 
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 # Below this many weights, oneDNN's fixed cost per call outweighs its faster product in fp32 (see
 # kernels/README.md).
-PACK_FP32_FROM = 1 << 20
+PACK_FP32_FROM = 1 << 17
 
 
 class Linear(Protocol):

@@ -145,5 +145,5 @@ def _decode(decoder: "msgspec.msgpack.Decoder[F]", data: bytes | memoryview) -> 
         raise BadFrame(f"a header of {len(data)} bytes; at most {MAX_HEADER_BYTES} are allowed")
     try:
         return decoder.decode(data)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:  # ValueError: a string that is no UTF-8
         raise BadFrame(str(error)) from error

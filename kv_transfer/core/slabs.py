@@ -68,9 +68,6 @@ class Grid:
             bits |= row << (layer * self.blocks + area.block - self.first)
         return bits
 
-    def layer_bits(self, layer: int) -> int:
-        return self.bits(Rectangle(layer, 1, self.first, self.blocks)) if self.blocks else 0
-
 
 def each_layer(area: Rectangle) -> Iterator[Rectangle]:
     for layer in range(area.layer, area.last_layer):

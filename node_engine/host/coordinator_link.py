@@ -26,6 +26,8 @@ from node_engine.core import messages
 
 TOKEN_METADATA = "baton-cluster-token"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between dials
+# A pool of its own: else a new channel is given the connection of the last one, which may lead nowhere any more.
+_OPTIONS = (*LINK_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 _REFUSED_CODES = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED})
 
 
@@ -78,7 +80,7 @@ class CoordinatorLink:
         pause = _FIRST_PAUSE
         while True:
             try:
-                async with grpc.aio.insecure_channel(self._address, options=LINK_OPTIONS) as channel:
+                async with grpc.aio.insecure_channel(self._address, options=_OPTIONS) as channel:
                     await self._session(link_codec.dial(channel, metadata=self._metadata))
             except grpc.aio.AioRpcError as error:
                 self._log.warning("coordinator unreachable", address=self._address, code=error.code().name)

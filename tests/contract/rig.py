@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from baton.failpoints import Failpoints
 from baton.fence import ArenaFences
@@ -32,11 +34,12 @@ LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype=
 TOKEN = "the cluster's token"
 BACKENDS = ("memory", "shm", "zmq")
 QUICK = TransferSettings(ticket_ttl=5.0, progress_timeout=5.0, renew_interval=0.5, fence_retry=0.02, link_timeout=2.0)
+E = TypeVar("E")
 PATIENCE = 20.0  # seconds; only a failing test waits so long
 
 
 class Inbox(queue.SimpleQueue):  # type: ignore[type-arg]
-    def expect(self, kind: type) -> object:
+    def expect(self, kind: type[E]) -> E:
         """The next event, which must be of this kind; LayerLanded and Started are passed over unless asked for."""
         while True:
             event = self.get(timeout=PATIENCE)
@@ -53,8 +56,8 @@ class Rig:
     outbound: OutboundPlane
     decode_events: Inbox
     prefill_events: Inbox
-    target: np.ndarray  # decode's arena, [block][layer][byte]
-    source: np.ndarray  # prefill's arena
+    target: NDArray[Any]  # decode's arena, [block][layer][byte]
+    source: NDArray[Any]  # prefill's arena
     decode: PeerAddress
     writer: Incarnation
     segment: SegmentRef

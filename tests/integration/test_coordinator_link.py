@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -15,20 +16,40 @@ from baton.pb import cluster_pb2 as pb
 from baton.pb.cluster_pb2 import CoordinatorMessage, NodeMessage
 from node_engine.core.messages import CoordinatorLost, Joined
 from node_engine.host.coordinator_link import CoordinatorLink
+from tests.fault_proxy import FaultyLink
 
 PATIENCE = 10.0
+SILENCE = 1.0  # seconds
 Attach = Callable[[int, Any], Awaitable[None]]  # number of the stream, its context after the Join was read
 
 
 def welcome(number: int) -> CoordinatorMessage:
     return CoordinatorMessage(
-        welcome=pb.Welcome(incarnation=f"{number:016x}", heartbeat_seconds=0.05, silence_seconds=5.0)
+        welcome=pb.Welcome(incarnation=f"{number:016x}", heartbeat_seconds=0.05, silence_seconds=SILENCE)
     )
 
 
+@dataclass
+class Rig:
+    """A node's link through a faulty one, what it delivers, and its task."""
+
+    link: CoordinatorLink
+    between: FaultyLink
+    delivered: asyncio.Queue[object]
+    running: asyncio.Task[None]
+
+    async def joined(self) -> str:
+        """The next incarnation."""
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                event = await self.delivered.get()
+                if isinstance(event, Joined):
+                    return event.incarnation
+                assert isinstance(event, CoordinatorLost)
+
+
 @asynccontextmanager
-async def linked(attach: Attach) -> AsyncIterator[tuple[CoordinatorLink, asyncio.Queue[object], asyncio.Task[None]]]:
-    """A link that runs, what it delivers, and its task."""
+async def linked(attach: Attach) -> AsyncIterator[Rig]:
     streams = 0
 
     async def serve(_: object, context: Any) -> None:
@@ -39,29 +60,33 @@ async def linked(attach: Attach) -> AsyncIterator[tuple[CoordinatorLink, asyncio
 
     server = grpc.aio.server()
     link_codec.add_to(server, serve)
-    port = server.add_insecure_port("127.0.0.1:0")
+    between = await FaultyLink.open("node -> coordinator", ("127.0.0.1", server.add_insecure_port("127.0.0.1:0")))
     await server.start()
     delivered: asyncio.Queue[object] = asyncio.Queue()
     link = CoordinatorLink(
-        address=f"127.0.0.1:{port}", token="", silence=5.0, join=pb.Join, stats=pb.NodeStats,
+        address=f"127.0.0.1:{between.port}",
+        token="",
+        silence=SILENCE,
+        join=pb.Join,
+        stats=pb.NodeStats,
         deliver=delivered.put_nowait,
-    )  # fmt: skip
+    )
     running = asyncio.create_task(link.run())
     try:
-        yield link, delivered, running
+        yield Rig(link, between, delivered, running)
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+        await between.close()
         await server.stop(None)
 
 
-async def joined(delivered: asyncio.Queue[object]) -> str:
-    async with asyncio.timeout(PATIENCE):
-        while True:
-            event = await delivered.get()
-            if isinstance(event, Joined):
-                return event.incarnation
-            assert isinstance(event, CoordinatorLost)
+async def pinging(number: int, context: Any) -> None:
+    """A good coordinator with nothing to say."""
+    await context.write(welcome(number))
+    while True:
+        await context.write(CoordinatorMessage(ping=pb.Ping()))
+        await asyncio.sleep(0.1)
 
 
 async def test_a_coordinator_that_does_not_read_is_left_and_joined_anew() -> None:
@@ -69,12 +94,21 @@ async def test_a_coordinator_that_does_not_read_is_left_and_joined_anew() -> Non
         await context.write(welcome(number))
         await asyncio.Event().wait()
 
-    async with linked(attach) as (link, delivered, running):
-        first = await joined(delivered)
+    async with linked(attach) as rig:
+        first = await rig.joined()
         for _ in range(MAX_UNSENT + 100):
-            link.send(NodeMessage(incarnation=first))
-        assert await joined(delivered) != first
-        assert not running.done()
+            rig.link.send(NodeMessage(incarnation=first))
+        assert await rig.joined() != first
+        assert not rig.running.done()
+
+
+async def test_a_stranded_connection_is_not_dialled_again() -> None:
+    """gRPC would hand a new channel the connection that an earlier one has left open."""
+    async with linked(pinging) as rig:
+        first = await rig.joined()
+        rig.between.strand()
+        assert await rig.joined() != first
+        assert rig.between.accepted == 2
 
 
 async def test_a_damaged_message_ends_the_stream_and_not_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,20 +127,20 @@ async def test_a_damaged_message_ends_the_stream_and_not_the_node(monkeypatch: p
             await context.write(CoordinatorMessage(ping=pb.Ping()))
         await asyncio.Event().wait()
 
-    async with linked(attach) as (_, delivered, running):
-        first = await joined(delivered)
-        assert await joined(delivered) != first
-        assert not running.done()
+    async with linked(attach) as rig:
+        first = await rig.joined()
+        assert await rig.joined() != first
+        assert not rig.running.done()
 
 
 async def test_who_was_never_a_member_ends_when_refused() -> None:
     async def attach(number: int, context: Any) -> None:
         await context.write(refusal())
 
-    async with linked(attach) as (_, _, running):
+    async with linked(attach) as rig:
         async with asyncio.timeout(PATIENCE):
             with pytest.raises(ConfigError, match="dtype"):
-                await running
+                await rig.running
 
 
 async def test_who_was_a_member_goes_on_trying() -> None:
@@ -120,10 +154,10 @@ async def test_who_was_a_member_goes_on_trying() -> None:
         if number == 4:
             await asyncio.Event().wait()
 
-    async with linked(attach) as (_, delivered, running):
-        assert await joined(delivered) == f"{1:016x}"
-        assert await joined(delivered) == f"{4:016x}"
-        assert not running.done()
+    async with linked(attach) as rig:
+        assert await rig.joined() == f"{1:016x}"
+        assert await rig.joined() == f"{4:016x}"
+        assert not rig.running.done()
 
 
 def refusal() -> CoordinatorMessage:

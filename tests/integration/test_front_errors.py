@@ -52,6 +52,7 @@ async def test_before_the_first_byte(
             shown = response.json()["error"]
             assert (shown["type"], shown["code"], shown["param"]) == (kind, code, None)
             assert response.headers.get("retry-after") == retry
+            assert ("x-baton-request-id" in response.headers) == (stage == "first event")
             assert CANARY not in response.text
         for method in ("Generate", "GenerateOnce"):
             failed = await told(front, method)

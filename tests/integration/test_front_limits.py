@@ -117,7 +117,7 @@ async def test_a_slow_reader_is_cut_off_with_an_error() -> None:
         for token in json.loads(line[6:])["choices"][0]["token_ids"]
     ]
     assert tokens == list(range(len(tokens)))
-    assert len(tokens) > BUFFER
+    assert len(tokens) >= BUFFER
 
 
 async def fill(generation: FakeGeneration) -> int:
@@ -183,4 +183,4 @@ async def test_a_slow_grpc_reader_is_cut_off_with_an_error() -> None:
         error = await grpc_error(read())
         assert dict(error.trailing_metadata())["baton-error-code"] == "slow_reader"
         assert tokens == list(range(len(tokens)))
-        assert len(tokens) > BUFFER
+        assert len(tokens) >= BUFFER

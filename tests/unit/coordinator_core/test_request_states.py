@@ -71,7 +71,15 @@ SCENES: dict[RequestState, Callable[[], Scene]] = {
     RequestState.FINISHED: finished,
     RequestState.FAILED: failed,
 }
-PLACED = {RequestState.PLACED, RequestState.RESERVED, RequestState.STREAMING}
+# Whose work is to be stopped: a writer whose hand-off has committed has no part in the request any more.
+LEGS: dict[RequestState, frozenset[str]] = {
+    RequestState.QUEUED: frozenset(),
+    RequestState.PLACED: frozenset({"prefill", "decode"}),
+    RequestState.RESERVED: frozenset({"prefill", "decode"}),
+    RequestState.STREAMING: frozenset({"decode"}),
+    RequestState.FINISHED: frozenset(),
+    RequestState.FAILED: frozenset(),
+}
 
 
 @pytest.fixture(params=list(RequestState), ids=lambda state: state.value)
@@ -86,9 +94,10 @@ def arrange(state: RequestState) -> Scene:
     return it
 
 
-def cancels(it: Scene, effects: list[m.Effect]) -> set[Incarnation]:
+def cancels(it: Scene, effects: list[m.Effect]) -> set[str]:
+    names = {it.prefill: "prefill", it.decode: "decode"}
     return {
-        effect.node
+        names[effect.node]
         for effect in effects
         if isinstance(effect, m.Send) and isinstance(effect.message, m.Cancel) and effect.message.key[0] == it.request
     }
@@ -101,7 +110,7 @@ def test_cancel(state: RequestState) -> None:
         assert effects == []
     else:
         assert isinstance(it.world.error(it.request), Cancelled)
-    assert cancels(it, effects) == ({it.prefill, it.decode} if state in PLACED else set())
+    assert cancels(it, effects) == LEGS[state]
     assert len(it.world.ends(it.request)) == 1
     assert it.world.cancel(it.request) == []
 
@@ -113,7 +122,7 @@ def test_deadline(state: RequestState) -> None:
     if state not in TERMINAL:
         assert isinstance(it.world.error(it.request), DeadlineExceeded)
     assert len(it.world.ends(it.request)) == 1
-    assert cancels(it, effects) == ({it.prefill, it.decode} if state in PLACED else set())
+    assert cancels(it, effects) == LEGS[state]
 
 
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
@@ -123,9 +132,13 @@ def test_node_gone(state: RequestState, victim: str) -> None:
     dead, other = (it.prefill, it.decode) if victim == "prefill" else (it.decode, it.prefill)
     effects = it.world.gone(dead)
     assert m.Send(other, m.PeerGone(dead)) in effects
-    assert cancels(it, effects) == ({other} if state in PLACED else set())
+    lost = victim in LEGS[state]
+    assert cancels(it, effects) == (LEGS[state] - {victim} if lost else set())
     if state in TERMINAL:
         assert len(it.world.ends(it.request)) == 1
+        return
+    if not lost and LEGS[state]:
+        assert it.world.brain.state(it.request) is state
         return
     assert it.world.brain.state(it.request) is RequestState.QUEUED
     if it.ahead is not None:

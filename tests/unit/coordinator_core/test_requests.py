@@ -202,7 +202,7 @@ def test_a_ticket_for_somebody_else_is_not_handed_on(world: World, p0: Incarnati
 
 @pytest.mark.parametrize("moment", ["placed", "reserved", "streaming"])
 def test_death_of_either_node_places_again_with_what_was_emitted(moment: str) -> None:
-    for victim in ("p", "d"):
+    for victim in ("p", "d") if moment != "streaming" else ("d",):
         world = World()
         p0, d0 = world.join("p0", PREFILL), world.join("d0", DECODE)
         request = world.submit()
@@ -219,15 +219,48 @@ def test_death_of_either_node_places_again_with_what_was_emitted(moment: str) ->
         assert len(work.request.prompt) == 20
 
 
-def test_a_hand_off_that_is_over_survives_the_death_of_its_writer(
-    world: World, p0: Incarnation, d0: Incarnation
+def test_a_report_of_a_hand_off_comes_from_its_writer(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    world.submit()
+    key = world.key(d0)
+    world.handed_off(d0, key)
+    assert (world.brain.placed_on(p0), world.brain.placed_on(d0)) == (1, 1)
+    assert world.brain.counters.handoffs == {}
+
+
+@pytest.mark.parametrize("proof", ["admitted", "token", "handed off"])
+def test_once_decode_has_committed_the_writer_may_go(
+    world: World, p0: Incarnation, d0: Incarnation, proof: str
 ) -> None:
     request = world.submit()
-    key = stream_one(world, p0, d0)
-    world.handed_off(p0, key)
+    key = world.key(d0)
+    world.reserve(d0, key, p0)
+    if proof == "admitted":
+        world.say(d0, m.Admitted(key, 0, 0, 20))
+    elif proof == "token":
+        world.token(d0, key, 0)
+    else:
+        world.handed_off(p0, key)
+    assert world.brain.placed_on(p0) == 0
+    assert world.sent(p0, m.Cancel) == []
+    world.fail(p0, key, LeaseExpired("the acknowledgement was lost"))
     world.gone(p0)
-    world.token(d0, key, 1)
-    assert world.tokens(request) == [7, 7]
+    world.token(d0, key, len(world.tokens(request)))
+    assert world.brain.counters.replaced == {}
+    assert world.tokens(request) in ([7], [7, 7])
+
+
+def test_a_report_of_a_hand_off_counts_even_after_the_end(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    request = world.submit()
+    key = world.key(d0)
+    world.reserve(d0, key, p0)
+    world.token(d0, key, 0, finish=FinishReason.STOP)
+    assert world.sent(p0, m.Cancel) == []
+    for _ in range(2):
+        world.handed_off(p0, key)
+    assert world.brain.counters.handoffs == {("committed", "shm"): 1}
+    timeline = world.brain.timeline(request)
+    assert timeline is not None
+    assert timeline.handoff.bytes == 10
 
 
 def test_an_error_that_no_attempt_can_mend_ends_the_request(world: World, p0: Incarnation, d0: Incarnation) -> None:
@@ -254,6 +287,16 @@ def test_the_nodes_of_a_failed_attempt_are_avoided(world: World, p0: Incarnation
     decode = next(node for node in used if node in (d0, d1))
     world.fail(decode, world.key(decode), LeaseExpired("black hole"))
     assert {node for node in (p0, p1, d0, d1) if world.brain.placed_on(node)} == {p0, p1, d0, d1} - set(used)
+
+
+def test_who_is_placed_again_goes_first_and_the_oldest_before_the_others(world: World, p0: Incarnation) -> None:
+    d0 = world.join("d0", DECODE, max_num_seqs=3)
+    placed = [world.submit() for _ in range(3)]
+    waiting = world.submit()
+    assert world.brain.state(waiting) is RequestState.QUEUED
+    world.gone(d0)
+    d1 = world.join("d1", DECODE)
+    assert [order.work.key.request for order in world.sent(d1, m.Submit)] == [*placed, waiting]
 
 
 # refusals and preemptions

@@ -60,6 +60,7 @@ class RequestTableMachine(RuleBasedStateMachine):
         self.legs: set[tuple[Incarnation, AttemptKey]] = set()
         self.decodes: set[tuple[Incarnation, AttemptKey]] = set()
         self.alive: dict[str, Incarnation] = {}
+        self.speaker = Incarnation("")
         self.fresh: list[Order] = []
 
     @initialize()
@@ -93,6 +94,9 @@ class RequestTableMachine(RuleBasedStateMachine):
                     client.tokens += tokens
                     assert client.tokens == [truth(request, index) for index in range(len(client.tokens))]
                     assert len(client.tokens) <= self.limits[request]
+                    for leg in self.decodes & self.legs:
+                        if leg[0] == self.speaker and leg[1].request == request:
+                            self.committed(leg[1])
                 case m.End(request, result):
                     client = self.clients[request]
                     assert client.end is None, "a second end"
@@ -119,9 +123,16 @@ class RequestTableMachine(RuleBasedStateMachine):
         is_open = all((node, key) in self.legs for key in keys)
         if last_word:
             self.legs -= {(node, key) for key in keys}
+        self.speaker = node
+        if isinstance(message, m.Admitted) and (node, message.key) in self.legs & self.decodes:
+            self.committed(message.key)
         before = len(self.world.effects)
         self.do(lambda: self.world.say(node, message))
         assert is_open or len(self.world.effects) == before
+
+    def committed(self, key: AttemptKey) -> None:
+        """Decode runs it: the writer's leg is over without a cancel."""
+        self.legs = {leg for leg in self.legs if leg[1] != key or leg in self.decodes}
 
     # clients and time
 

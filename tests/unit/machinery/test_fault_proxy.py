@@ -121,6 +121,18 @@ async def test_a_reset_frees_what_a_black_hole_held() -> None:
                 await reader.read(1)
 
 
+async def test_a_stranded_connection_stays_so_and_new_ones_do_not_care() -> None:
+    async with echo_link() as (link, dial):
+        reader, writer = await dial()
+        await exchanged((reader, writer), b"up")
+        link.strand()
+        writer.write(b"held")
+        assert await nothing_comes(reader)
+        assert await exchanged(await dial(), b"new") == b"new"
+        await link.heal()
+        assert await nothing_comes(reader)
+
+
 async def test_refused_until_healed_at_the_same_address() -> None:
     async with echo_link() as (link, dial):
         address = link.address

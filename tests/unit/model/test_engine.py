@@ -1,0 +1,105 @@
+"""What ModelEngine does besides the arithmetic: errors, copies, progress. The arithmetic is in tests/parity."""
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.errors import OutOfMemory
+from baton.types import BlockIndex, SamplingParams
+from node_engine.core.step import SampleSpec, SequenceId, Slice, StepBatch
+from node_engine.model.engine import ModelEngine
+from tests.models import build_model
+
+GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
+STEP = StepBatch((Slice(SequenceId(1), (3, 4), 0, [BlockIndex(2)], SampleSpec(GREEDY, 0, 2)),))
+BLOCKS = 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model("qwen2", tmp_path_factory.getbasetemp() / "models")
+
+
+@pytest.fixture
+def engine(folder: Path) -> ModelEngine:
+    return ModelEngine.load(folder)
+
+
+def bound(engine: ModelEngine) -> bytearray:
+    memory = bytearray(BLOCKS * engine.layout.block_bytes)
+    engine.bind(memoryview(memory), BLOCKS)
+    return memory
+
+
+def test_it_says_what_the_folder_says(folder: Path) -> None:
+    engine = ModelEngine.load(folder, dtype="bfloat16", device="cpu", block_size=8, max_model_len=100)
+    layout = engine.layout
+    assert (layout.num_layers, layout.num_kv_heads, layout.head_dim) == (2, 2, 16)
+    assert (layout.block_size, layout.dtype) == (8, "bfloat16")
+    assert (engine.vocab_size, engine.max_model_len, engine.device) == (512, 100, "cpu")
+    assert engine.eos_token_ids == ()
+
+
+def test_nothing_runs_before_there_is_a_cache(engine: ModelEngine) -> None:
+    with pytest.raises(RuntimeError, match="before bind"):
+        engine.run(STEP)
+
+
+def test_a_step_may_be_copies_alone(engine: ModelEngine) -> None:
+    memory = bound(engine)
+    engine.run(STEP)
+    size = engine.layout.block_bytes
+    block = bytes(memory[2 * size : 3 * size])
+    assert any(block)
+    assert engine.run(StepBatch((), copies=((BlockIndex(2), BlockIndex(0)),))) == ()
+    assert bytes(memory[:size]) == block
+
+
+def test_slices_that_are_not_sampled_draw_nothing(engine: ModelEngine) -> None:
+    bound(engine)
+    piece = STEP.slices[0]
+    silent = Slice(SequenceId(2), (5,), 0, [BlockIndex(1)], None)
+    first, second, third = engine.run(StepBatch((silent, piece, silent)))
+    assert (first, third) == (None, None)
+    assert engine.run(STEP) == (second,)
+    assert engine.run(StepBatch((silent,))) == (None,)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+    ],
+)
+def test_the_end_of_memory_is_an_error_of_ours(
+    engine: ModelEngine, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound(engine)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("node_engine.model.transformer.Transformer.forward", fail)
+    with pytest.raises(OutOfMemory, match="--max-batched-tokens"):
+        engine.run(STEP)
+
+
+def test_other_errors_of_torch_stay_what_they_are(engine: ModelEngine) -> None:
+    bound(engine)
+    beyond = Slice(SequenceId(1), (10**6,), 0, [BlockIndex(0)], None)
+    with pytest.raises(IndexError):
+        engine.run(StepBatch((beyond,)))
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_a_person_sees_the_weights_load(folder: Path, watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    terminal.isatty = lambda: watched  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    ModelEngine.load(folder)
+    assert ("loading weights" in terminal.getvalue()) == watched
