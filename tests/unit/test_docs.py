@@ -1,0 +1,266 @@
+"""The documentation names what there is: every reference resolves, and every state, message, frame, error, setting,
+metric, failpoint and dependency has its place."""
+
+import ast
+import dataclasses
+import importlib.util
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.cli.main import app
+from baton.cli.unbuilt import COMMANDS as UNBUILT
+from baton.config import Config
+from baton.errors import BY_CODE, HandoffFailed, NodeFailed
+from baton.failpoints import POINTS
+from baton.pb import cluster_pb2
+from coordinator.dispatcher import Dispatcher
+from coordinator.metrics import Metrics
+from kv_transfer.core import events, frames
+from tests.unit.test_architecture import ARROWS, sources
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md"))]
+)
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+PROTOCOL = (ROOT / "docs" / "protocol.md").read_text()
+
+_REFERENCE = re.compile(r"`([\w./]+\.py):([A-Za-z_][\w.]*)`")
+_FILE = re.compile(r"`((?:[\w-]+/)+[\w.-]*)`")
+_LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
+_HEADING = re.compile(r"^(#+) +(.*)$", re.MULTILINE)
+_DOCUMENT = re.compile(r"\b((?:docs|kernels)/[\w./-]*\w)")
+
+
+def ids(paths: list[Path]) -> list[str]:
+    return [str(path.relative_to(ROOT)) for path in paths]
+
+
+# references
+
+
+def names_in(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+    """Dotted names that a module or class body defines."""
+    for node in body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield prefix + node.name
+        if isinstance(node, ast.ClassDef):
+            yield from names_in(node.body, f"{prefix}{node.name}.")
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))
+
+
+def unresolved(text: str) -> list[str]:
+    missing = []
+    for file, name in _REFERENCE.findall(text):
+        path = ROOT / file
+        if not path.is_file() or name not in set(names_in(ast.parse(path.read_text()).body)):
+            missing.append(f"{file}:{name}")
+    return missing
+
+
+def anchors(text: str) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    plain = (re.sub(r"[^\w\- ]", "", title.lower()) for _, title in _HEADING.findall(text))
+    return {title.strip().replace(" ", "-") for title in plain}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
+def test_references_to_code_resolve(page: Path) -> None:
+    assert unresolved(page.read_text()) == []
+
+
+def test_a_reference_to_nothing_is_seen() -> None:
+    good, bad = "baton/errors.py:BatonError.__init__", "baton/errors.py:BatonError.gone"
+    assert unresolved(f"`{good}` `{bad}` `baton/gone.py:x`") == [bad, "baton/gone.py:x"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
+def test_files_and_links_resolve(page: Path) -> None:
+    text = page.read_text()
+    for name in _FILE.findall(text):
+        if name.split("/")[0] in {path.name for path in ROOT.iterdir()}:
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+    for target, anchor in _LINK.findall(text):
+        if "://" in target:
+            continue
+        other = (page.parent / target).resolve() if target else page
+        assert other.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor[1:] in anchors(other.read_text()), f"{page.name}: {target}{anchor}"
+
+
+def test_documents_that_the_code_names_exist() -> None:
+    for package in ARROWS:
+        for path in sources(package):
+            for name in _DOCUMENT.findall(path.read_text()):
+                assert list((ROOT / name).parent.glob(f"{(ROOT / name).name}*")), f"{path}: {name}"
+
+
+# architecture.md
+
+
+def section(text: str, title: str) -> str:
+    """From the heading that contains `title` to the next one of its level or above."""
+    headings = list(_HEADING.finditer(text))
+    for place, heading in enumerate(headings):
+        if title in heading[2]:
+            ends = (after.start() for after in headings[place + 1 :] if len(after[1]) <= len(heading[1]))
+            return text[heading.end() : next(ends, len(text))]
+    raise AssertionError(f"no heading contains {title!r}")
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of a page's tables, without their headings."""
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    rules = [place for place, row in enumerate(cells) if set("".join(row)) == {"-"}]
+    return [row for place, row in enumerate(cells) if place not in rules and place + 1 not in rules]
+
+
+def test_every_arrow_of_the_figure_names_its_functions() -> None:
+    text = section(ARCHITECTURE, "One request")
+    figure = text.split("```")[1]
+    in_figure = {int(number) for number in re.findall(r"(?<![\w(])(\d+)(?![\w)])", figure)}
+    told = {int(row[0]): row[1] + row[2] for row in rows(text)}
+    assert in_figure == set(told) == set(range(1, len(told) + 1))
+    without = [step for step, where in told.items() if not _REFERENCE.search(where)]
+    assert without == []
+
+
+def test_the_import_table_is_the_enforced_one() -> None:
+    named = {row[0].strip("`/").split("/")[-1]: row[2] for row in rows(section(ARCHITECTURE, "Folders"))}
+    assert named.keys() == ARROWS.keys()
+    for folder, text in named.items():
+        if text != "everything above":
+            assert set(re.findall(r"`(\w+)`", text)) == ARROWS[folder], folder
+        else:
+            assert ARROWS[folder] == ARROWS.keys() - {folder}
+
+
+def test_owners_are_named_once_and_exist() -> None:
+    owned = [row for row in rows(section(ARCHITECTURE, "Who owns"))]
+    assert len({row[0] for row in owned}) == len(owned) > 20
+    assert all(_REFERENCE.search(row[1]) for row in owned)
+
+
+def test_settings_are_documented() -> None:
+    text = section(ARCHITECTURE, "Configuration")
+    named = [name for row in rows(text) for name in re.findall(r"`(\w+)`", row[1])]
+    assert sorted(named) == sorted(Config.__struct_fields__)
+
+
+async def test_metrics_are_documented() -> None:
+    dispatcher = Dispatcher(Config())
+    exposed = {
+        family.name + ("_total" if family.type == "counter" else "")
+        for family in Metrics(dispatcher).registry.collect()
+    }
+    text = section(ARCHITECTURE, "Metrics")
+    told = {row[0].strip("`") for row in rows(text) if "*" not in row[0]}
+    assert told == exposed
+
+
+def test_errors_are_documented() -> None:
+    between = {row[0].strip("`"): row[1].strip("`") for row in rows(section(PROTOCOL, "Errors between nodes"))}
+    replaceable = {
+        code: kind.__name__ for code, kind in BY_CODE.items() if issubclass(kind, HandoffFailed | NodeFailed)
+    }
+    assert between == replaceable
+    told = {row[1].strip("`"): row for row in rows(section(ARCHITECTURE, "Errors")) if len(row) == 4}
+    assert BY_CODE.keys() - replaceable.keys() <= told.keys()
+    for code in BY_CODE.keys() - replaceable.keys():
+        _, _, http, grpc = told[code]
+        assert not http.isdigit() or int(http) == BY_CODE[code].http_status
+        assert grpc in ("-", BY_CODE[code].grpc_code)
+
+
+# protocol.md
+
+
+def state_enums() -> Iterator[tuple[str, list[str]]]:
+    """(name, members) of every enum of ours that is a state of something."""
+    for package in ARROWS:
+        for path in sources(package):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and node.name.endswith("State"):
+                    if any(isinstance(base, ast.Name) and base.id == "Enum" for base in node.bases):
+                        yield node.name, list(names_in(node.body))
+
+
+STATES = dict(state_enums())
+
+
+def test_the_automata_are_found() -> None:
+    known = {"RequestState", "SequenceState", "BlockState", "LandingState", "DepartureState"}
+    assert known <= STATES.keys()
+
+
+@pytest.mark.parametrize("enum", sorted(STATES))
+def test_states_are_documented(enum: str) -> None:
+    text = section(PROTOCOL, enum)
+    assert [row[0].strip("`") for row in rows(text)] == STATES[enum]
+    figure = text.split("```")[1]
+    assert [state for state in STATES[enum] if not re.search(rf"\b{state}\b", figure)] == []
+
+
+@pytest.mark.parametrize("message", ["NodeMessage", "CoordinatorMessage"])
+def test_messages_of_the_node_link_are_documented(message: str) -> None:
+    kinds = cluster_pb2.DESCRIPTOR.message_types_by_name[message].oneofs_by_name["message"].fields
+    told = {row[0] for row in rows(section(PROTOCOL, "The node link"))}
+    assert {f"`{kind.message_type.name}`" for kind in kinds} <= told
+
+
+def test_frames_and_events_are_documented() -> None:
+    text = section(PROTOCOL, "The transfer plane")
+    told = {row[0].strip("`"): row[1] for row in rows(text)}
+    sent = {kind.__name__: "to decode" for kind in frames.ToDecode.__args__}
+    sent |= {kind.__name__: "to prefill" for kind in frames.ToWriter.__args__}
+    assert len(sent) == len(frames.Frame.__subclasses__())
+    first = {row[0].strip("`"): row[1] for row in reversed(rows(text))}  # Committed is a frame and an event
+    assert {name: first.get(name) for name in sent} == sent
+    heard = {kind.__name__: "decode" for kind in events.InboundEvent.__args__}
+    heard |= {kind.__name__: "prefill" for kind in events.OutboundEvent.__args__}
+    assert {name: told.get(name) for name in heard} == heard
+    assert all(dataclasses.is_dataclass(getattr(events, name)) for name in heard)
+
+
+def test_failpoints_are_documented() -> None:
+    told: dict[str, set[str]] = {}
+    for row in rows(section(PROTOCOL, "Failpoints")):
+        actions = set(re.findall(r"[a-z]+", row[1].split(":")[0]))
+        told |= {name: actions for name in re.findall(r"`([a-z_.]+)`", row[0])}
+    assert told == {name: {action.value for action in actions} for name, actions in POINTS.items()}
+
+
+# the others
+
+
+def test_dependencies_are_documented() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    wanted = {re.match(r"[\w.-]+", line)[0] for group in groups for line in group}  # type: ignore[index]
+    text = (ROOT / "docs" / "dependencies.md").read_text()
+    told = {name for row in rows(text) for name in re.findall(r"`([\w.-]+)`", row[0])}
+    assert told == wanted
+
+
+def test_commands_are_the_ones_there_are() -> None:
+    text = (ROOT / "README.md").read_text()
+    built = {command.name for command in app.registered_commands} - UNBUILT.keys()
+    used = set(re.findall(r"^(?:\$ )?(?:\.venv/bin/)?baton (\w+)", text, re.MULTILINE))
+    table = {row[0] for row in rows(section(text, "Command line"))}
+    listed = {match[1] for cell in table if (match := re.match(r"`baton (\w+)", cell))}
+    assert listed == built
+    assert used <= built
+    for name in UNBUILT:
+        assert f"`{name}`" in section(text, "Command line"), name
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        assert set(re.findall(r"\bmake ([a-z]+)`", page.read_text())) <= targets, page
+    modules = {name for page in PAGES for name in re.findall(r"python -m ([\w.]+)", page.read_text())}
+    assert [name for name in modules if importlib.util.find_spec(name) is None] == []
