@@ -19,7 +19,7 @@ from baton.errors import BatonError, Cancelled, Incomplete, NodeFailed, Stale
 from baton.failpoints import FAILPOINTS
 from baton.limits import ModelBounds, check_prompt
 from baton.types import AttemptKey, Incarnation, PeerAddress, SegmentRef, Ticket, TicketId, TokenEvent, Work, mint_id
-from kv_transfer.plane import Fenced, InboundPlane, Lost, Sealed, SealInfo, Started
+from kv_transfer.plane import Fenced, InboundPlane, Lost, PlaneFailed, Sealed, SealInfo, Started
 from node_engine.core.messages import Cancel, Command, CoordinatorLost, Joined, PeerGone, Submit
 from node_engine.core.outcome import Dropped, Emitted, Failed, Outcome, PrefillCompleted
 from node_engine.core.residency import Refusal
@@ -87,6 +87,8 @@ class DecodeRole:
                 self._lost(ticket, error, fenced)
             case Fenced(ticket):
                 self._pool.fenced(ticket)
+            case PlaneFailed():
+                raise RuntimeError("the transfer plane has failed: this process is of no use without it")
             case _:
                 raise TypeError(f"a decode node got {item!r}")
 

@@ -16,7 +16,7 @@ from baton.kv_layout import KVLayout
 from baton.segment import Segment
 from baton.segment import host_id as host_of
 from baton.types import Incarnation
-from kv_transfer.core.events import InboundEvent, OutboundEvent
+from kv_transfer.core.events import InboundEvent, OutboundEvent, PlaneFailed
 from kv_transfer.inbound_plane import InboundTransfer
 from kv_transfer.memory_link import MemoryDecodeLink, MemoryDialer
 from kv_transfer.outbound_plane import OutboundTransfer
@@ -102,7 +102,7 @@ def build_inbound(
     incarnation: Incarnation,
     token: str,
     fences: ArenaFences | None,
-    emit: Callable[[InboundEvent], None],
+    emit: Callable[[InboundEvent | PlaneFailed], None],
     settings: TransferSettings | None = None,
     host_id: str = "",
     clock: Clock = steady,
@@ -136,7 +136,7 @@ def build_outbound(
     layout: KVLayout,
     incarnation: Incarnation,
     token: str,
-    emit: Callable[[OutboundEvent], None],
+    emit: Callable[[OutboundEvent | PlaneFailed], None],
     settings: TransferSettings | None = None,
     host_id: str = "",
     clock: Clock = steady,

@@ -14,7 +14,7 @@ from baton.fence import ArenaFences
 from baton.kv_layout import KVLayout
 from baton.types import Incarnation, Ticket, TicketId
 from kv_transfer.core import frames, landing
-from kv_transfer.core.events import Fenced, InboundEvent, Lost
+from kv_transfer.core.events import Fenced, InboundEvent, Lost, PlaneFailed
 from kv_transfer.core.landing import ArenaShape, Ignored, Landing, LandingState
 from kv_transfer.core.leases import Leases
 from kv_transfer.plane_thread import PlaneThread
@@ -39,7 +39,7 @@ class InboundTransfer:
         fences: ArenaFences | None,
         host_id: str,
         settings: TransferSettings,
-        emit: Callable[[InboundEvent], None],
+        emit: Callable[[InboundEvent | PlaneFailed], None],
         clock: Clock = steady,
         failpoints: Failpoints = FAILPOINTS,
     ) -> None:
@@ -64,7 +64,7 @@ class InboundTransfer:
         self._timers: Leases[TicketId] = Leases()
         self._counters: Counter[str] = Counter()
         self._more = False
-        self._thread = PlaneThread("transfer-inbound", self, clock)
+        self._thread = PlaneThread("transfer-inbound", self, clock, lambda: emit(PlaneFailed()))
 
     # called by the node, on any thread
 

@@ -16,7 +16,7 @@ from baton.kv_layout import KVLayout
 from baton.types import AttemptKey, BlockIndex, Incarnation, Ticket, TicketId
 from kv_transfer.core import departure, frames
 from kv_transfer.core.departure import Announced, Departure, NoLock, Outgoing, Pace
-from kv_transfer.core.events import Aborted, Committed, LayerLanded, OutboundEvent, SealInfo
+from kv_transfer.core.events import Aborted, Committed, LayerLanded, OutboundEvent, PlaneFailed, SealInfo
 from kv_transfer.core.landing import NEVER, ArenaShape, Ignored
 from kv_transfer.inbound_plane import flipped
 from kv_transfer.peer_arena import PeerArena, PeerArenas, TicketLock
@@ -60,7 +60,7 @@ class OutboundTransfer:
         dialers: Mapping[str, Dialer],
         host_id: str,
         settings: TransferSettings,
-        emit: Callable[[OutboundEvent], None],
+        emit: Callable[[OutboundEvent | PlaneFailed], None],
         clock: Clock = steady,
         failpoints: Failpoints = FAILPOINTS,
     ) -> None:
@@ -88,7 +88,7 @@ class OutboundTransfer:
         self._arenas = PeerArenas(settings.segment_folder, layout)
         self._counters: Counter[str] = Counter()
         self._more = False
-        self._thread = PlaneThread("transfer-outbound", self, clock)
+        self._thread = PlaneThread("transfer-outbound", self, clock, lambda: emit(PlaneFailed()))
 
     # called by the node, on any thread
 
@@ -184,10 +184,8 @@ class OutboundTransfer:
         error = PeerGone(f"decode node {decode} is gone")
         for handoff in list(self._handoffs.values()):
             if handoff.peer is not None and handoff.peer[1] == decode:
-                ticket = handoff.machine.ticket
                 self._carry_out(handoff, handoff.machine.abort(error))
-                if ticket is not None and ticket.transport == "shm":
-                    self._arenas.drop(ticket.segment.name)
+        self._arenas.keep({handoff.arena for handoff in self._handoffs.values()})
         for peer in [peer for peer in self._links if peer[1] == decode]:
             self._links.pop(peer).close()
 

@@ -1,5 +1,6 @@
 """Decode's arena as a writer on the same host sees it: mapped, and locked byte by byte while written."""
 
+from collections.abc import Collection
 from pathlib import Path
 
 from baton.addressing import AddressSpace
@@ -58,15 +59,13 @@ class PeerArenas:
             self._arenas[segment] = PeerArena(self._space, self._folder, segment, self._layout)
         return self._arenas[segment]
 
-    def drop(self, segment: str) -> None:
-        """The peer is gone: let its memory go. Unknown names are nothing to do."""
-        arena = self._arenas.pop(segment, None)
-        if arena is not None:
-            arena.close()
+    def keep(self, used: Collection[PeerArena | None]) -> None:
+        """Let go of all but the `used` ones. What is needed again is mapped again."""
+        for segment in [segment for segment, arena in self._arenas.items() if arena not in used]:
+            self._arenas.pop(segment).close()
 
     def close(self) -> None:
-        for segment in list(self._arenas):
-            self.drop(segment)
+        self.keep(())
         if self._space is not None:
             self._space.close()
             self._space = None

@@ -39,8 +39,10 @@ class Turner(Protocol):
 class PlaneThread:
     """Commands are closures that run on the thread in the order in which they were posted."""
 
-    def __init__(self, name: str, turner: Turner, clock: Clock) -> None:
+    def __init__(self, name: str, turner: Turner, clock: Clock, on_failure: Callable[[], None]) -> None:
+        """`on_failure` is called on the thread, last of all, when a defect of ours has ended it."""
         self._turner = turner
+        self._on_failure = on_failure
         self._clock = clock
         self._wake = Wake()
         self._commands: deque[Callable[[], None]] = deque()
@@ -67,18 +69,22 @@ class PlaneThread:
         self._wake.close()
 
     def _run(self) -> None:
+        failed = False
         try:
             while not self._stopping:
                 self._wait()
                 self.run_posted()
                 self._turner.turn()
         except Exception:
+            failed = True
             log.get("transfer").exception("the transfer thread failed: open hand-offs end, new ones are refused")
         finally:
             with self._lock:
                 self._ended = True
             self.run_posted()
             self._turner.wind_up()
+            if failed:
+                self._on_failure()
 
     def _wait(self) -> None:
         timeout = min(self._turner.next_deadline() - self._clock(), _LONGEST_WAIT)

@@ -21,7 +21,7 @@ from baton.failpoints import FAILPOINTS
 from baton.limits import ModelBounds, check_prompt
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import AttemptKey, BlockIndex, Incarnation, Work
-from kv_transfer.plane import Aborted, Committed, LayerLanded, OutboundPlane, OutboundReport, SealInfo
+from kv_transfer.plane import Aborted, Committed, LayerLanded, OutboundPlane, OutboundReport, PlaneFailed, SealInfo
 from node_engine.core.messages import Cancel, Command, CoordinatorLost, GiveTicket, Joined, PeerGone, Prefill
 from node_engine.core.outcome import Dropped, Emitted, Failed, Outcome, PrefillCompleted
 from node_engine.core.sequence import Sequence, pin_label
@@ -122,6 +122,8 @@ class PrefillRole:
                 self._aborted(key, error)
             case PeerGone() | LayerLanded():
                 pass
+            case PlaneFailed():
+                raise RuntimeError("the transfer plane has failed: this process is of no use without it")
             case _:
                 raise TypeError(f"a prefill node got {item!r}")
 

@@ -98,3 +98,9 @@ class Aborted:
 
 
 OutboundEvent = LayerLanded | Committed | Aborted
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneFailed:
+    """Either side, after the last event of every hand-off: a defect of ours has ended the plane's thread, and a node
+    without it is no use to anybody."""

@@ -160,7 +160,11 @@ class CoordinatorLink:
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
         while True:
-            await call.write(await self._unsent.get())
+            message = await self._unsent.get()
+            try:
+                await call.write(message)
+            except asyncio.InvalidStateError:  # the call has ended: the reader is told how
+                return
 
     async def _until_overflow(self) -> None:
         await self._overflow.wait()

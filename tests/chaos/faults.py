@@ -14,7 +14,6 @@ from baton.failpoints import Action
 from tests.fault_proxy import BOTH, Way, Weather
 from tests.linked_cluster import LinkedCluster
 
-
 _ORDERLY_END = 20.0  # seconds from SIGTERM
 _ARMING = 1.0  # seconds
 
@@ -163,6 +162,20 @@ class Reset:
 
     async def relent(self, cluster: LinkedCluster) -> None:
         await cluster.links[self.link].heal()
+
+
+@dataclass(frozen=True, slots=True)
+class Strand:
+    """Open connections of a link lead nowhere any more."""
+
+    link: str
+    victims: frozenset[str] = field(default=frozenset(), repr=False)
+
+    async def strike(self, cluster: LinkedCluster) -> None:
+        cluster.links[self.link].strand()
+
+    async def relent(self, cluster: LinkedCluster) -> None:
+        pass
 
 
 @dataclass(frozen=True, slots=True)
