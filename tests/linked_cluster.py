@@ -112,12 +112,15 @@ class LinkedCluster(Cluster):
     def running(self, name: str) -> bool:
         return name in self.pids()
 
-    async def whole(self, timeout: float = 30.0) -> None:
-        """Start what does not run, and wait until every node has joined and none is looked at askance."""
+    def revive(self) -> None:
+        """Start what does not run."""
         for name in self.processes:
             if not self.running(name):
                 self.start(name)
-        async with asyncio.timeout(timeout):
+
+    async def whole(self, within: float = 30.0) -> None:
+        """Wait until every node has joined and the cluster is ready."""
+        async with asyncio.timeout(within):
             while not await self._all_serve():
                 await asyncio.sleep(0.05)
 

@@ -165,7 +165,10 @@ class CoordinatorLink:
         while True:
             message = await self._unsent.get()
             numbers.stamp(message)
-            await link_codec.write(call.write, message, "link.node.send")
+            try:
+                await link_codec.write(call.write, message, "link.node.send")
+            except asyncio.InvalidStateError:  # the call has ended: the reader is told how
+                return
 
     async def _until_overflow(self) -> None:
         await self._overflow.wait()

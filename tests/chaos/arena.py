@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import random
 from collections import Counter
 from collections.abc import AsyncIterator
 
@@ -29,7 +30,6 @@ _LOOK_EVERY = 0.2  # seconds between looks at the ledgers while a load runs
 _AFTER_FAILURE = 0.05  # seconds that a client waits before it asks again
 _RECOVERY = 15.0  # seconds from the end of a fault to full service
 _QUIET = 10.0  # seconds from the end of a load until nothing is held
-_PROBE = Call(Door.GRPC_STREAM, tuple(range(2, 42)), 5, TIMEOUT)
 
 
 class Arena:
@@ -38,6 +38,7 @@ class Arena:
     def __init__(self, cluster: LinkedCluster, reference: Reference, load: Load) -> None:
         self.cluster = cluster
         self._asks = load
+        self._probe = Call(Door.GRPC_STREAM, load.prompt(random.Random(0)), 5, TIMEOUT)
         self.outcomes: Counter[str] = Counter()
         self._reference = reference
 
@@ -55,6 +56,7 @@ class Arena:
             await asyncio.sleep(one.lasts)  # how long it lasts is part of the fault
             for fault in reversed(one.faults):
                 await fault.relent(cluster)
+            cluster.revive()
             over.set()
             await load
             wrong = self._judged(history, one)
@@ -108,7 +110,7 @@ class Arena:
             await self.cluster.whole(_RECOVERY)
         except TimeoutError:
             return [f"I6: not whole again {_RECOVERY:g} s after the fault: {await self._state()}"]
-        probes = [await clients.perform(_PROBE) for _ in range(len(self.cluster.nodes))]
+        probes = [await clients.perform(self._probe) for _ in range(len(self.cluster.nodes))]
         bad = [str(probe.events[-1][1]) for probe in probes if probe.end != Closed(in_order=True)]
         wrong = [f"I6: a probe of the healed cluster ended in {end}" for end in bad]
         wrong += complaints(probes, self._reference)

@@ -165,6 +165,20 @@ class Reset:
 
 
 @dataclass(frozen=True, slots=True)
+class Strand:
+    """Open connections of a link lead nowhere any more."""
+
+    link: str
+    victims: frozenset[str] = field(default=frozenset(), repr=False)
+
+    async def strike(self, cluster: LinkedCluster) -> None:
+        cluster.links[self.link].strand()
+
+    async def relent(self, cluster: LinkedCluster) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
 class HalfClose:
     link: str
     way: Way

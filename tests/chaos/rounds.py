@@ -1,13 +1,13 @@
 """A round: a load, and the faults that strike it. Everything about it follows from its seed."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.cli.plan import COORDINATOR
 from baton.failpoints import POINTS, Action
 from baton.types import Role
-from tests.chaos.faults import Failpoint, Fault, Freeze, HalfClose, Kill, Nothing, Reset, Restart, Storm
+from tests.chaos.faults import Failpoint, Fault, Freeze, HalfClose, Kill, Nothing, Reset, Restart, Storm, Strand
 from tests.fault_proxy import BOTH, Way, Weather
 from tests.history import Call, Door
 
@@ -15,19 +15,18 @@ TIMEOUT = 6.0  # seconds that a client allows an operation
 SHORT, LONG = 0.4, 2.2  # seconds: within everybody's patience, and beyond it (tests/linked_cluster.py IMPATIENT)
 LATEST_MOMENT = 200  # tokens
 _DELAYS = (0.02, 0.2, LONG)
-_OUTPUTS = (1, 2, 3, 8, 17, 24)
+LONGEST_OUTPUT = 24
+_OUTPUTS = (1, 2, 3, 8, 17, LONGEST_OUTPUT)
 _GIVING_UP = 0.2  # share of calls whose client goes away
 _SECOND_FAULT = 0.25  # share of rounds in which two faults strike at once
-_FAMILIES = 4  # of prompts that begin alike
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What clients ask for. Prompts of `lengths` tokens below `vocab_size`; half of them begin like others."""
+    """What clients ask for: `prompt` draws one."""
 
     clients: int
-    lengths: tuple[int, ...]
-    vocab_size: int
+    prompt: Callable[[random.Random], tuple[int, ...]]
 
     def calls(self, seed: int) -> Iterator[Call]:
         """Without end, in the order in which clients make them."""
@@ -44,13 +43,7 @@ class Load:
                 after = rng.randint(1, max_tokens)
             else:
                 within = rng.uniform(0.0, 0.3)
-        return Call(door, self._prompt(rng), max_tokens, TIMEOUT, give_up_after=after, give_up_in=within)
-
-    def _prompt(self, rng: random.Random) -> tuple[int, ...]:
-        family = random.Random(rng.randrange(_FAMILIES))
-        length = rng.choice(self.lengths)
-        shared = rng.randrange(length + 1) if rng.random() < 0.5 else 0
-        return tuple((family if i < shared else rng).randrange(self.vocab_size) for i in range(length))
+        return Call(door, self.prompt(rng), max_tokens, TIMEOUT, give_up_after=after, give_up_in=within)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +76,8 @@ def draw(seed: int, processes: Sequence[str], links: Sequence[str]) -> Round:
 def _fault(rng: random.Random, processes: Sequence[str], links: Sequence[str]) -> Fault:
     process, link = rng.choice(processes), rng.choice(links)
     kind = rng.choices(
-        ("failpoint", "kill", "freeze", "restart", "weather", "reset", "half-close", "nothing"),
-        weights=(10, 4, 4, 2, 5, 2, 2, 1),
+        ("failpoint", "kill", "freeze", "restart", "weather", "reset", "half-close", "strand", "nothing"),
+        weights=(10, 4, 4, 2, 5, 2, 2, 2, 1),
     )[0]
     match kind:
         case "failpoint":
@@ -101,6 +94,8 @@ def _fault(rng: random.Random, processes: Sequence[str], links: Sequence[str]) -
             return Reset(link, refuse=rng.random() < 0.5)
         case "half-close":
             return HalfClose(link, rng.choice(list(Way)))
+        case "strand":
+            return Strand(link)
         case _:
             return Nothing()
 

@@ -1,0 +1,10 @@
+"""Options of the test suite."""
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("chaos")
+    group.addoption("--chaos-rounds", type=int, default=10, help="Rounds of random faults")
+    group.addoption("--chaos-seed", type=int, default=1, help="Seed of the first round; the others follow it")
+    group.addoption("--chaos-stage", default="", help="Play every round on this stage")
