@@ -9,6 +9,7 @@ that reaches any segment mapped there: own, pool's and peers', side by side in o
 import bisect
 import os
 import threading
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,7 +92,8 @@ class AddressMap:
 
 
 class AddressSpace:
-    """The mapping itself. Thread-safe. Nothing may touch a segment's memory while or after it is unmapped."""
+    """The mapping itself. Thread-safe. A segment stays mapped, and keeps its indices, for as long as its view or
+    anything made over it lives; the reserved range goes with the last of them."""
 
     def __init__(self, block_bytes: int, folder: Path, range_bytes: int = 256 << 30) -> None:
         """`range_bytes` of addresses are reserved; they cost no memory."""
@@ -100,14 +102,9 @@ class AddressSpace:
         self._block_bytes = block_bytes
         capacity = range_bytes // grain * grain
         self.map = AddressMap(block_bytes, capacity // block_bytes, grain // block_bytes)
-        self._base, self._start, self._length = reserve(capacity, HUGE_PAGE)
-        self._lock = threading.Lock()
-        self._open = True
-
-    @property
-    def base(self) -> int:
-        """Address of global block 0."""
-        return self._base
+        self._lock = threading.RLock()  # a garbage collection inside may unmap, on this same thread
+        self.base, start, length = reserve(capacity, HUGE_PAGE)  # base: address of global block 0
+        weakref.finalize(self, release, start, length).atexit = False
 
     def attach(self, segment: str) -> memoryview:
         """Map a segment of the folder by its name, own or a peer's, and return its memory.
@@ -122,17 +119,11 @@ class AddressSpace:
             finally:
                 os.close(fd)
         prefault(address, length)
-        return view(address, length)
+        return view(address, length, lambda: self._detach(segment))
 
-    def detach(self, segment: str) -> None:
+    def _detach(self, segment: str) -> None:
         with self._lock:
             map_nothing(*self._extent(self.map.remove(segment)))
 
-    def close(self) -> None:
-        with self._lock:
-            if self._open:
-                self._open = False
-                release(self._start, self._length)
-
     def _extent(self, span: Span) -> tuple[int, int]:
-        return self._base + span.start * self._block_bytes, span.blocks * self._block_bytes
+        return self.base + span.start * self._block_bytes, span.blocks * self._block_bytes

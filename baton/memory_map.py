@@ -3,6 +3,8 @@ collapse to huge pages. Addresses are plain integers. Linux only."""
 
 import ctypes
 import os
+import weakref
+from collections.abc import Callable
 
 HUGE_PAGE = 2 << 20
 
@@ -75,7 +77,9 @@ def prefault(address: int, length: int) -> bool:
     return bool(_libc.madvise(address, length, _MADV_POPULATE_WRITE) == 0)
 
 
-def view(address: int, length: int) -> memoryview:
-    """A writable byte view of mapped memory. The caller keeps the mapping alive for as long as the view is
-    used."""
-    return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
+def view(address: int, length: int, when_unused: Callable[[], None]) -> memoryview:
+    """A writable byte view of mapped memory. `when_unused` is called, on whatever thread, once the view and everything
+    made over it (arrays, tensors, other views) is gone: only then may the memory be unmapped."""
+    memory = (ctypes.c_char * length).from_address(address)
+    weakref.finalize(memory, when_unused).atexit = False
+    return memoryview(memory).cast("B")

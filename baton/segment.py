@@ -42,15 +42,14 @@ def host_id(folder: Path) -> str:
 
 @dataclass(eq=False)
 class Segment:
-    """A segment that this process created and holds. `view` is its memory; `huge` says whether it got huge
-    pages."""
+    """A segment that this process created and holds. `view` is its memory, mapped for as long as anything made over it
+    lives; `huge` says whether it got huge pages."""
 
     path: Path
     size: int
     huge: bool
     view: memoryview
     _fd: int
-    _reservation: tuple[int, int]
     _open: bool = field(default=True)
 
     @property
@@ -58,13 +57,13 @@ class Segment:
         return self.path.name
 
     def close(self) -> None:
-        """Remove the file, then unlock and unmap. Nothing may use `view` or a tensor over it any more."""
+        """Remove the file and unlock it. The memory goes when nothing uses it any more."""
         if not self._open:
             return
         self._open = False
         _unlink(self.path)
         os.close(self._fd)
-        release(*self._reservation)
+        self.view = memoryview(b"")
 
 
 def create(folder: Path, kind: str, size: int) -> Segment:
@@ -86,7 +85,7 @@ def create(folder: Path, kind: str, size: int) -> Segment:
         _unlink(path)
         os.close(fd)
         raise _cannot_create(folder, size, error) from error
-    return Segment(path, size, huge, view(address, size), fd, (start, whole))
+    return Segment(path, size, huge, view(address, size, lambda: release(start, whole)), fd)
 
 
 def _create_locked(folder: Path, kind: str) -> tuple[Path, int]:

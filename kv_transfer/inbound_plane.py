@@ -66,6 +66,7 @@ class InboundTransfer:
         self._counters: Counter[str] = Counter()
         self._more = False
         self._thread = PlaneThread("transfer-inbound", self, clock, settings.close_timeout, on_defect)
+        self._thread.start()
 
     # called by the node, on any thread
 

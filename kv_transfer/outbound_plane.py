@@ -91,6 +91,7 @@ class OutboundTransfer:
         self._counters: Counter[str] = Counter()
         self._more = False
         self._thread = PlaneThread("transfer-outbound", self, clock, settings.close_timeout, on_defect)
+        self._thread.start()
 
     # called by the node, on any thread
 

@@ -19,14 +19,7 @@ class PeerArena:
         except Exception:
             self.fences.close()
             raise
-        self._space = space
-        self._segment = segment
         self.owner = Incarnation("")
-
-    def close(self) -> None:
-        """No write may be in progress."""
-        self.fences.close()
-        self._space.detach(self._segment)
 
 
 class TicketLock:
@@ -75,12 +68,9 @@ class PeerArenas:
     def drop(self, owner: Incarnation) -> None:
         """A peer is gone, and nothing is being written to its arenas: let their memory go."""
         for segment in [segment for segment, arena in self._arenas.items() if arena.owner == owner]:
-            self._arenas.pop(segment).close()
+            self._arenas.pop(segment).fences.close()
 
     def close(self) -> None:
         for arena in self._arenas.values():
-            arena.close()
+            arena.fences.close()
         self._arenas.clear()
-        if self._space is not None:
-            self._space.close()
-            self._space = None

@@ -66,6 +66,8 @@ class PlaneThread:
         self._ended = False
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
         self._thread.start()
 
     def post(self, command: Callable[[], None]) -> bool:

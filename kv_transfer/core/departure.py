@@ -4,14 +4,13 @@
          |                      |                               |
          +----------------------+-------- abort, Refused -------+--> ABORTING --last read done--> ABORTED
 
-Before its ticket is known a hand-off is speculative: announced slabs queue up. `next_write` takes what is
-ready, `written` says that the source was read and, one-sided, that the bytes are in place. While a read is in
-flight the hand-off does not end: ABORTING waits for it, so that source blocks are never released under a
-reader.
+Before its ticket is known a hand-off is speculative: announced slabs queue up. `next_write` takes what is ready,
+`written` says that the source was read and, one-sided, that the bytes are in place. While a write is in flight the
+hand-off does not end: ABORTING waits for it, so that source blocks are never released under a reader.
 
-`lock` shuts decode out of the blocks while this side may write them (baton/fence.py): taken before the first
-write, dropped after the last one, always before Seal and before the end is told. Methods return frames for
-decode, events for the node, and Ignored. COMMITTED and ABORTED are absorbing.
+`lock` keeps decode from taking the blocks back under a one-sided writer (baton/fence.py). It is held exactly while
+writes are in flight, so never at Seal or at the end; once decode has closed the ticket off it cannot be had again.
+Methods return frames for decode, events for the node, and Ignored. COMMITTED and ABORTED are absorbing.
 """
 
 from dataclasses import dataclass, field, replace
@@ -100,8 +99,7 @@ class Departure:
     state: DepartureState = DepartureState.SPECULATIVE
     ticket: Ticket | None = None
     lock: WriterLock = field(default_factory=NoLock)
-    locked: bool = False
-    reads: int = 0  # in flight
+    writes: int = 0  # in flight
     queue: tuple[Announced, ...] = ()
     announced: int = 0  # sets of slabs of `grid`
     sent: int = 0
@@ -112,7 +110,7 @@ class Departure:
     digest: int = 0
     pending_seal: SealInfo | None = None
     error: BatonError | None = None
-    tell: bool = False  # decode, with Abort, once no read is in flight
+    tell: bool = False  # decode, with Abort, once no write is in flight
     heard: float = 0.0  # when decode last moved us on, or we last gave it something to answer
     next_renewal: float = NEVER
     last_ready: float = 0.0
@@ -211,18 +209,17 @@ class Departure:
         room = min(self.pace.max_payload, self.window - self.outstanding)
         if room < slab and self.outstanding:
             return None, []
-        if not self.locked and not self.lock.take():
+        if self.writes == 0 and not self.lock.take():
             return None, self.abort(Stale("decode has closed the ticket off"))
-        self.locked = True
         outgoing = self._take(max(1, room // slab))
         self.sent |= self.grid.bits(outgoing.area)
         self.outstanding += outgoing.area.slabs * slab
-        self.reads += 1
+        self.writes += 1
         return outgoing, []
 
     def written(self, outgoing: Outgoing, checksum: int, inline: bool, now: float) -> list[Output]:
         """The source of `outgoing` was read and will not be read again."""
-        self.reads -= 1
+        self._write_ended()
         if self.state is DepartureState.ABORTING:
             return self._end_if_idle()
         area = outgoing.area
@@ -247,7 +244,7 @@ class Departure:
     def write_failed(self, error: BatonError) -> list[Output]:
         """An Outgoing could not be read or written; it will not be tried again."""
         outputs = self.abort(error)
-        self.reads -= 1
+        self._write_ended()
         return outputs + self._end_if_idle()
 
     # frames from decode
@@ -354,7 +351,7 @@ class Departure:
         return Outgoing(Rectangle(head.layer, layers, head.block, len(head.source)), head.source)
 
     def _seal_if_done(self, now: float) -> list[Output]:
-        if self.state is not DepartureState.STREAMING or self.pending_seal is None or self.queue or self.reads:
+        if self.state is not DepartureState.STREAMING or self.pending_seal is None or self.queue or self.writes:
             return []
         assert self.ticket is not None
         wanted = self.blocks - self.ticket.first_block
@@ -362,7 +359,6 @@ class Departure:
             return self.abort(
                 Incomplete(f"sealed with {self.sent.bit_count()} of {wanted * self.shape.num_layers} slabs announced")
             )
-        self._unlock()
         self.state = DepartureState.SEALED
         self.heard = now
         return [self._seal_frame()]
@@ -378,9 +374,8 @@ class Departure:
         )
 
     def _end_if_idle(self) -> list[Output]:
-        if self.reads or self.state is not DepartureState.ABORTING:
+        if self.writes or self.state is not DepartureState.ABORTING:
             return []
-        self._unlock()
         self.state = DepartureState.ABORTED
         assert self.error is not None
         ended: list[Output] = [Aborted(self.key, self.error)]
@@ -388,9 +383,9 @@ class Departure:
             ended.insert(0, frames.Abort(*self._ids, code=self.error.code, message=self.error.message[:512]))
         return ended
 
-    def _unlock(self) -> None:
-        if self.locked:
-            self.locked = False
+    def _write_ended(self) -> None:
+        self.writes -= 1
+        if self.writes == 0:
             self.lock.drop()
 
     @property

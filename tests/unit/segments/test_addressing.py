@@ -1,6 +1,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -78,30 +79,43 @@ def arenas(tmp_path: Path) -> Iterator[list[Segment]]:
 def test_segments_lie_side_by_side_in_one_range(arenas: list[Segment], tmp_path: Path) -> None:
     block = HUGE_PAGE // 4
     space = AddressSpace(block, tmp_path, range_bytes=64 * HUGE_PAGE)
-    try:
-        own, peer = space.attach(arenas[0].name), space.attach(arenas[1].name)
-        assert space.map.span(arenas[1].name).start == 4
-        own[0], peer[3 * block] = 1, 2
-        assert arenas[0].view[0] == 1
-        assert arenas[1].view[3 * block] == 2
-        assert space.base % HUGE_PAGE == 0
-        space.detach(arenas[0].name)
-        third = space.attach(arenas[2].name)
-        assert space.map.span(arenas[2].name).start == 0
-        third[5] = 9
-        assert arenas[2].view[5] == 9
-        assert arenas[0].view[5] == 0
-        with pytest.raises(PeerGone):
-            space.attach("baton-arena-" + "f" * 32)
-    finally:
-        space.close()
-        space.close()
+    own, peer = space.attach(arenas[0].name), space.attach(arenas[1].name)
+    assert space.map.span(arenas[1].name).start == 4
+    own[0], peer[3 * block] = 1, 2
+    assert arenas[0].view[0] == 1
+    assert arenas[1].view[3 * block] == 2
+    assert space.base % HUGE_PAGE == 0
+    with pytest.raises(PeerGone):
+        space.attach("baton-arena-" + "f" * 32)
+
+
+def test_memory_stays_mapped_while_a_part_of_it_is_used(arenas: list[Segment], tmp_path: Path) -> None:
+    space = AddressSpace(HUGE_PAGE, tmp_path, range_bytes=64 * HUGE_PAGE)
+    own = space.attach(arenas[0].name)
+    part = np.frombuffer(own, dtype=np.uint8)[7:]
+    del own
+    part[0] = 3
+    assert space.map.span(arenas[0].name).start == 0
+    del part
+    with pytest.raises(KeyError):
+        space.map.span(arenas[0].name)
+    third = space.attach(arenas[2].name)
+    assert space.map.span(arenas[2].name).start == 0
+    third[5] = 9
+    assert arenas[2].view[5] == 9
+    assert arenas[0].view[7] == 3
+
+
+def test_a_closed_segments_memory_outlives_it(tmp_path: Path) -> None:
+    made = create(tmp_path, "arena", HUGE_PAGE)
+    array = np.frombuffer(made.view, dtype=np.uint8)
+    made.close()
+    assert list(tmp_path.iterdir()) == []
+    array[:] = 1
+    assert array[-1] == 1
 
 
 def test_a_segment_of_other_blocks_is_refused(arenas: list[Segment], tmp_path: Path) -> None:
     space = AddressSpace(3 * HUGE_PAGE, tmp_path, range_bytes=64 * HUGE_PAGE)
-    try:
-        with pytest.raises(LayoutMismatch):
-            space.attach(arenas[0].name)
-    finally:
-        space.close()
+    with pytest.raises(LayoutMismatch):
+        space.attach(arenas[0].name)

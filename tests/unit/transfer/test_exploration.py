@@ -61,7 +61,6 @@ class FreesWithoutAcknowledgement(Departure):
     def _end_if_idle(self) -> list[DepartureOutput]:
         if self.state is not DepartureState.ABORTING:
             return []
-        self._unlock()
         self.state = DepartureState.ABORTED
         assert self.error is not None
         return [Aborted(self.key, self.error)]
@@ -102,9 +101,8 @@ class SealsUnfenced(Landing):
 
 
 class SealsUnderItsLock(Departure):
-    def _unlock(self) -> None:
-        if self.state is DepartureState.ABORTING:
-            super()._unlock()
+    def _write_ended(self) -> None:
+        self.writes -= 1
 
 
 @dataclass(frozen=True)
