@@ -38,6 +38,6 @@ def test_a_peer_that_is_gone_may_leave_several_hand_offs_in_one_arena(tmp_path: 
         pair.outbound.seal(key, SealInfo((1,)))
         sealed = pair.decode_events.expect(Sealed)
         assert isinstance(sealed, Sealed)
-        assert pair.landed_equals_sent([1], [9])
+        assert pair.arrived([1], [9])
         pair.inbound.commit(sealed.ticket)
         pair.prefill_events.expect(Committed)
