@@ -1,13 +1,9 @@
 """Prefill's side of the transfer plane: one thread, one link per decode node, one machine (core/departure.py)
 per hand-off."""
 
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import assert_never
-
-import xxhash
 
 from baton.clock import Clock, steady
 from baton.errors import BatonError, HandoffFailed, PeerGone, Stale
@@ -15,11 +11,12 @@ from baton.failpoints import FAILPOINTS, Action, Failpoints
 from baton.kv_layout import KVLayout
 from baton.types import AttemptKey, BlockIndex, Incarnation, Ticket, TicketId
 from kv_transfer.core import departure, frames
-from kv_transfer.core.departure import Announced, Departure, NoLock, Outgoing, Pace
+from kv_transfer.core.departure import Announced, Departure, NoLock, Pace
 from kv_transfer.core.events import Aborted, Committed, LayerLanded, OutboundEvent, SealInfo
 from kv_transfer.core.landing import NEVER, ArenaShape, Ignored
 from kv_transfer.inbound_plane import flipped
-from kv_transfer.peer_arena import PeerArena, PeerArenas, TicketLock
+from kv_transfer.outbound_handoff import Handoff, Peer, Waiter
+from kv_transfer.peer_arena import PeerArenas, TicketLock
 from kv_transfer.peer_link import PeerLink
 from kv_transfer.plane_thread import PlaneThread, end_process
 from kv_transfer.settings import TransferSettings
@@ -28,25 +25,6 @@ from kv_transfer.transport import Dialer, Loss, Pollable
 
 _ROUNDS = 4  # messages written per hand-off before links and commands get their turn again
 _BATCH = 64  # frames handled per link before writing gets its turn again
-
-Peer = tuple[str, Incarnation]  # endpoint and incarnation: an address alone is no identity
-
-
-@dataclass(slots=True)
-class _Waiter:
-    """A thread in `wait_landed`."""
-
-    layer: int
-    done: threading.Event = field(default_factory=threading.Event)
-    landed: bool = False
-
-
-@dataclass(slots=True)
-class _Handoff:
-    machine: Departure
-    peer: Peer | None = None
-    arena: PeerArena | None = None  # the peer's, if its blocks are written in place
-    waiters: list[_Waiter] = field(default_factory=list)
 
 
 class OutboundTransfer:
@@ -84,7 +62,7 @@ class OutboundTransfer:
             renew_interval=settings.renew_interval,
             answer_timeout=settings.progress_timeout,
         )
-        self._handoffs: dict[AttemptKey, _Handoff] = {}
+        self._handoffs: dict[AttemptKey, Handoff] = {}
         self._tickets: dict[TicketId, AttemptKey] = {}
         self._links: dict[Peer, PeerLink] = {}
         self._arenas = PeerArenas(settings.segment_folder, layout)
@@ -127,7 +105,7 @@ class OutboundTransfer:
         self._thread.post(lambda: self._peer_gone(decode))
 
     def wait_landed(self, key: AttemptKey, layer: int, timeout: float) -> bool:
-        waiter = _Waiter(layer)
+        waiter = Waiter(layer)
         if not self._thread.post(lambda: self._wait(key, waiter)):
             return False
         waiter.done.wait(timeout)
@@ -147,7 +125,7 @@ class OutboundTransfer:
             return
         blocks = self._layout.blocks_for(num_tokens)
         machine = Departure(key, self._incarnation, self._shape, blocks, self._pace, self._host_id)
-        self._handoffs[key] = _Handoff(machine)
+        self._handoffs[key] = Handoff(machine)
         self._counters["opened"] += 1
 
     def _ticket(self, key: AttemptKey, ticket: Ticket) -> None:
@@ -171,7 +149,7 @@ class OutboundTransfer:
         if unmappable is not None:
             self._carry_out(handoff, handoff.machine.abort(unmappable))
 
-    def _lock_of(self, handoff: _Handoff, ticket: Ticket) -> departure.WriterLock:
+    def _lock_of(self, handoff: Handoff, ticket: Ticket) -> departure.WriterLock:
         if ticket.transport != "shm":
             return NoLock()
         handoff.arena = self._arenas.get(ticket)
@@ -184,13 +162,13 @@ class OutboundTransfer:
             return
         self._carry_out(handoff, call(handoff.machine))
 
-    def _wait(self, key: AttemptKey, waiter: _Waiter) -> None:
+    def _wait(self, key: AttemptKey, waiter: Waiter) -> None:
         handoff = self._handoffs.get(key)
         if handoff is None:
             waiter.done.set()
             return
         handoff.waiters.append(waiter)
-        self._wake_waiters(handoff)
+        handoff.wake_waiters()
 
     def _peer_gone(self, decode: Incarnation) -> None:
         error = PeerGone(f"decode node {decode} is gone")
@@ -269,7 +247,7 @@ class OutboundTransfer:
             self._on_frame(frame)
         self._more = True
 
-    def _tick(self, handoff: _Handoff, now: float) -> None:
+    def _tick(self, handoff: Handoff, now: float) -> None:
         if now < handoff.machine.deadline:
             return
         peer, unanswered = handoff.peer, handoff.machine.unanswered(now)
@@ -310,7 +288,7 @@ class OutboundTransfer:
 
     # writing
 
-    def _write_next(self, handoff: _Handoff) -> bool:
+    def _write_next(self, handoff: Handoff) -> bool:
         """Write one message's worth of what is ready, if anything; the next hand-off then has its turn."""
         if handoff.peer is None or (handoff.peer in self._links and self._links[handoff.peer].full):
             return False
@@ -320,38 +298,23 @@ class OutboundTransfer:
             return False
         try:
             action = self._failpoints.hit("transfer.write.before")
-            payload, checksum = self._write(handoff, outgoing, action)
+            payload, checksum = handoff.move(self._slabs, outgoing, corrupt=action is Action.CORRUPT)
             self._failpoints.hit("transfer.write.after")
         except HandoffFailed as error:
             self._carry_out(handoff, handoff.machine.write_failed(error))
             return True
+        self._counters["bytes_written"] += len(payload)
+        self._counters["slabs_written"] += outgoing.area.slabs
         inline = handoff.arena is None
         outputs = handoff.machine.written(outgoing, checksum, inline, self._clock())
         self._carry_out(handoff, outputs, payload if inline else None, action)
         return True
 
-    def _write(self, handoff: _Handoff, outgoing: Outgoing, action: Action | None) -> tuple[memoryview, int]:
-        """Read the source; put it into the peer's arena if that is mapped. Returns (payload, checksum)."""
-        payload = self._slabs.gather(self._slabs.rows(outgoing.area, outgoing.source))
-        checksum = xxhash.xxh3_64_intdigest(payload)
-        if action is Action.CORRUPT:
-            payload = flipped(payload)
-        if handoff.arena is not None:
-            ticket = handoff.machine.ticket
-            assert ticket is not None
-            first = outgoing.area.block - ticket.first_block
-            offsets = ticket.offsets[first : first + outgoing.area.blocks]
-            blocks = [offset // self._layout.block_bytes for offset in offsets]
-            handoff.arena.slabs.scatter(handoff.arena.slabs.rows(outgoing.area, blocks), payload)
-        self._counters["bytes_written"] += len(payload)
-        self._counters["slabs_written"] += outgoing.area.slabs
-        return payload, checksum
-
     # outputs
 
     def _carry_out(
         self,
-        handoff: _Handoff,
+        handoff: Handoff,
         outputs: list[departure.Output],
         payload: memoryview | None = None,
         action: Action | None = None,
@@ -372,9 +335,9 @@ class OutboundTransfer:
                     self._end(handoff, output)
                 case _:
                     assert_never(output)
-        self._wake_waiters(handoff)
+        handoff.wake_waiters()
 
-    def _send_seal(self, handoff: _Handoff, frame: frames.Seal) -> None:
+    def _send_seal(self, handoff: Handoff, frame: frames.Seal) -> None:
         try:
             action = self._failpoints.hit("transfer.seal.before")
             self._send(handoff, frame, None, action)
@@ -384,7 +347,7 @@ class OutboundTransfer:
 
     def _send(
         self,
-        handoff: _Handoff,
+        handoff: Handoff,
         frame: frames.ToDecode,
         payload: memoryview | None = None,
         action: Action | None = None,
@@ -401,18 +364,10 @@ class OutboundTransfer:
         for _ in range(2 if action is Action.DUPLICATE else 1):
             link.send(header, payload)
 
-    def _end(self, handoff: _Handoff, event: Committed | Aborted) -> None:
+    def _end(self, handoff: Handoff, event: Committed | Aborted) -> None:
         machine = handoff.machine
         del self._handoffs[machine.key]
         if machine.ticket is not None:
             self._tickets.pop(machine.ticket.id, None)
         self._counters["committed" if isinstance(event, Committed) else f"aborted_{event.error.code}"] += 1
         self._emit(event)
-
-    def _wake_waiters(self, handoff: _Handoff) -> None:
-        ended = handoff.machine.state in departure.ENDED
-        for waiter in list(handoff.waiters):
-            waiter.landed = not ended and handoff.machine.layer_has_landed(waiter.layer)
-            if waiter.landed or ended:
-                handoff.waiters.remove(waiter)
-                waiter.done.set()

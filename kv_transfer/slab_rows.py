@@ -17,6 +17,7 @@ Rows = NDArray[np.intp]
 class SlabRows:
     def __init__(self, arena: memoryview, layout: KVLayout) -> None:
         """`arena` is at least one block long; a tail shorter than a block is left alone."""
+        self.block_bytes = layout.block_bytes
         self.num_blocks = len(arena) // layout.block_bytes
         self._layers = layout.num_layers
         self._slab_bytes = layout.slab_bytes
