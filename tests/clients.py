@@ -27,8 +27,8 @@ _CHANNEL = (
 
 
 class Clients:
-    """Connections to one coordinator. `perform` runs an operation to its end; cancelling it is the client going
-    away. After every event `on_event` is called with the operation."""
+    """Connections to one coordinator. `perform` runs a call to its end; cancelling it is the client going away.
+    After every event `on_event` is called with the operation."""
 
     def __init__(self, http: str, grpc_endpoint: str, history: History) -> None:
         self.history = history
@@ -54,8 +54,11 @@ class Clients:
         await self._channel.close()
 
     async def perform(self, call: Call) -> Operation:
-        """Never raises for what the cluster does."""
-        operation = self.history.begin(call, time.monotonic())
+        return await self.carry_out(self.history.begin(call, time.monotonic()))
+
+    async def carry_out(self, operation: Operation) -> Operation:
+        """An operation that has begun. Never raises for what the cluster does."""
+        call = operation.call
         asking = asyncio.create_task(self._follow(operation), name=str(operation))
         leaving: asyncio.TimerHandle | None = None
         if call.give_up_in is not None:

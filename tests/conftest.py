@@ -7,4 +7,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("chaos")
     group.addoption("--chaos-rounds", type=int, default=10, help="Rounds of random faults")
     group.addoption("--chaos-seed", type=int, default=1, help="Seed of the first round; the others follow it")
+    group.addoption("--every-fault", action="store_true", help="Every fault in every state, instead of a few of them")
     group.addoption("--chaos-stage", default="", help="Play every round on this stage")

@@ -96,8 +96,8 @@ class Arena:
         await reached.wait()
 
     def _judged(self, history: History, one: Round) -> list[str]:
-        hit = COORDINATOR in one.victims
-        return complaints(history.operations, self._reference, cut_excused=hit)
+        cut = COORDINATOR in one.killed
+        return complaints(history.operations, self._reference, cut_excused=cut)
 
     def _ended(self, before: dict[str, int], one: Round) -> list[str]:
         now = self.cluster.pids()

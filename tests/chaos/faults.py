@@ -5,8 +5,7 @@ Two may strike at once: what the one has ended the other leaves alone.
 
 import asyncio
 import contextlib
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
 
 import grpc
 
@@ -18,50 +17,44 @@ _ORDERLY_END = 20.0  # seconds from SIGTERM
 _ARMING = 1.0  # seconds
 
 
-class Fault(Protocol):
-    """`victims` are the processes that may end, or be given up by the others, because of it."""
+class Fault:
+    """`victims` are the processes that may end because of it, `killed` those of them that end without a word."""
 
     @property
-    def victims(self) -> frozenset[str]: ...
+    def victims(self) -> frozenset[str]:
+        return self.killed
 
-    async def strike(self, cluster: LinkedCluster) -> None: ...
-
-    async def relent(self, cluster: LinkedCluster) -> None:
-        """Take the fault away. What it has ended is started again by `LinkedCluster.whole`."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Nothing:
-    """The control."""
-
-    victims: frozenset[str] = frozenset()
+    @property
+    def killed(self) -> frozenset[str]:
+        return frozenset()
 
     async def strike(self, cluster: LinkedCluster) -> None:
         pass
 
     async def relent(self, cluster: LinkedCluster) -> None:
-        pass
+        """Take the fault away. What it has ended is started again by `LinkedCluster.revive`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Kill:
+@dataclass(frozen=True)
+class Nothing(Fault):
+    """The control."""
+
+
+@dataclass(frozen=True)
+class Kill(Fault):
     process: str
 
     @property
-    def victims(self) -> frozenset[str]:
+    def killed(self) -> frozenset[str]:
         return frozenset({self.process})
 
     async def strike(self, cluster: LinkedCluster) -> None:
         if cluster.running(self.process):
             cluster.kill(self.process)
 
-    async def relent(self, cluster: LinkedCluster) -> None:
-        pass
 
-
-@dataclass(frozen=True, slots=True)
-class Restart:
+@dataclass(frozen=True)
+class Restart(Fault):
     """SIGTERM, the orderly end, and a new start."""
 
     process: str
@@ -78,15 +71,11 @@ class Restart:
         await cluster.ended(self.process, within=_ORDERLY_END)
 
 
-@dataclass(frozen=True, slots=True)
-class Freeze:
+@dataclass(frozen=True)
+class Freeze(Fault):
     """SIGSTOP, then SIGCONT."""
 
     process: str
-
-    @property
-    def victims(self) -> frozenset[str]:
-        return frozenset()
 
     async def strike(self, cluster: LinkedCluster) -> None:
         if cluster.running(self.process):
@@ -97,8 +86,8 @@ class Freeze:
             cluster.cont(self.process)
 
 
-@dataclass(frozen=True, slots=True)
-class Failpoint:
+@dataclass(frozen=True)
+class Failpoint(Fault):
     process: str
     point: str
     action: Action
@@ -112,7 +101,7 @@ class Failpoint:
         return f"{self.point}={self.action.value}{argument}+{self.skip}*{self.times}"
 
     @property
-    def victims(self) -> frozenset[str]:
+    def killed(self) -> frozenset[str]:
         return frozenset({self.process}) if self.action is Action.EXIT else frozenset()
 
     async def strike(self, cluster: LinkedCluster) -> None:
@@ -130,14 +119,13 @@ class Failpoint:
                 await cluster.arm(self.process, spec)
 
 
-@dataclass(frozen=True, slots=True)
-class Storm:
+@dataclass(frozen=True)
+class Storm(Fault):
     """A link with bad weather."""
 
     link: str
     weather: Weather
     ways: tuple[Way, ...] = BOTH
-    victims: frozenset[str] = field(default=frozenset(), repr=False)
 
     async def strike(self, cluster: LinkedCluster) -> None:
         cluster.links[self.link].weather(self.ways, self.weather)
@@ -146,13 +134,12 @@ class Storm:
         await cluster.links[self.link].heal()
 
 
-@dataclass(frozen=True, slots=True)
-class Reset:
+@dataclass(frozen=True)
+class Reset(Fault):
     """Every connection of a link ends with RST; with `refuse`, new ones are refused."""
 
     link: str
     refuse: bool
-    victims: frozenset[str] = field(default=frozenset(), repr=False)
 
     async def strike(self, cluster: LinkedCluster) -> None:
         if self.refuse:
@@ -164,28 +151,20 @@ class Reset:
         await cluster.links[self.link].heal()
 
 
-@dataclass(frozen=True, slots=True)
-class Strand:
+@dataclass(frozen=True)
+class Strand(Fault):
     """Open connections of a link lead nowhere any more."""
 
     link: str
-    victims: frozenset[str] = field(default=frozenset(), repr=False)
 
     async def strike(self, cluster: LinkedCluster) -> None:
         cluster.links[self.link].strand()
 
-    async def relent(self, cluster: LinkedCluster) -> None:
-        pass
 
-
-@dataclass(frozen=True, slots=True)
-class HalfClose:
+@dataclass(frozen=True)
+class HalfClose(Fault):
     link: str
     way: Way
-    victims: frozenset[str] = field(default=frozenset(), repr=False)
 
     async def strike(self, cluster: LinkedCluster) -> None:
         cluster.links[self.link].half_close(self.way)
-
-    async def relent(self, cluster: LinkedCluster) -> None:
-        pass

@@ -60,6 +60,10 @@ class Round:
     def victims(self) -> frozenset[str]:
         return frozenset().union(*(fault.victims for fault in self.faults))
 
+    @property
+    def killed(self) -> frozenset[str]:
+        return frozenset().union(*(fault.killed for fault in self.faults))
+
     def __str__(self) -> str:
         return f"{' and '.join(map(str, self.faults))} after {self.moment} tokens, for {self.lasts:g} s"
 

@@ -1,0 +1,92 @@
+"""Kill, freeze or restart each process while a hand-off stands in each state that either side of it can have.
+
+Each state is held by a failpoint, long enough for the fault to strike there. The request under way, which one fault
+can delay and not break, ends with the reference's tokens (only the coordinator's own death may end it), and every block
+comes back.
+"""
+
+import asyncio
+import itertools
+import random
+from dataclasses import dataclass
+
+import pytest
+
+from baton.cli.plan import COORDINATOR
+from kv_transfer.core.departure import DepartureState
+from kv_transfer.core.landing import LandingState
+from tests.chaos.faults import Fault, Freeze, Kill, Restart
+from tests.faults.scene import Scene, call
+from tests.history import Closed, Door
+
+HOLD = 0.6  # seconds
+LASTS = 1.4  # seconds: longer than the coordinator's and the tickets' patience (tests/linked_cluster.py IMPATIENT)
+BY_DEFAULT = 7  # cases; --every-fault plays all
+State = LandingState | DepartureState
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A failpoint on processes whose name begins with `process` that makes hand-offs stay in a state."""
+
+    process: str
+    spec: str
+
+
+HELD: dict[State, Held] = {
+    DepartureState.SPECULATIVE: Held("decode", f"decode.allocate.before=delay({HOLD})*1"),
+    DepartureState.STREAMING: Held("prefill", f"transfer.write.before=delay({HOLD})+2*1"),
+    DepartureState.SEALED: Held("decode", f"decode.commit.before=delay({HOLD})*1"),
+    DepartureState.COMMITTED: Held("prefill", f"prefill.free.before=delay({HOLD})*1"),
+    DepartureState.ABORTED: Held("prefill", f"transfer.write.before=error*1;prefill.free.before=delay({HOLD})*1"),
+    LandingState.GRANTED: Held("prefill", f"transfer.write.before=delay({HOLD})*1"),
+    LandingState.WRITING: Held("decode", f"transfer.land.before=delay({HOLD})+3*1"),
+    LandingState.SEALED: Held("decode", f"decode.commit.before=delay({HOLD})*1"),
+    LandingState.COMMITTED: Held("decode", f"decode.commit.after=delay({HOLD})*1"),
+    LandingState.QUARANTINED: Held("prefill", "transfer.write.after=delay(2.5)*1"),  # locked, beyond its ticket's time
+    LandingState.LOST: Held("decode", f"transfer.land.before=error*1;decode.free.before=delay({HOLD})*1"),
+}
+PASSING = {
+    LandingState.SEALING: "a writer drops its lock before it sends Seal: only one that is broken is found in it",
+    DepartureState.ABORTING: "reads are made by the thread that aborts: none is in flight when it looks",
+}
+FAULTS = {"kill": Kill, "freeze": Freeze, "restart": Restart}
+VICTIMS = (COORDINATOR, "prefill-0", "decode-0", "decode-1")
+CASES = list(itertools.product(HELD, FAULTS, VICTIMS))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "state" in metafunc.fixturenames:
+        some = random.Random(metafunc.config.getoption("--chaos-seed")).sample(CASES, BY_DEFAULT)
+        cases = CASES if metafunc.config.getoption("--every-fault") else some
+        ids = [f"{type(state).__name__}.{state.name}-{fault}-{victim}" for state, fault, victim in cases]
+        metafunc.parametrize(("state", "fault", "victim"), cases, ids=ids)
+
+
+def test_every_state_is_covered() -> None:
+    assert set(HELD) | set(PASSING) == set(LandingState) | set(DepartureState)
+    assert not set(HELD) & set(PASSING)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_struck_in_a_state(scene: Scene, state: State, fault: str, victim: str) -> None:
+    held = HELD[state]
+    await scene.cluster.arm(held.process, held.spec)
+    prompt = CASES.index((state, fault, victim))
+    asked = scene.ask(call(Door.SSE, 100, 12, salt=prompt))
+    if state is LandingState.QUARANTINED:
+        await scene.until_blocks("quarantined")
+    else:
+        await scene.until_placed()
+        await asyncio.sleep(HOLD / 3)
+    strike: Fault = FAULTS[fault](victim)
+    await strike.strike(scene.cluster)
+    if fault == "kill":
+        scene.cluster.revive()
+    else:
+        await asyncio.sleep(LASTS)
+    await strike.relent(scene.cluster)
+    scene.cluster.revive()
+    scene.coordinator_died = COORDINATOR in strike.killed
+    end = (await asked.over()).end
+    assert COORDINATOR in strike.victims or end == Closed(in_order=True), asked.operation.events[-1]
