@@ -120,7 +120,8 @@ class Failpoints:
             case Action.EXIT:
                 os._exit(70)
             case Action.STOP:
-                os.kill(os.getpid(), signal.SIGSTOP)
+                # To this very thread, which so does not run another instruction; sent to the process, it might.
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             case frame_action:
                 return frame_action
         return None

@@ -21,7 +21,7 @@ from kv_transfer.inbound_plane import InboundTransfer
 from kv_transfer.memory_link import MemoryDecodeLink, MemoryDialer
 from kv_transfer.outbound_plane import OutboundTransfer
 from kv_transfer.plane import InboundPlane, OutboundPlane
-from kv_transfer.security import derive_keys
+from kv_transfer.security import derive_keys, require_token
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transport import DecodeLink, Dialer
 from kv_transfer.zmq_link import ZmqDecodeLink, ZmqDialer
@@ -56,6 +56,7 @@ def settings_from(config: Config) -> TransferSettings:
     return TransferSettings(
         transport=config.transport,
         listen=config.listen,
+        insecure=config.insecure,
         advertise=config.advertise,
         segment_folder=Path(config.segment_dir),
         ticket_ttl=config.ticket_ttl,
@@ -115,6 +116,7 @@ def build_inbound(
     if settings.transport == "memory":
         link = MemoryDecodeLink()
     else:
+        require_token(settings.listen, token, settings.insecure)
         link = ZmqDecodeLink(derive_keys(token), settings)
     return InboundTransfer(
         arena=arena,

@@ -15,7 +15,7 @@ from baton.kv_layout import KVLayout
 from baton.types import Incarnation, Ticket, TicketId
 from kv_transfer.core import frames, landing
 from kv_transfer.core.events import Fenced, InboundEvent, Lost
-from kv_transfer.core.landing import ArenaShape, Ignored, Landing, LandingState
+from kv_transfer.core.landing import ArenaShape, Ignored, Landing
 from kv_transfer.core.leases import Leases
 from kv_transfer.plane_thread import PlaneThread, end_process
 from kv_transfer.settings import TransferSettings
@@ -179,7 +179,7 @@ class InboundTransfer:
             self._more = True
         for ticket in self._timers.expire(self._clock()):
             machine = self._landings[ticket]
-            if machine.state is LandingState.QUARANTINED:
+            if machine.state in landing.AWAITING_FENCE:
                 self._counters["fence_retries"] += 1
             self._carry_out(machine, machine.tick(self._clock()), self._routes.get(ticket))
 

@@ -62,6 +62,8 @@ class PlaneThread:
         self._on_defect = on_defect
         self._wake = Wake()
         self._commands: deque[Callable[[], None]] = deque()
+        self._watched: Sequence[tuple[Pollable, bool]] | None = None
+        self._poller = zmq.Poller()
         self._stopping = False
         self._ended = False
         self._lock = threading.Lock()
@@ -113,11 +115,13 @@ class PlaneThread:
         self._turner.turn()
 
     def _wait(self, timeout: float) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake.fd, zmq.POLLIN)
-        for pollable, also_writable in self._turner.watched():
-            poller.register(pollable, zmq.POLLIN | (zmq.POLLOUT if also_writable else 0))
-        poller.poll(max(0, int(timeout * 1000 + 0.999)))
+        watched = self._turner.watched()
+        if watched != self._watched:  # making a poller costs more than a poll, and links seldom change
+            self._watched, self._poller = watched, zmq.Poller()
+            self._poller.register(self._wake.fd, zmq.POLLIN)
+            for pollable, also_writable in watched:
+                self._poller.register(pollable, zmq.POLLIN | (zmq.POLLOUT if also_writable else 0))
+        self._poller.poll(max(0, int(timeout * 1000 + 0.999)))
         self._wake.clear()
 
     def run_posted(self) -> None:

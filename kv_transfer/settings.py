@@ -14,6 +14,7 @@ class TransferSettings:
 
     transport: str = "auto"  # auto: shm on the same host, else zmq; or shm, zmq, memory
     listen: str = "127.0.0.1:0"  # where decode's transfer socket binds; port 0 is an ephemeral one
+    insecure: bool = False  # may listen beyond loopback without a cluster token
     advertise: str = ""  # HOST or HOST:PORT that writers dial, if it is not the one bound
     segment_folder: Path = DEFAULT_FOLDER
     ticket_ttl: float = 10.0  # a ticket that is not renewed for so long is lost

@@ -56,6 +56,9 @@ class RawWriter:
         eventually(arrived)
         return frames.decode_to_writer(found[0])
 
+    def lost(self) -> bool:
+        return self._link.loss() is not None
+
     def open(self) -> None:
         layout = self.pair.layout
         self.send(

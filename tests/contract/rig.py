@@ -174,11 +174,13 @@ def rig(
     settings: TransferSettings = QUICK,
     outbound_settings: TransferSettings | None = None,
     outbound_token: str = TOKEN,
+    outbound_folder: Path | None = None,
+    outbound_host: str = "",
     blocks: int = 32,
     layout: KVLayout = LAYOUT,
     failpoints: str = "",
 ) -> Iterator[Rig]:
-    """`outbound_settings` and `outbound_token` only where the writer differs."""
+    """`outbound_*` only where the writer differs."""
     settings = replace(settings, transport=backend, segment_folder=folder)
     arena = create(folder, "arena", segment_bytes(blocks * layout.block_bytes, layout.block_bytes))
     target = np.frombuffer(arena.view, dtype=np.uint8)[: blocks * layout.block_bytes]
@@ -202,8 +204,9 @@ def rig(
         layout=layout,
         incarnation=writer,
         token=outbound_token,
+        host_id=outbound_host,
         emit=prefill_events.put,
-        settings=replace(outbound_settings or settings, transport=backend, segment_folder=folder),
+        settings=replace(outbound_settings or settings, transport=backend, segment_folder=outbound_folder or folder),
         failpoints=points,
     )
     shape = (-1, layout.num_layers, layout.slab_bytes)
