@@ -29,7 +29,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Settings of every process. A process ignores what does not concern it."""
 
     # the model
-    model: Annotated[str, _help("Model folder, or a Hugging Face id")] = ""
+    model: Annotated[str, _help("Model folder in the Hugging Face format")] = ""
     served_model_name: Annotated[str, _help("Name clients use; the folder's name by default")] = ""
     engine: Annotated[Literal["model", "paced"], _help("paced waits as a cost model says instead of computing")] = (
         "model"
@@ -48,11 +48,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     block_size: Annotated[int, Meta(ge=1, le=256), _help("Tokens of a KV block")] = 16
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096), _help("Sequences that a node runs at once")] = 64
     max_batched_tokens: Annotated[int, Meta(ge=16, le=65536), _help("Tokens that a node computes in one step")] = 512
-    request_timeout: Annotated[Seconds, _help("Seconds a request may take when its client gives no deadline")] = 600.0
+    request_timeout: Annotated[Seconds, _help("Seconds a request may take at most, and when its client gives no deadline")] = 600.0
     max_queue: Annotated[Positive, _help("Requests that may wait; more are refused with 429")] = 1024
 
     # where things listen
-    host: Annotated[str, _help("Address of the three client ports")] = "127.0.0.1"
+    host: Annotated[str, _help("Address of the HTTP and gRPC ports")] = "127.0.0.1"
     port: Annotated[Port, _help("HTTP port; 0 picks a free one")] = 8000
     grpc_port: Annotated[Port, _help("gRPC port; 0 picks a free one")] = 50051
     admin_host: Annotated[str, _help("Address of the admin port")] = "127.0.0.1"

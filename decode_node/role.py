@@ -222,7 +222,7 @@ class DecodeRole:
         else:
             self._pool.quarantine(ticket)
         FAILPOINTS.hit("decode.free.after")
-        if not arrival.over:
+        if not arrival.over and not isinstance(error, Cancelled):  # whoever cancelled it has its own word to say
             self._report.failed(key, error)
 
     def _cancel(self, key: AttemptKey, reason: BatonError) -> None:

@@ -105,12 +105,12 @@ class Brain:
     @property
     def queued(self) -> int:
         """Requests that wait to be placed."""
-        return len(self._table.queue)
+        return len(self._table.queue) + len(self._table.resting)
 
     @property
     def running(self) -> int:
         """Requests placed and not ended."""
-        return len(self._table.records) - len(self._table.queue)
+        return len(self._table.records) - self.queued
 
     @property
     def last_progress(self) -> float:

@@ -74,6 +74,7 @@ class Record:
     attempts: int = 0
     failures: int = 0
     admit_by: float | None = None
+    not_before: float | None = None  # it rests, out of the queue, after attempts that failed one upon the other
     avoid: frozenset[Incarnation] = frozenset()
     sources: Sources | None = None
     replaced_because: str = ""
@@ -96,6 +97,8 @@ class Record:
         due = self.deadline
         if self.admit_by is not None:
             due = min(due, self.admit_by)
+        if self.not_before is not None:
+            due = min(due, self.not_before)
         if self.attempt is not None and self.attempt.answer_by is not None:
             due = min(due, self.attempt.answer_by)
         return due

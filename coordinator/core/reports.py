@@ -6,7 +6,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from baton.errors import BatonError, Cancelled, HandoffFailed, Preempted, Stale
+from baton.errors import BatonError, Cancelled, HandoffFailed, NodeFailed, Preempted, Stale
 from baton.types import FinishReason, Incarnation, TokenEvent
 from coordinator.core import messages as m
 from coordinator.core.record import Attempt, Record, RequestState
@@ -112,7 +112,10 @@ class Reports:
         if isinstance(message.error, Preempted):
             blocks = self._table.demand(record).blocks
             self._table.loads.close(sender, blocks, needed=blocks)
-        self._table.replace(record, message.error, now)
+        error = message.error
+        if isinstance(error, Cancelled):  # only clients cancel, and they tell us
+            error = NodeFailed(f"node {self._table.name(sender)} gave the request up: {error.message}")
+        self._table.replace(record, error, now)
 
     def _prefill_ended(self, sender: Incarnation, message: m.PrefillEnded, now: float) -> None:
         found = self._table.current(message.key, sender)

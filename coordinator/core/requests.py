@@ -33,7 +33,14 @@ from coordinator.core.timeline import Marks, Ring
 from coordinator.core.timers import Timers
 
 UNSERVED_PATIENCE = 1.0  # seconds a new request waits for nodes that could serve it
+FIRST_REST, LONGEST_REST = 0.1, 2.0  # seconds between attempts that fail
 CHOICE = 0  # of every request: several choices are child requests
+
+
+def rest_after(failures: int) -> float:
+    """Seconds before a request is placed again. The first failure costs none: another node may well serve it. A cluster
+    that fails it again and again gets time to mend before the last attempt is spent."""
+    return min(FIRST_REST * 2.0 ** (failures - 2), LONGEST_REST) if failures > 1 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +69,7 @@ class RequestTable:
         self._registry = registry
         self._placement = placement
         self._settings = settings
+        self.resting: set[RequestId] = set()  # failed more than once: out of the queue until their time has come
         self._unadmitted: set[RequestId] = set()
 
     def add(self, request: Request, now: float, *, internal: bool) -> None:
@@ -218,8 +226,9 @@ class RequestTable:
 
     def replace(self, record: Record, error: BatonError | None, now: float) -> None:
         """The one recovery: give up this attempt and put the request, with what it has emitted, at the head of the
-        queue; the client sees nothing. `error` None is a refusal. Refusals and preemptions wait for room and do not
-        count as failures; other errors do, and one that no other attempt can mend ends the request."""
+        queue, or let it rest first if it failed before; the client sees nothing. `error` None is a refusal. Refusals
+        and preemptions wait for room and do not count as failures; other errors do, and one that no other attempt can
+        mend ends the request."""
         waits = error is None or isinstance(error, Preempted)
         record.failures += not waits
         if error is not None and (not error.replaceable or record.failures >= self._settings.max_attempts):
@@ -235,8 +244,14 @@ class RequestTable:
         self.counters.replaced[record.replaced_because] += 1
         record.attempt = None
         record.to(RequestState.QUEUED)
-        self.queue.push_front(record.request.id)
-        self.placeable = True
+        rest = 0.0 if waits else rest_after(record.failures)
+        if rest:
+            record.not_before = now + rest
+            self.resting.add(record.request.id)
+            self.timers.set(record.request.id, record.next_due())
+        else:
+            self.queue.push_front(record.request.id)
+            self.placeable = True
 
     def end(self, record: Record, result: FinishReason | BatonError, now: float) -> None:
         """The one place where a request ends."""
@@ -248,6 +263,7 @@ class RequestTable:
         self.queue.remove(request)
         self.timers.clear(request)
         self._unadmitted.discard(request)
+        self.resting.discard(request)
         timeline = record.marks.timeline(now, record.attempts)
         self.ended.add(request, timeline)
         outcome: Finished | BatonError
@@ -278,6 +294,11 @@ class RequestTable:
         if now >= record.deadline:
             given = f"{record.request.timeout:g} s"
             self.end(record, DeadlineExceeded(f"the request took longer than its {given} (--request-timeout)"), now)
+        elif record.not_before is not None and now >= record.not_before:
+            record.not_before = None
+            self.resting.remove(request)
+            self.queue.push_front(request)
+            self.placeable = True
         elif record.admit_by is not None and now >= record.admit_by:
             error = Unavailable(
                 f"no node could serve the request for {UNSERVED_PATIENCE:g} s: {self.missing()}",

@@ -4,6 +4,7 @@ import pytest
 
 from baton.errors import (
     BatonError,
+    Cancelled,
     DeadlineExceeded,
     Draining,
     Incomplete,
@@ -20,6 +21,7 @@ from baton.errors import (
 from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, TokenEvent
 from coordinator.core import messages as m
 from coordinator.core.record import RequestState
+from coordinator.core.requests import LONGEST_REST
 from tests.unit.coordinator_core.world import DECODE, PREFILL, World, ticket_for
 
 
@@ -275,9 +277,49 @@ def test_attempts_are_counted_and_the_last_error_is_shown(world: World, p0: Inca
     for error in (LeaseExpired("one"), OutOfBlocks("two"), Incomplete("three")):
         assert world.ends(request) == []
         world.fail(d0, world.key(d0), error)
+        world.advance(LONGEST_REST)
     assert world.error(request).message == "three"
     assert world.end(request).timeline.attempts == 3
     assert world.placed() == 0
+
+
+def test_a_request_that_fails_again_and_again_rests() -> None:
+    """Or a fault of a second would spend every attempt."""
+    world = World(max_attempts=8)
+    world.join("p0", PREFILL)
+    d0 = world.join("d0", DECODE)
+    request = world.submit()
+    rests = []
+    for number in range(7):
+        world.fail(d0, world.key(d0), LeaseExpired(f"{number}"))
+        began = world.now
+        while not world.placed():
+            assert world.brain.queued == 1
+            world.advance(0.05)
+        rests.append(world.now - began)
+    assert rests[0] == 0
+    assert rests == sorted(rests)
+    assert sum(rests) > 4
+    assert world.brain.state(request) is RequestState.PLACED
+
+
+def test_a_request_may_end_while_it_rests(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    request = world.submit()
+    for _ in range(2):
+        world.fail(d0, world.key(d0), LeaseExpired("again"))
+    assert (world.placed(), world.brain.queued) == (0, 1)
+    world.cancel(request)
+    assert isinstance(world.error(request), Cancelled)
+    assert world.brain.queued == 0
+    world.advance(LONGEST_REST)
+    assert world.placed() == 0
+
+
+def test_no_node_can_cancel_a_request(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    request = world.submit()
+    world.fail(d0, world.key(d0), Cancelled("the first token ends the request"))
+    assert world.ends(request) == []
+    assert world.key(d0).attempt == 2
 
 
 def test_the_nodes_of_a_failed_attempt_are_avoided(world: World, p0: Incarnation, d0: Incarnation) -> None:

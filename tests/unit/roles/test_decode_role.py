@@ -266,3 +266,13 @@ def test_a_repeated_message_changes_nothing() -> None:
     node.tell(Submit(job, WRITER))
     assert run(node, job) == paced_reference(PROMPT, 4, 1000)
     assert node.held() == {}
+
+
+def test_a_writer_that_needs_us_no_more_is_no_failure() -> None:
+    """The first token may end a request: prefill answers it, and its word must not race with one of ours."""
+    node, job = Node(), work(PROMPT)
+    node.tell(Submit(job, WRITER))
+    node.take("reserved")
+    node.tell(Lost(node.ticket.id, Cancelled("the first token ends the request"), fenced=True))
+    assert node.held() == {}
+    assert node.sent == []
