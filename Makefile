@@ -36,10 +36,10 @@ bench: setup
 	$(BIN)/python -m benchmarks all
 
 chaos: setup
-	$(BIN)/python -m pytest -q -m chaos tests/chaos --chaos-rounds=200
+	$(BIN)/python -m pytest -q tests/chaos --chaos-rounds=200
 
 soak: setup
-	$(BIN)/python -m pytest -q tests/soak --soak
+	$(BIN)/python -m pytest -q tests/soak --soak-seconds=1800 --timeout=2400
 
 clean:
 	rm -rf $(VENV) .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

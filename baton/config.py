@@ -48,7 +48,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     block_size: Annotated[int, Meta(ge=1, le=256), _help("Tokens of a KV block")] = 16
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096), _help("Sequences that a node runs at once")] = 64
     max_batched_tokens: Annotated[int, Meta(ge=16, le=65536), _help("Tokens that a node computes in one step")] = 512
-    request_timeout: Annotated[Seconds, _help("Seconds a request may take at most, and when its client gives no deadline")] = 600.0
+    request_timeout: Annotated[
+        Seconds, _help("Seconds a request may take at most, and when its client gives no deadline")
+    ] = 600.0
     max_queue: Annotated[Positive, _help("Requests that may wait; more are refused with 429")] = 1024
 
     # where things listen

@@ -9,3 +9,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--chaos-seed", type=int, default=1, help="Seed of the first round; the others follow it")
     group.addoption("--every-fault", action="store_true", help="Every fault in every state, instead of a few of them")
     group.addoption("--chaos-stage", default="", help="Play every round on this stage")
+    soak = parser.getgroup("soak")
+    soak.addoption("--soak-seconds", type=float, default=4.0, help="How long the mixed load runs")
+    soak.addoption("--soak-seed", type=int, default=1, help="Seed of what is asked")
