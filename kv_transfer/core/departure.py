@@ -2,7 +2,7 @@
 
     SPECULATIVE --ticket--> STREAMING --all written, seal--> SEALED --Committed--> COMMITTED
          |                      |                               |
-         +----------------------+-------- abort, Refused -------+--> ABORTING --last read done--> ABORTED
+         +----------------------+-------- abort, Refused -------+--> ABORTING --last write done--> ABORTED
 
 Before its ticket is known a hand-off is speculative: announced slabs queue up. `next_write` takes what is ready,
 `written` says that the source was read and, one-sided, that the bytes are in place. While a write is in flight the
