@@ -20,7 +20,7 @@ from kv_transfer.slab_mover import SlabMover, flipped
 from kv_transfer.transport import DecodeLink, Message, Pollable
 
 _BATCH = 64  # messages handled before commands and timers get their turn again
-_REMEMBERED = 4096  # ended tickets whose late frames still get the right answer
+_REMEMBERED = 1024  # ended tickets whose late frames still get the right answer
 
 
 @dataclass(slots=True)
