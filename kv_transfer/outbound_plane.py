@@ -8,9 +8,9 @@ from baton.errors import BatonError, HandoffFailed
 from baton.failpoints import FAILPOINTS, Failpoints
 from baton.kv_layout import KVLayout
 from baton.types import AttemptKey, BlockIndex, Incarnation, Ticket
-from kv_transfer.core.departure import Announced
 from kv_transfer.core.events import Aborted, OutboundEvent, SealInfo
 from kv_transfer.core.landing import ArenaShape
+from kv_transfer.core.ready import Announced
 from kv_transfer.departures import Departures, Waiter
 from kv_transfer.peer_arena import PeerArenas
 from kv_transfer.peer_links import PeerLinks

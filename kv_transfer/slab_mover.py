@@ -6,7 +6,7 @@ from baton.failpoints import Action
 from baton.kv_layout import KVLayout
 from baton.types import Ticket
 from kv_transfer.core import frames
-from kv_transfer.core.departure import Outgoing
+from kv_transfer.core.ready import Outgoing
 from kv_transfer.core.slabs import Rectangle
 from kv_transfer.slab_rows import Rows, SlabRows
 
