@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from baton.errors import PeerGone
-from baton.types import Incarnation
+from baton.types import BlockIndex, Incarnation
 from kv_transfer.plane import Aborted, Committed, Lost, Sealed, SealInfo, Started
 from tests.contract.rig import rig
 
@@ -18,7 +18,7 @@ def test_a_peer_that_is_gone_may_leave_several_hand_offs_in_one_arena(tmp_path: 
             pair.inbound.grant(ticket)
             pair.outbound.ticket(key, ticket)
             for layer in range(pair.layout.num_layers):
-                pair.outbound.layer_ready(key, layer, 0, [block])  # one block of two: the lock is held
+                pair.outbound.layer_ready(key, layer, 0, [BlockIndex(block)])  # one block of two: the lock is held
             pair.decode_events.expect(Started)
         pair.outbound.peer_gone(Incarnation("somebody else"))
         pair.outbound.peer_gone(pair.decode.incarnation)
