@@ -13,7 +13,7 @@ import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.errors import ConfigError, LayoutMismatch
+from baton.errors import ConfigError, LayoutMismatch, PeerGone
 from baton.memory_map import HUGE_PAGE, map_file, map_nothing, prefault, release, reserve, view
 from baton.segment import open_peer, segment_bytes
 from baton.types import BlockIndex
@@ -103,7 +103,10 @@ class AddressSpace:
         capacity = range_bytes // grain * grain
         self.map = AddressMap(block_bytes, capacity // block_bytes, grain // block_bytes)
         self._lock = threading.RLock()  # a garbage collection inside may unmap, on this same thread
-        self.base, start, length = reserve(capacity, HUGE_PAGE)  # base: address of global block 0
+        try:
+            self.base, start, length = reserve(capacity, HUGE_PAGE)  # base: address of global block 0
+        except OSError as error:
+            raise ConfigError(f"cannot reserve {capacity} bytes of addresses: {error.strerror} (ulimit -v?)") from error
         weakref.finalize(self, release, start, length).atexit = False
 
     def attach(self, segment: str) -> memoryview:
@@ -116,6 +119,9 @@ class AddressSpace:
             try:
                 address, length = self._extent(self.map.place(segment, size))
                 map_file(address, length, fd)
+            except OSError as error:
+                self.map.remove(segment)
+                raise PeerGone(f"segment {segment} cannot be mapped: {error.strerror}") from error
             finally:
                 os.close(fd)
         prefault(address, length)

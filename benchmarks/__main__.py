@@ -16,10 +16,12 @@ from benchmarks.report import Row, reproduced_by, write_json
 # Each module has HELP, add_arguments(parser) and main(options, console, command) -> rows; it prints its own results.
 COMMANDS = {
     "engine": "benchmarks.engine",
+    "kernels": "benchmarks.kernels",
+    "links": "benchmarks.links",
     "serve": "benchmarks.serve",
     "transfer": "benchmarks.transfer",
 }
-NOT_AVAILABLE = ("kernels", "compare")
+NOT_AVAILABLE = ("compare",)
 _WIDTH = 160  # columns, where there is no terminal to ask
 
 

@@ -7,7 +7,7 @@ from baton.errors import ConfigError, LayoutMismatch, PeerGone, Unmappable
 from baton.fence import WriterFences
 from baton.kv_layout import KVLayout
 from baton.types import Incarnation, Ticket
-from kv_transfer.slab_rows import SlabRows
+from kv_transfer.slab_mover import SlabMover
 
 
 class PeerArena:
@@ -15,7 +15,7 @@ class PeerArena:
         """Raises PeerGone or LayoutMismatch when the segment is not there or does not fit."""
         self.fences = WriterFences(folder, segment)
         try:
-            self.slabs = SlabRows(space.attach(segment), layout)
+            self.mover = SlabMover(space.attach(segment), layout)
         except Exception:
             self.fences.close()
             raise
@@ -54,7 +54,7 @@ class PeerArenas:
             arena = self._arenas.get(segment.name) or self._map(segment.name)
         except (PeerGone, LayoutMismatch, ConfigError) as error:
             raise Unmappable(error.message) from error
-        if any(offset % self._layout.block_bytes or not 0 <= offset < arena.slabs.size for offset in ticket.offsets):
+        if not arena.mover.holds(ticket):
             raise Unmappable(f"segment {segment.name} has no such blocks as ticket {ticket.id} names")
         arena.owner = segment.incarnation
         return arena

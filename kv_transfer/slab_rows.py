@@ -19,10 +19,15 @@ class SlabRows:
         """`arena` is at least one block long; a tail shorter than a block is left alone."""
         self.block_bytes = layout.block_bytes
         self.num_blocks = len(arena) // layout.block_bytes
+        self._block_bytes = layout.block_bytes
         self._layers = layout.num_layers
         self._slab_bytes = layout.slab_bytes
         self.size = self.num_blocks * layout.block_bytes
         self._rows = np.frombuffer(arena, dtype=np.uint8, count=self.size).reshape(-1, layout.slab_bytes)
+
+    def holds_blocks_at(self, offsets: Sequence[int]) -> bool:
+        """Whether all byte offsets are those of blocks of this arena."""
+        return all(offset % self._block_bytes == 0 and 0 <= offset < self.size for offset in offsets)
 
     def rows(self, area: Rectangle, blocks: Sequence[int]) -> Rows:
         """Rows of the layers of `area` of the arena's `blocks`, layer-major. Raises IndexError for a block

@@ -168,12 +168,9 @@ class ZmqDecodeLink:
     def receive(self) -> Message | None:
         self._authenticate()
         try:
-            route, header, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            route, header, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)  # a DEALER sends at least one
         except zmq.Again:
             return None
-        except ValueError:
-            self._counters["bad_frames"] += 1
-            return self.receive()
         return Message(route.bytes, header.bytes, rest[0].buffer if rest else None)
 
     def send(self, route: bytes, header: bytes) -> bool:

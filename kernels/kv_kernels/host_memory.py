@@ -1,5 +1,6 @@
 """A node's cache segment as a tensor of its device."""
 
+import weakref
 from typing import Any
 
 import torch
@@ -31,10 +32,18 @@ def adopt_cuda(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
     """The bytes of `memory`, writable, pinned and mapped into the GPU's address space: kernels read and write
     the segment itself, so that what a peer wrote there is seen, and what is computed can be sent from there.
 
-    Raises RuntimeError when the driver refuses to pin the memory.
+    The memory stays pinned until the last tensor over it is gone. Raises RuntimeError when the driver refuses.
     """
     host = torch.frombuffer(memory, dtype=torch.uint8)
     code = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)
     if code != torch.cuda.cudart().cudaError.success:
         raise RuntimeError(f"cudaHostRegister of {host.nbytes} bytes: {code}")
-    return torch.as_tensor(_Mapped(host), device="cuda").view(dtype)
+    mapped = _Mapped(host)
+    weakref.finalize(mapped, _release, host).atexit = False  # the end of the process unpins what is left
+    return torch.as_tensor(mapped, device="cuda").view(dtype)
+
+
+def _release(host: torch.Tensor) -> None:
+    """Pages that stayed registered would be seen through any later mapping at their address."""
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(host.data_ptr())

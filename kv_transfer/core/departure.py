@@ -2,7 +2,7 @@
 
     SPECULATIVE --ticket--> STREAMING --all written, seal--> SEALED --Committed--> COMMITTED
          |                      |                               |
-         +----------------------+-------- abort, Refused -------+--> ABORTING --last read done--> ABORTED
+         +----------------------+-------- abort, Refused -------+--> ABORTING --last write done--> ABORTED
 
 Before its ticket is known a hand-off is speculative: announced slabs queue up. `next_write` takes what is ready,
 `written` says that the source was read and, one-sided, that the bytes are in place. While a write is in flight the
@@ -13,15 +13,16 @@ writes are in flight, so never at Seal or at the end; once decode has closed the
 Methods return frames for decode, events for the node, and Ignored. COMMITTED and ABORTED are absorbing.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
 from baton.errors import BatonError, Incomplete, PeerGone, Stale, from_peer
-from baton.types import AttemptKey, BlockIndex, Incarnation, Ticket
+from baton.types import AttemptKey, Incarnation, Ticket
 from kv_transfer.core import frames
 from kv_transfer.core.events import Aborted, Committed, LayerLanded, OutboundEvent, OutboundReport, SealInfo
 from kv_transfer.core.landing import NEVER, ArenaShape, Ignored
+from kv_transfer.core.ready import Announced, Outgoing, take
 from kv_transfer.core.slabs import Grid, Rectangle, each_layer, manifest_digest
 
 
@@ -53,27 +54,6 @@ class NoLock:
 
     def drop(self) -> None:
         pass
-
-
-@dataclass(frozen=True, slots=True)
-class Announced:
-    """One layer of logical blocks block .. block + len(source) is final in the arena's blocks `source`."""
-
-    layer: int
-    block: int
-    source: tuple[BlockIndex, ...]
-
-    @property
-    def area(self) -> Rectangle:
-        return Rectangle(self.layer, 1, self.block, len(self.source))
-
-
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    """Slabs to be read now: every layer of `area` from the same `source` blocks."""
-
-    area: Rectangle
-    source: tuple[BlockIndex, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +191,7 @@ class Departure:
             return None, []
         if self.writes == 0 and not self.lock.take():
             return None, self.abort(Stale("decode has closed the ticket off"))
-        outgoing = self._take(max(1, room // slab))
+        outgoing, self.queue = take(self.queue, max(1, room // slab), self.pace.layers_per_message)
         self.sent |= self.grid.bits(outgoing.area)
         self.outstanding += outgoing.area.slabs * slab
         self.writes += 1
@@ -325,30 +305,7 @@ class Departure:
 
     def _wanted(self, ready: Announced) -> tuple[Announced, ...]:
         """The part of an announcement that decode does not hold already."""
-        skip = max(0, self.ticket.first_block - ready.block) if self.ticket else 0
-        if skip >= len(ready.source):
-            return ()
-        return (replace(ready, block=ready.block + skip, source=ready.source[skip:]),) if skip else (ready,)
-
-    def _take(self, slabs: int) -> Outgoing:
-        """Remove up to `slabs` slabs from the head of the queue: some blocks of one layer, or several whole
-        layers of the same blocks."""
-        head, rest = self.queue[0], self.queue[1:]
-        if len(head.source) > slabs:
-            left = Announced(head.layer, head.block + slabs, head.source[slabs:])
-            self.queue = (left, *rest)
-            return Outgoing(Rectangle(head.layer, 1, head.block, slabs), head.source[:slabs])
-        most = min(self.pace.layers_per_message or self.shape.num_layers, slabs // len(head.source))
-        layers = 1
-        while layers < min(most, 1 + len(rest)):
-            following = rest[layers - 1]
-            if (following.layer, following.block) != (head.layer + layers, head.block):
-                break
-            if following.source != head.source:
-                break
-            layers += 1
-        self.queue = rest[layers - 1 :]
-        return Outgoing(Rectangle(head.layer, layers, head.block, len(head.source)), head.source)
+        return ready.beyond(self.ticket.first_block) if self.ticket else (ready,)
 
     def _seal_if_done(self, now: float) -> list[Output]:
         if self.state is not DepartureState.STREAMING or self.pending_seal is None or self.queue or self.writes:

@@ -174,6 +174,8 @@ class Landing:
         return self._lose(from_peer(frame.code, frame.message))
 
     def renew(self, frame: frames.Renew, now: float) -> list[Output]:
+        if self.is_ours(frame) and self.state is LandingState.SEALED:
+            return []  # there is nothing left to renew: the answer to Seal is on its way
         if (turned_away := self._turn_away(frame, now)) is not None:
             return turned_away
         self._renew(now)

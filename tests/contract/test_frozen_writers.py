@@ -26,9 +26,9 @@ IN_A_WRITE = "transfer.write.before"
 class WriterProcess:
     """Ready to write: everything is imported, and it waits for its order."""
 
-    def __init__(self, failpoints: str) -> None:
+    def __init__(self, pair: Rig, failpoints: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.contract.writer_process"],
+            [sys.executable, "-m", "tests.contract.writer_process", str(pair.folder), pair.writer, str(SEED)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -37,10 +37,9 @@ class WriterProcess:
         )
         assert self.hear() == "ready"
 
-    def begin(self, pair: Rig, ticket: Ticket) -> None:
-        order = Order(ticket, str(pair.folder), SOURCE, SEED)
+    def begin(self, ticket: Ticket) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.json.encode(order).decode() + "\n")
+        self.process.stdin.write(msgspec.json.encode(Order(ticket, SOURCE)).decode() + "\n")
         self.process.stdin.flush()
 
     def hear(self) -> str:
@@ -60,8 +59,8 @@ class WriterProcess:
 
 
 @contextmanager
-def writer_process(failpoints: str = "") -> Iterator[WriterProcess]:
-    writer = WriterProcess(failpoints)
+def writer_process(pair: Rig, failpoints: str = "") -> Iterator[WriterProcess]:
+    writer = WriterProcess(pair, failpoints)
     try:
         yield writer
     finally:
@@ -88,9 +87,9 @@ def expected() -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
 
 
 def test_another_process_hands_off(pair: Rig) -> None:
-    with writer_process() as writer:
+    with writer_process(pair) as writer:
         ticket = pair.granted(pair.key(), TARGET)
-        writer.begin(pair, ticket)
+        writer.begin(ticket)
         assert pair.decode_events.expect(Sealed).ticket == ticket.id
         assert np.array_equal(pair.target[TARGET], expected())
         pair.inbound.commit(ticket.id)
@@ -98,15 +97,15 @@ def test_another_process_hands_off(pair: Rig) -> None:
 
 
 @pytest.fixture
-def frozen() -> Iterator[WriterProcess]:
+def frozen(pair: Rig) -> Iterator[WriterProcess]:
     """Will stop itself in the middle of its first write."""
-    with writer_process(f"{IN_A_WRITE}=stop*1") as writer:
+    with writer_process(pair, f"{IN_A_WRITE}=stop*1") as writer:
         yield writer
 
 
 def test_a_writer_frozen_in_a_write_keeps_its_blocks_until_it_is_killed(pair: Rig, frozen: WriterProcess) -> None:
     ticket = pair.granted(pair.key(), TARGET)
-    frozen.begin(pair, ticket)
+    frozen.begin(ticket)
     frozen.stopped()
     pair.inbound.revoke(ticket.id, Cancelled("the client left"))
     pair.lost(ticket, Cancelled, fenced=False)
@@ -118,8 +117,8 @@ def test_a_writer_frozen_in_a_write_keeps_its_blocks_until_it_is_killed(pair: Ri
 
 
 def test_a_writer_frozen_in_a_write_loses_its_lease_but_not_its_blocks(pair: Rig, frozen: WriterProcess) -> None:
-    ticket = pair.granted(pair.key(), TARGET, ttl=1.0)
-    frozen.begin(pair, ticket)
+    ticket = pair.granted(pair.key(), TARGET, ttl=2.0)
+    frozen.begin(ticket)
     frozen.stopped()
     pair.lost(ticket, LeaseExpired, fenced=False)
     nothing_frees_it(pair)
@@ -132,7 +131,7 @@ def test_a_writer_that_thaws_ends_its_write_in_quarantine_and_hears_that_it_is_o
 ) -> None:
     """It may complete the write that it was in: the blocks are still nobody else's. Then it lets go."""
     ticket = pair.granted(pair.key(), TARGET)
-    frozen.begin(pair, ticket)
+    frozen.begin(ticket)
     frozen.stopped()
     pair.inbound.revoke(ticket.id, Cancelled("the client left"))
     pair.lost(ticket, Cancelled, fenced=False)
@@ -145,9 +144,9 @@ def test_a_writer_that_thaws_ends_its_write_in_quarantine_and_hears_that_it_is_o
 
 def test_a_writer_frozen_between_two_writes_holds_nothing(pair: Rig) -> None:
     """Its blocks are free at once; thawed, it finds itself shut out before it has written another byte."""
-    with writer_process("transfer.seal.before=stop*1") as writer:
+    with writer_process(pair, "transfer.seal.before=stop*1") as writer:
         ticket = pair.granted(pair.key(), TARGET)
-        writer.begin(pair, ticket)
+        writer.begin(ticket)
         writer.stopped()
         pair.inbound.revoke(ticket.id, Cancelled("the client left"))
         pair.lost(ticket, Cancelled)
@@ -160,9 +159,9 @@ def test_a_writer_frozen_between_two_writes_holds_nothing(pair: Rig) -> None:
 
 @pytest.mark.parametrize("where", [IN_A_WRITE, "transfer.write.after", "transfer.seal.before"])
 def test_a_writer_that_dies_leaves_blocks_that_are_free_at_once(pair: Rig, where: str) -> None:
-    with writer_process(f"{where}=exit") as writer:
+    with writer_process(pair, f"{where}=exit") as writer:
         ticket = pair.granted(pair.key(), TARGET, ttl=1000.0)
-        writer.begin(pair, ticket)
+        writer.begin(ticket)
         writer.process.wait()
         pair.inbound.peer_gone(ticket.writer)
         pair.lost(ticket, PeerGone)
@@ -170,10 +169,10 @@ def test_a_writer_that_dies_leaves_blocks_that_are_free_at_once(pair: Rig, where
 
 
 def test_a_writer_that_comes_late_cannot_write(pair: Rig) -> None:
-    with writer_process() as writer:
+    with writer_process(pair) as writer:
         ticket = pair.granted(pair.key(), TARGET)
         pair.inbound.revoke(ticket.id, Cancelled("the client left"))
         pair.lost(ticket, Cancelled)
-        writer.begin(pair, ticket)
+        writer.begin(ticket)
         assert writer.hear() in ("aborted stale", "aborted cancelled")
         assert pair.untouched(TARGET)

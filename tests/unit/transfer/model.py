@@ -24,8 +24,9 @@ from baton.types import (
     TicketId,
 )
 from kv_transfer.core import departure, events, frames, landing
-from kv_transfer.core.departure import Announced, Departure, DepartureState, Outgoing, Pace
+from kv_transfer.core.departure import Departure, DepartureState, Pace
 from kv_transfer.core.landing import ArenaShape, Ignored, Landing, LandingState
+from kv_transfer.core.ready import Announced, Outgoing
 from kv_transfer.core.slabs import Rectangle
 
 SLAB = 8  # bytes
@@ -188,18 +189,22 @@ class World:
     # what can happen next
 
     def actions(self) -> list[tuple[str, int]]:
-        """A role or a clock may interfere `endings` times, and whenever nothing else can happen any more: time does not
-        stand still."""
-        tired = self.endings >= self.setting.endings
-        found = [*self._writer_actions(tired), *self._decode_actions(tired)]
-        if tired and not found:
-            found = [*self._writer_actions(False), *self._decode_actions(False)]
-        return [*found, *self._faults()]
+        """What goes on by itself; the faults; as often as `endings` says, a change of mind or the end of a lease; and,
+        when nothing of all that is left, the time-outs. So whatever ends only by a time-out does end by it."""
+        found = [*self._progress(), *self._faults()]
+        if self.endings < self.setting.endings:
+            found += [*self._changes_of_mind(), *self._leases()]
+        return found or [*self._leases(), *self._patience()]
 
     def act(self, name: str, who: int) -> None:
         getattr(self, f"do_{name}")(who)
 
-    def _writer_actions(self, tired: bool) -> Iterator[tuple[str, int]]:
+    def _progress(self) -> Iterator[tuple[str, int]]:
+        yield from self._writers_progress()
+        if "decode" not in self.dead:
+            yield from self._decodes_progress()
+
+    def _writers_progress(self) -> Iterator[tuple[str, int]]:
         for writer, machine in self.departures.items():
             if self._gone(writer):
                 continue
@@ -218,33 +223,43 @@ class World:
                 yield "ticket", writer
             if state is DepartureState.STREAMING and machine.queue and self.reading[writer] is None:
                 yield "begin_write", writer
-            if tired:
-                continue
-            yield "abort", writer
-            if machine.outstanding or state is DepartureState.SEALED:
-                yield "give_up_waiting", writer
         if self.setting.attempts > 1 and 1 not in self.departures and self._first_attempt_failed():
             yield "place_again", 1
 
-    def _decode_actions(self, tired: bool) -> Iterator[tuple[str, int]]:
-        if "decode" in self.dead:
-            return
+    def _decodes_progress(self) -> Iterator[tuple[str, int]]:
         if 1 in self.departures and 1 not in self.landings and self.owner is None:
             yield "grant", 1
         for writer in self.departures:
             if self.up[writer]:
                 yield "deliver_to_decode", writer
         for attempt, machine in self.landings.items():
-            if machine.deadline < LATE and attempt not in self.late and not tired:
-                yield "lease_passes", attempt
             if attempt in self.late and machine.deadline <= LATE:
                 yield "tick", attempt
             if machine.state in landing.AWAITING_FENCE:
                 yield "retry_fence", attempt
             if machine.state is LandingState.SEALED:
                 yield "commit", attempt
-            if machine.state in landing.LIVE and not tired:
+
+    def _changes_of_mind(self) -> Iterator[tuple[str, int]]:
+        for writer, machine in self.departures.items():
+            over = machine.state in departure.ENDED or machine.state is DepartureState.ABORTING
+            if not over and not self._gone(writer):
+                yield "abort", writer
+        for attempt, landing_machine in self.landings.items():
+            if landing_machine.state in landing.LIVE and "decode" not in self.dead:
                 yield "revoke", attempt
+
+    def _leases(self) -> Iterator[tuple[str, int]]:
+        for attempt, machine in self.landings.items():
+            if machine.deadline < LATE and attempt not in self.late and "decode" not in self.dead:
+                yield "lease_passes", attempt
+
+    def _patience(self) -> Iterator[tuple[str, int]]:
+        for writer, machine in self.departures.items():
+            if machine.unanswered(LATE) and not self._gone(writer):
+                yield "give_up_waiting", writer
+            elif machine.state is DepartureState.SPECULATIVE and not self._gone(writer):
+                yield "abort", writer  # its role gives it up: there is no clock for work without a ticket
 
     def _faults(self) -> Iterator[tuple[str, int]]:
         if self.faults >= self.setting.faults:
@@ -395,13 +410,19 @@ class World:
         self.dead |= {f"writer {writer}"}
         self.locks = frozenset(lock for lock in self.locks if lock[1] != f"writer {writer}")
         self.down[writer] = ()
+        self.numbers[f"departure {writer}"], self.announced[writer] = -1, 0
 
     def do_crash_decode(self, _: int) -> None:
         """Its arena is nobody's any more; the writers' links are lost."""
         self.faults += 1
         self.dead |= {"decode"}
+        self.arena, self.times_landed = (EMPTY,) * len(self.arena), (0,) * len(self.times_landed)
+        self.owner, self.late = None, frozenset()
+        self.locks = frozenset(lock for lock in self.locks if lock[1] != "decode")
+        for attempt in self.landings:
+            self.numbers[f"landing {attempt}"] = -1
         for writer, machine in self.departures.items():
-            self.up[writer] = ()
+            self.up[writer] = self.down[writer] = ()
             if machine.ticket is not None and machine.state not in departure.ENDED:
                 self.cut |= {writer}
 

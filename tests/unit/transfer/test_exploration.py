@@ -21,6 +21,7 @@ CALM = Setting(attempts=1, faults=0, endings=0)
 GHOST = Setting(attempts=1, layers=1, one_sided=False, ghost=True, faults=0, endings=1)
 
 
+@pytest.mark.timeout(600)  # a few seconds of one core; more where many share it
 @pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "two-sided"])
 def test_two_attempts_with_a_crash_at_any_moment(one_sided: bool) -> None:
     assert explore(replace(TWO_ATTEMPTS, one_sided=one_sided)) > 20_000
