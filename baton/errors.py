@@ -206,3 +206,10 @@ BY_CODE: dict[str, type[BatonError]] = _tree(BatonError)
 def from_code(code: str, message: str, param: str | None = None) -> BatonError:
     """Rebuild an error that crossed Baton's own wire. An unknown code becomes a plain BatonError."""
     return BY_CODE.get(code, BatonError)(message, param=param)
+
+
+def from_peer(code: str, message: str) -> BatonError:
+    """Rebuild the reason for which the other end of a hand-off gave it up. It ends the hand-off and never the request:
+    whether that can be served elsewhere is not the peer's to say. Cancelled stays what it is: somebody meant it."""
+    error = from_code(code, message)
+    return error if error.replaceable or isinstance(error, Cancelled) else HandoffFailed(f"the other end: {message}")

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.block_hash import BlockHash, root_hash
-from baton.errors import BatonError, Cancelled, Incomplete, NodeFailed, Stale
+from baton.errors import BatonError, Cancelled, Incomplete, NodeFailed, NodeGone, Stale
 from baton.failpoints import FAILPOINTS
 from baton.limits import ModelBounds, check_prompt
 from baton.types import AttemptKey, Incarnation, PeerAddress, SegmentRef, Ticket, TicketId, TokenEvent, Work, mint_id
@@ -240,7 +240,7 @@ class DecodeRole:
 
     def _drop_everything(self, incarnation: Incarnation | None) -> None:
         """The coordinator that gave us this work is gone or knows us no more: keep the cache, drop the rest."""
-        reason = Stale("this node has joined anew") if incarnation else Cancelled("no coordinator")
+        reason = Stale("this node has joined anew") if incarnation else NodeGone("this node has no coordinator")
         for sequence in self._scheduler.sequences():
             self._cancel(sequence.key, reason)
         for key in tuple(self._tickets):

@@ -109,6 +109,10 @@ class LinkedCluster(Cluster):
 
     # what rounds and scenarios ask for
 
+    def own(self, node: str) -> dict[str, object]:
+        """The settings that this node alone is started with."""
+        return self._mine[node]
+
     def running(self, name: str) -> bool:
         return name in self.pids()
 
@@ -119,7 +123,7 @@ class LinkedCluster(Cluster):
                 self.start(name)
 
     async def whole(self, within: float = 30.0) -> None:
-        """Wait until every node has joined and the cluster is ready."""
+        """Wait until every process that runs now has joined and was heard of late, and the cluster is ready."""
         async with asyncio.timeout(within):
             while not await self._all_serve():
                 await asyncio.sleep(0.05)
@@ -129,7 +133,9 @@ class LinkedCluster(Cluster):
             status = await self.status()
         except grpc.RpcError:
             return False
-        return status.ready and {node.name for node in status.nodes} == set(self.nodes)
+        patience = self.config.silence / 2
+        here = {node.name: node.pid for node in status.nodes if node.heard_seconds_ago < patience}
+        return status.ready and here == {name: pid for name, pid in self.pids().items() if name in self.nodes}
 
 
 def _spelled(address: Address) -> str:

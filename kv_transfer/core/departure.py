@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from baton.errors import BatonError, Incomplete, PeerGone, Stale, from_code
+from baton.errors import BatonError, Incomplete, PeerGone, Stale, from_peer
 from baton.types import AttemptKey, Incarnation, Ticket
 from kv_transfer.core import frames
 from kv_transfer.core.events import Aborted, Committed, LayerLanded, OutboundEvent, OutboundReport, SealInfo
@@ -269,7 +269,7 @@ class Departure:
     def refused(self, frame: frames.Refused) -> list[Output]:
         if not self._is_ours(frame) or self.state not in _OPEN:
             return [Ignored("stale")]
-        self.error = from_code(frame.code, frame.message)
+        self.error = from_peer(frame.code, frame.message)
         self.queue = ()
         self.state = DepartureState.ABORTING
         return self._end_if_idle()

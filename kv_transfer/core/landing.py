@@ -30,7 +30,7 @@ from baton.errors import (
     LayoutMismatch,
     LeaseExpired,
     Stale,
-    from_code,
+    from_peer,
 )
 from baton.types import Ticket
 from kv_transfer.core import frames
@@ -171,7 +171,7 @@ class Landing:
             return [Ignored("late")]  # its answer is the node's decision
         if not self.is_ours(frame) or self.state not in IN_DOUBT:
             return self._refuse(frame)
-        return self._lose(from_code(frame.code, frame.message))
+        return self._lose(from_peer(frame.code, frame.message))
 
     def renew(self, frame: frames.Renew, now: float) -> list[Output]:
         if self.is_ours(frame) and self.state is LandingState.SEALED:

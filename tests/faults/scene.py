@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import grpc
+
 from baton.pb.common_pb2 import Ledger
 from node_engine.paced import paced_reference
 from tests.clients import Clients
@@ -125,6 +127,13 @@ class Scene:
         await self.until("no request queued or running", idle)
         await self.quiet()
 
+    async def joined(self) -> set[str]:
+        """Names of the nodes that the coordinator, if there is one, knows."""
+        try:
+            return {node.name for node in (await self.cluster.status()).nodes}
+        except grpc.RpcError:
+            return set()
+
     async def counter(self, name: str) -> float:
         """One of the coordinator's own, over all labels."""
         counters = (await self.cluster.status()).counters
@@ -141,6 +150,11 @@ class Scene:
                 return
             assert loop.time() < patience, wrong
             await asyncio.sleep(_LOOK_EVERY)
+
+    def forget(self, operations: Iterable[Operation]) -> None:
+        """Those that were meant to fail are not judged with the others."""
+        for operation in operations:
+            self.clients.history.operations.remove(operation)
 
     def judge(self) -> list[str]:
         """What is wrong with the operations since the last time."""
