@@ -18,7 +18,8 @@ from baton.errors import ConfigError
 Port = Annotated[int, Meta(ge=0, le=65535)]
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(gt=0)]
+MAX_SECONDS = 1e6  # eleven days; timers do not take an infinite wait
+Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 
 
 def _help(text: str) -> Meta:
@@ -150,13 +151,18 @@ def parse_assignment(text: str) -> tuple[str, str]:
 
 
 def read_secret(value: str, field: str) -> str:
-    """A secret itself, or the first line of the file that `@FILE` names."""
+    """A secret itself, or what the file that `@FILE` names holds, without the white space around it. An empty file is
+    no key that happens to let everybody in: it raises ConfigError, as one that cannot be read does."""
     if not value.startswith("@"):
         return value
     try:
-        return Path(value[1:]).read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"{field} names {value[1:]!r}, which cannot be read: {error.strerror}") from None
+        secret = Path(value[1:]).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"{field} names {value[1:]!r}, which cannot be read: {reason}", param=field) from None
+    if not secret:
+        raise ConfigError(f"{field} names {value[1:]!r}, which is empty: write the key into it", param=field)
+    return secret
 
 
 def _from_file(path: str) -> dict[str, object]:

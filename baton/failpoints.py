@@ -71,8 +71,9 @@ POINTS: dict[str, frozenset[Action]] = {
     "link.coordinator.send": frozenset({Action.DELAY, Action.DROP, Action.DUPLICATE, Action.EXIT}),
 }
 
+_NUMBER = r"(?:\d+\.?\d*|\.\d+)"
 _ENTRY = re.compile(
-    r"(?P<name>[a-z_.]+)=(?P<action>[a-z]+)(\((?P<argument>[0-9.]+)\))?(@(?P<probability>[0-9.]+))?"
+    r"(?P<name>[a-z_.]+)=(?P<action>[a-z]+)(\((?P<argument>" + _NUMBER + r")\))?(@(?P<probability>" + _NUMBER + r"))?"
     r"(\+(?P<skip>\d+))?(\*(?P<times>\d+))?$"
 )
 

@@ -45,7 +45,7 @@ def build(cluster: ClusterView, readiness: Readiness, admin_token: str, refusals
     def guard(request: Request) -> None:
         gate.check(request.client.host if request.client else None, authorization(request))
 
-    app = FastAPI(title="Baton admin", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="Baton admin", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(Boundary, guard=guard, refusals=refusals)
     app.add_exception_handler(BatonError, errors.on_baton_error)
     app.add_exception_handler(HTTPException, errors.on_http_exception)

@@ -29,7 +29,13 @@ def build(intake: Intake, readiness: Readiness, api_key: str) -> FastAPI:
         if request.scope["path"] not in PUBLIC:  # not request.url, which the Host header has a part in
             key.check(authorization(request))
 
-    app = FastAPI(title="Baton", version=version(), redoc_url=None, swagger_ui_oauth2_redirect_url=None)
+    app = FastAPI(
+        title="Baton",
+        version=version(),
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+        redirect_slashes=False,  # a redirect would be built from the Host header, and has no body in OpenAI's shape
+    )
     app.add_middleware(Boundary, guard=guard, refusals=intake.refusals)
     app.add_exception_handler(BatonError, errors.on_baton_error)
     app.add_exception_handler(HTTPException, errors.on_http_exception)

@@ -159,7 +159,10 @@ def _explain(reason: str, body: bytes) -> InvalidRequest:
     if at is None:
         return InvalidRequest(f"the body must be a JSON object: {reason}")
     field, rest, expected = at["field"], at["rest"], reason[: at.start()]
-    worded = _fields.decode(body)[field]
+    try:
+        worded = _fields.decode(body)[field]
+    except RecursionError:  # only this pass looks inside a value of the wrong type
+        return InvalidRequest(f"{field} is nested too deeply: {expected}", param=field)
     if field == "prompt":
         return _explain_prompt(worded, rest, expected)
     return InvalidRequest(f"{field} is {_cut(bytes(worded).decode())}: {expected}{rest and f' at {rest}'}", param=field)
@@ -169,7 +172,7 @@ def _explain_prompt(worded: msgspec.Raw, rest: str, expected: str) -> InvalidReq
     """The message leaves the prompt itself out."""
     try:
         prompt = msgspec.json.decode(worded)
-    except msgspec.DecodeError:  # such as a number out of range
+    except (msgspec.DecodeError, RecursionError):  # such as a number out of range
         prompt = None
     if isinstance(prompt, list) and any(isinstance(item, str | list) for item in prompt):
         return InvalidRequest(

@@ -1,5 +1,6 @@
 """Which engine a node runs, and how much memory its cache gets. torch is imported only where a model needs it."""
 
+import math
 import os
 import shutil
 from dataclasses import replace
@@ -51,7 +52,13 @@ def compute_threads(config: Config) -> int:
 
 def cache_blocks(config: Config, block_bytes: int) -> int:
     """How many blocks fit in --kv-memory. Raises ConfigError when not even a few do."""
-    memory = parse_memory(config.kv_memory, shutil.disk_usage(config.segment_dir).free)
+    try:
+        free = shutil.disk_usage(config.segment_dir).free
+    except OSError as error:
+        raise ConfigError(
+            f"segment_dir {config.segment_dir!r} cannot be used ({error.strerror}): give --segment-dir a folder"
+        ) from None
+    memory = parse_memory(config.kv_memory, free)
     blocks = memory // block_bytes
     if blocks < 4:
         raise ConfigError(f"kv_memory {config.kv_memory!r} holds {blocks} blocks of {block_bytes} bytes: give it more")
@@ -63,11 +70,11 @@ def parse_memory(text: str, free: int) -> int:
     """`4GiB`, `512MiB`, a plain number of bytes, a share of `free` bytes such as 0.5, or auto."""
     if text == "auto":
         return min(_DEFAULT_MEMORY, int(_DEFAULT_SHARE * free))
+    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
     try:
-        for unit, size in _UNITS.items():
-            if text.endswith(unit):
-                return int(float(text.removesuffix(unit)) * size)
-        number = float(text)
+        number = float(text.removesuffix(unit)) * _UNITS.get(unit, 1)
     except ValueError:
-        raise ConfigError(f"kv_memory is {text!r}: say 4GiB, 512MiB, a share such as 0.5, or auto") from None
-    return int(number * free) if 0.0 < number < 1.0 else int(number)
+        number = math.nan
+    if not (math.isfinite(number) and number > 0):
+        raise ConfigError(f"kv_memory is {text!r}: say 4GiB, 512MiB, a share such as 0.5, or auto")
+    return int(number * free) if number < 1.0 and not unit else int(number)

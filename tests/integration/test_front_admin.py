@@ -51,7 +51,12 @@ async def test_a_token_closes_every_route_even_to_loopback() -> None:
 
 async def test_errors_have_our_shape() -> None:
     async with serving() as front:
-        for method, path, status in (("GET", "/nope", 404), ("DELETE", "/livez", 405), ("GET", "/admin/drain", 405)):
+        for method, path, status in (
+            ("GET", "/nope", 404),
+            ("GET", "/livez/", 404),
+            ("DELETE", "/livez", 405),
+            ("GET", "/admin/drain", 405),
+        ):
             response = await front.admin.request(method, path)
             assert response.status_code == status
             assert set(response.json()["error"]) == {"message", "type", "param", "code"}

@@ -79,6 +79,13 @@ HTTP_ONLY = [
     Bad("a number", b"5", None, "must be a JSON object"),
     Bad("deep nesting", b"[" * 100_000, None, ""),
     Bad("deep nesting in a field", b'{"prompt": [1], "stop": ' + b"[" * 100_000, None, "not JSON"),
+    Bad(
+        "deep nesting in a text",
+        b'{"prompt": [1], "user": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        "user",
+        "too deeply: Expected `str",
+    ),
+    Bad("deep nesting in the prompt", b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "prompt", "too deeply"),
     Bad("unknown field", GOOD | {"colour": "red"}, "colour", "colour is not a field"),
     Bad("misspelt field", GOOD | {"max_token": 5}, "max_token", "not a field"),
     Bad("prompt is a number", {"prompt": 5}, "prompt", "wrong type"),

@@ -136,3 +136,17 @@ async def test_prompts_and_outputs_are_never_logged(capfd: pytest.CaptureFixture
     assert "KeyError" not in logged
     assert CANARY not in logged
     assert "77777" not in logged
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "code"),
+    [
+        ("GET", "/nope", 404, "not_found"),
+        ("POST", "/v1/completions/", 404, "not_found"),  # no redirect: clients drop the body on one
+        ("GET", "/v1/completions", 405, "method_not_allowed"),
+    ],
+)
+async def test_routes_that_there_are_not(method: str, path: str, status: int, code: str) -> None:
+    async with serving() as front:
+        response = await front.http.request(method, path)
+        assert (response.status_code, response.json()["error"]["code"]) == (status, code)

@@ -24,6 +24,8 @@ def test_precedence(tmp_path: Path) -> None:
         ({"port": "70000"}, {}, ["port", "70000", "65535", "command line"]),
         ({"mode": "sideways"}, {}, ["mode", "sideways"]),
         ({"heartbeat": "0"}, {}, ["heartbeat"]),
+        ({"heartbeat": "inf"}, {}, ["heartbeat", "inf"]),
+        ({"request_timeout": "nan"}, {}, ["request_timeout", "nan"]),
         ({"no_such": "1"}, {}, ["no_such"]),
         ({}, {"BATON_BLOCK_SIZE": "many"}, ["block_size", "many", "environment"]),
         ({}, {"BATON_CONFIG": "/nowhere.toml"}, ["/nowhere.toml"]),
@@ -44,6 +46,15 @@ def test_secret_from_file_and_never_in_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         resolve({"api_key": ["s3cret"]}, environ={})
     assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("content", "told"), [(b"", "empty"), (b" \n", "empty"), (b"\xff", "UTF-8")])
+def test_a_file_without_a_key_does_not_switch_the_key_off(content: bytes, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=told) as caught:
+        resolve({"api_key": f"@{file}"}, environ={})
+    assert caught.value.param == "api_key"
 
 
 def test_bad_toml(tmp_path: Path) -> None:

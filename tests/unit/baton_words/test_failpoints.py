@@ -29,7 +29,16 @@ def test_probability_is_seeded() -> None:
 
 
 @pytest.mark.parametrize(
-    "spec", ["nonsense", "no.such.point=drop", "decode.commit.before=drop", "transfer.write.before=fly"]
+    "spec",
+    [
+        "nonsense",
+        "no.such.point=drop",
+        "decode.commit.before=drop",
+        "transfer.write.before=fly",
+        "transfer.write.before=delay(1.2.3)",
+        "transfer.write.before=drop@0.1.2",
+        "transfer.write.before=drop@.",
+    ],
 )
 def test_bad_specs_are_refused(spec: str) -> None:
     with pytest.raises(ConfigError):
