@@ -99,14 +99,18 @@ class Departures:
             self._carry_out(handoff, machine.abort(PeerGone(f"no transport dials {endpoint[:200]!r}")))
             return
         handoff.peer = (endpoint, ticket.decode.incarnation)
-        self._tickets[ticket.id] = key
+        self._leave_former_lives(handoff.peer)
         try:
-            lock = self._lock_of(handoff, ticket)
+            self._grant(handoff, ticket, self._lock_of(handoff, ticket))
         except HandoffFailed as error:  # decode is told why, and may offer another transport
-            self._carry_out(handoff, machine.grant(ticket, NoLock(), self._clock()))
+            self._grant(handoff, ticket, NoLock())
             self._carry_out(handoff, machine.abort(error))
-            return
-        self._carry_out(handoff, machine.grant(ticket, lock, self._clock()))
+
+    def _grant(self, handoff: _Handoff, ticket: Ticket, lock: departure.WriterLock) -> None:
+        outputs = handoff.machine.grant(ticket, lock, self._clock())
+        if handoff.machine.ticket is not None:  # the machine has taken it
+            self._tickets[ticket.id] = handoff.machine.key
+        self._carry_out(handoff, outputs)
 
     def _lock_of(self, handoff: _Handoff, ticket: Ticket) -> departure.WriterLock:
         """Raises Unmappable."""
@@ -184,6 +188,14 @@ class Departures:
         self._arenas.close()
 
     # links
+
+    def _leave_former_lives(self, peer: Peer) -> None:
+        """An endpoint has one incarnation at a time: close links to earlier ones, of whose end nobody may have told us
+        (a coordinator that is started again does not know them), once nothing of theirs is under way."""
+        in_use = {handoff.peer for handoff in self._handoffs.values()}
+        for other, link in self._links.each():
+            if other[0] == peer[0] and other not in in_use and not link.unacknowledged:
+                self._links.drop(other)
 
     def _receive(self, link: PeerLink) -> None:
         for _ in range(_BATCH):

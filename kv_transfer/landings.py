@@ -84,7 +84,8 @@ class Landings:
         if ticket.transport != "shm":
             return lambda: True
         assert fences is not None, "a one-sided ticket for an arena without a fence file"
-        return lambda: fences.close_off(ticket.fence)
+        byte = ticket.fence
+        return lambda: fences.close_off(byte)
 
     def commit(self, ticket: TicketId) -> None:
         granted = self._granted.get(ticket)
@@ -218,7 +219,7 @@ class Landings:
             outputs = machine.landed(frame, right, self._clock())
             self._failpoints.hit("transfer.land.after")
         except HandoffFailed as error:
-            return machine.revoke(error)
+            return [*outputs, *machine.revoke(error)]
         if right:
             self.counters["bytes_landed"] += frame.size
             self.counters["slabs_landed"] += frame.area.slabs
@@ -280,6 +281,7 @@ class Landings:
         if self._granted.pop(ticket, None) is None:
             return
         self._timers.drop(ticket)
+        machine.forget_slabs()
         self._ended[ticket] = machine
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)

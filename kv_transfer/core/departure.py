@@ -172,7 +172,7 @@ class Departure:
     def abort(self, error: BatonError) -> list[Output]:
         if self.state not in _OPEN:
             return [Ignored("abort")]
-        self.error = error
+        self.error = error.with_traceback(None)  # whose frames would hold the peer's arena for as long as this is kept
         self.queue = ()
         self.tell = self.ticket is not None
         self.state = DepartureState.ABORTING

@@ -19,7 +19,7 @@ inputs that change nothing and are only counted. COMMITTED and LOST are absorbin
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from baton.errors import (
@@ -203,6 +203,11 @@ class Landing:
             return [Fenced(self.ticket.id)]
         return []
 
+    def forget_slabs(self) -> None:
+        """It has ended: keep only what late frames are answered with."""
+        self.ticket = replace(self.ticket, offsets=())
+        self.arrived, self.seal_info = 0, None
+
     # the rules
 
     def is_ours(self, frame: frames.Frame) -> bool:
@@ -252,7 +257,7 @@ class Landing:
         return self._lose(HandoffFailed(f"no slab landed for {self.progress_timeout} s (progress_timeout)"))
 
     def _lose(self, error: BatonError) -> list[Output]:
-        self.error = error
+        self.error = error.with_traceback(None)  # whose frames would hold payloads for as long as this is remembered
         fenced = self.state is LandingState.SEALED or self.fence()
         self.state = LandingState.LOST if fenced else LandingState.QUARANTINED
         refused = frames.Refused(*self._ids, code=error.code, message=error.message[:512])

@@ -55,6 +55,7 @@ class CoordinatorLink:
         self._unsent: asyncio.Queue[cluster_pb2.NodeMessage] = asyncio.Queue(MAX_UNSENT)
         self._overflow = asyncio.Event()  # the coordinator reads too slowly
         self._was_member = False
+        self._heard = 0.0  # when the coordinator last said anything, on the loop's clock
         self._lost: asyncio.TimerHandle | None = None
         self._log = log.get("link")
 
@@ -101,7 +102,7 @@ class CoordinatorLink:
     def _disconnected(self) -> None:
         self._incarnation = Incarnation("")
         loop = asyncio.get_running_loop()
-        self._lost = loop.call_later(self._silence, self._deliver, messages.CoordinatorLost())
+        self._lost = loop.call_at(self._heard + self._silence, self._deliver, messages.CoordinatorLost())
 
     async def _session(self, call: grpc.aio.StreamStreamCall) -> None:
         """One stream from Join to its end. Raises AioRpcError or TimeoutError when it ends."""
@@ -115,9 +116,7 @@ class CoordinatorLink:
                 await self._read(call, numbers)
                 for task in running:
                     task.cancel()
-        except* grpc.aio.AioRpcError as group:
-            raise _first(group) from None
-        except* TimeoutError as group:
+        except* (grpc.aio.AioRpcError, TimeoutError) as group:  # or both at once: one says enough
             raise _first(group) from None
         finally:
             call.cancel()
@@ -129,6 +128,10 @@ class CoordinatorLink:
             raise TimeoutError
         if first.WhichOneof("message") == "refusal":
             raise ConfigError(f"the coordinator refused this node: {first.refusal.error.message}")
+        if first.WhichOneof("message") != "welcome":
+            self._log.warning("the welcome was lost: joining anew")
+            raise TimeoutError
+        self._heard = asyncio.get_running_loop().time()
         numbers.is_new(first)
         while not self._unsent.empty():
             self._unsent.get_nowait()
@@ -152,6 +155,7 @@ class CoordinatorLink:
             if message is None:
                 self._log.warning("a damaged message: joining anew")
                 return
+            self._heard = asyncio.get_running_loop().time()
             try:
                 command = command_from_pb(message) if numbers.is_new(message) else None
             except link_codec.MessagesLost as error:

@@ -133,6 +133,56 @@ async def test_a_damaged_message_ends_the_stream_and_not_the_node(monkeypatch: p
         assert not rig.running.done()
 
 
+async def test_a_lost_welcome_ends_the_stream_and_not_the_node() -> None:
+    async def attach(number: int, context: Any) -> None:
+        if number == 1:
+            await context.write(CoordinatorMessage(number=2, ping=pb.Ping()))
+            await asyncio.Event().wait()
+        await pinging(number, context)
+
+    async with linked(attach) as rig:
+        assert await rig.joined() == f"{2:016x}"
+        assert not rig.running.done()
+
+
+async def test_a_stream_that_ends_in_two_ways_at_once_does_not_end_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())
+
+    async def overflow(self: CoordinatorLink) -> None:
+        raise TimeoutError
+
+    async def write(self: CoordinatorLink, call: Any) -> None:
+        raise failed
+
+    async with linked(pinging) as rig:
+        first = await rig.joined()
+        with monkeypatch.context() as patch:
+            patch.setattr(CoordinatorLink, "_until_overflow", overflow)
+            patch.setattr(CoordinatorLink, "_write", write)
+            rig.between.strand()
+            assert await rig.joined() != first
+        assert await rig.joined()
+        assert not rig.running.done()
+
+
+async def test_who_hears_nothing_holds_nothing_for_longer_than_the_silence() -> None:
+    """Noticing the silence takes all of the patience there is: what is held goes then, and not after as long again."""
+
+    async def attach(number: int, context: Any) -> None:
+        if number == 1:
+            await context.write(welcome(number))
+        await asyncio.Event().wait()
+
+    async with linked(attach) as rig:
+        await rig.joined()
+        silent = []
+        async with asyncio.timeout(PATIENCE):
+            silent.append(await rig.delivered.get())
+        assert silent == [CoordinatorLost()]
+        assert rig.link._lost is not None
+        assert rig.link._lost.when() <= rig.link._heard + SILENCE
+
+
 async def test_who_was_never_a_member_ends_when_refused() -> None:
     async def attach(number: int, context: Any) -> None:
         await context.write(refusal())
