@@ -42,10 +42,10 @@ def run(device: torch.device, context: int, rounds: int, command: str) -> list[R
     source = torch.ones(_COPIED[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copied = 2 * source.nbytes / _median(lambda: target.copy_(source), device, rounds)
-    rows = [row("kernels/copy", copied / 1e9, "GB/s", command)]
+    rows = [row("attention/copy", copied / 1e9, "GB/s", command)]
     for batch in BATCHES[device.type]:
         rate = _decode_rate(device, batch, context, rounds)
-        rows.append(row(f"kernels/decode_{context}_batch_{batch}", rate / 1e9, "GB/s", command, copied / 1e9))
+        rows.append(row(f"attention/decode_{context}_batch_{batch}", rate / 1e9, "GB/s", command, copied / 1e9))
     return rows
 
 
