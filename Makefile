@@ -36,7 +36,7 @@ bench: setup
 	$(BIN)/python -m benchmarks all
 
 chaos: setup
-	$(BIN)/python -m pytest -q tests/chaos --chaos-rounds=200
+	$(BIN)/python -m pytest -q tests/chaos tests/faults --chaos-rounds=200 --every-fault
 
 soak: setup
 	$(BIN)/python -m pytest -q tests/soak --soak-seconds=1800 --timeout=2400

@@ -7,8 +7,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("chaos")
     group.addoption("--chaos-rounds", type=int, default=10, help="Rounds of random faults")
     group.addoption("--chaos-seed", type=int, default=1, help="Seed of the first round; the others follow it")
-    group.addoption("--every-fault", action="store_true", help="Every fault in every state, instead of a few of them")
+    group.addoption("--every-fault", action="store_true", help="Play also what is marked as thorough")
     group.addoption("--chaos-stage", default="", help="Play every round on this stage")
     soak = parser.getgroup("soak")
     soak.addoption("--soak-seconds", type=float, default=4.0, help="How long the mixed load runs")
     soak.addoption("--soak-seed", type=int, default=1, help="Seed of what is asked")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--every-fault"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]

@@ -65,6 +65,7 @@ async def test_blocks_stay_quarantined_until_the_writer_is_dead(scene: Scene) ->
     await scene.settle()
 
 
+@pytest.mark.thorough
 async def test_a_writer_that_wakes_up_writes_into_nobodys_blocks(scene: Scene) -> None:
     asked = await frozen_in_a_write(scene, salt=400)
     for one in asked:
@@ -77,6 +78,7 @@ async def test_a_writer_that_wakes_up_writes_into_nobodys_blocks(scene: Scene) -
     await scene.settle()
 
 
+@pytest.mark.thorough
 async def test_no_message_releases_them(scene: Scene) -> None:
     """Decode joins anew, the coordinator is another one: the writer is as alive as before, and so is its lock."""
     asked = await frozen_in_a_write(scene, salt=700)

@@ -18,8 +18,18 @@ async def decode_of(scene: Scene) -> str:
     return (await scene.until_blocks("in_use")).node
 
 
-@pytest.mark.parametrize("door", [Door.SSE, Door.GRPC_STREAM], ids=lambda door: door.value)
-@pytest.mark.parametrize("tokens", [1, 2, 17])
+@pytest.mark.parametrize(
+    ("tokens", "door"),
+    [
+        (1, Door.SSE),
+        (2, Door.GRPC_STREAM),
+        (17, Door.SSE),
+        pytest.param(1, Door.GRPC_STREAM, marks=pytest.mark.thorough),
+        pytest.param(2, Door.SSE, marks=pytest.mark.thorough),
+        pytest.param(17, Door.GRPC_STREAM, marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
 async def test_decode_dies_mid_stream(scene: Scene, tokens: int, door: Door) -> None:
     asked = scene.ask(call(door, 50, OUTPUT, salt=tokens))
     await scene.until_tokens(asked, tokens)
@@ -50,6 +60,7 @@ async def test_prefill_dies_and_its_prompts_are_placed_again(scene: Scene) -> No
     assert await scene.counter("baton_replaced_total") > replaced
 
 
+@pytest.mark.thorough
 async def test_every_node_dies_one_after_the_other_under_one_stream(scene: Scene) -> None:
     asked = scene.ask(call(Door.SSE, 33, 400, salt=9))
     for tokens, name in ((5, "decode-0"), (50, "prefill-0"), (90, "decode-1")):
