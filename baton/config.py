@@ -142,6 +142,11 @@ def resolve(flags: Mapping[str, object], *, environ: Mapping[str, str] = os.envi
     return Config(**merged)  # type: ignore[arg-type]
 
 
+def model_name(config: Config) -> str:
+    """What clients call the model: --served-model-name, or the last part of --model."""
+    return config.served_model_name or Path(config.model).name or config.engine
+
+
 def parse_assignment(text: str) -> tuple[str, str]:
     """`--set KEY=VALUE`."""
     key, separator, value = text.partition("=")

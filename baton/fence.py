@@ -20,7 +20,6 @@ from baton.errors import PeerGone
 from baton.segment import FENCE_SUFFIX, open_peer
 
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
-MAX_FENCE = 2**62
 
 
 def _lock(fd: int, kind: int, byte: int) -> bool:

@@ -10,7 +10,7 @@ import grpc.aio
 from prometheus_client import generate_latest
 
 from baton import link_codec, log
-from baton.config import Config
+from baton.config import Config, model_name
 from baton.errors import ConfigError
 from baton.limits import LINK_OPTIONS
 from baton.pb import cluster_pb2_grpc
@@ -126,11 +126,6 @@ class Coordinator:
 
     def metrics(self) -> bytes:
         return generate_latest(self._metrics.registry)
-
-
-def model_name(config: Config) -> str:
-    """What clients call the model: --served-model-name, or the last part of --model."""
-    return config.served_model_name or Path(config.model).name or config.engine
 
 
 async def coordinate(config: Config, stop: asyncio.Event) -> None:

@@ -1,10 +1,10 @@
 """Who may do what. Keys are compared in constant time; they are never logged."""
 
 import hmac
-import ipaddress
 
 from baton.config import Config
-from baton.errors import ConfigError, Unauthenticated
+from baton.errors import Unauthenticated
+from baton.exposure import is_loopback, require_key
 
 
 class BearerKey:
@@ -43,26 +43,8 @@ class AdminGate:
             raise Unauthenticated("admin calls from another host need --admin-token to be set and sent")
 
 
-def is_loopback(host: str) -> bool:
-    """Of an address or the name localhost; any other name counts as reachable from outside."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost"
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
-
-
 def check_exposure(settings: Config) -> None:
-    """Refuse to listen where others can reach without the key that would keep them out. Raises ConfigError."""
-    if settings.insecure:
-        return
+    """Every port of the coordinator has its key. Raises ConfigError."""
     for host, key in (("host", "api_key"), ("cluster_host", "cluster_token"), ("admin_host", "admin_token")):
-        address = getattr(settings, host)
-        if not is_loopback(address) and not getattr(settings, key):
-            flag, wanted = (f"--{field.replace('_', '-')}" for field in (host, key))
-            raise ConfigError(
-                f"{flag} {address} can be reached from other hosts and {wanted} is not set: "
-                f"set {wanted}, or bind to 127.0.0.1, or say --insecure",
-                param=key,
-            )
+        flag = f"--{host.replace('_', '-')}"
+        require_key(flag, getattr(settings, host), key, getattr(settings, key), insecure=settings.insecure)

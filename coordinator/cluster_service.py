@@ -1,12 +1,6 @@
 """baton.v1.Cluster: what operators ask."""
 
-from pathlib import Path
-from typing import Any
-from urllib.parse import unquote
-
-import grpc
-
-from baton.config import Config
+from baton.config import Config, model_name
 from baton.errors import BatonError, InvalidRequest, NotAvailable
 from baton.failpoints import FAILPOINTS, Failpoints
 from baton.pb import cluster_pb2 as pb
@@ -14,13 +8,12 @@ from baton.pb import cluster_pb2_grpc
 from coordinator.auth import AdminGate
 from coordinator.core.registry import Node
 from coordinator.dispatcher import Dispatcher
+from coordinator.grpc_terms import Context, require_admin, told
 from coordinator.ledgers import Ledgers
 from coordinator.metrics import Metrics
 from coordinator.warmup import Readiness
 
 COORDINATOR = "coordinator"  # its name among the nodes, for failpoints
-
-Context = Any  # grpc.aio.ServicerContext, which ships without types
 
 
 class ClusterService(cluster_pb2_grpc.ClusterServicer):
@@ -35,20 +28,19 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         self._gate = AdminGate(config.admin_token)
 
     async def Status(self, _: pb.StatusRequest, context: Context) -> pb.StatusResponse:
-        await self._authorize(context)
-        return self.status()
+        async with told(context):
+            require_admin(context, self._gate)
+            return self.status()
 
     async def Ledger(self, _: pb.LedgerRequest, context: Context) -> pb.LedgerResponse:
-        await self._authorize(context)
-        return await self._ledgers.collect()
+        async with told(context):
+            require_admin(context, self._gate)
+            return await self._ledgers.collect()
 
     async def ArmFailpoints(self, request: pb.ArmFailpointsRequest, context: Context) -> pb.ArmFailpointsResponse:
-        await self._authorize(context)
-        try:
+        async with told(context):
+            require_admin(context, self._gate)
             return pb.ArmFailpointsResponse(nodes=self.arm(request.node, request.spec))
-        except BatonError as error:
-            await _abort(context, error)
-            raise
 
     def status(self) -> pb.StatusResponse:
         brain = self._dispatcher.brain
@@ -58,7 +50,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             ready=ready,
             reason=reason,
             mode=self._dispatcher.mode,
-            model=self._config.served_model_name or Path(self._config.model).name,
+            model=model_name(self._config),
             queued=brain.queued,
             running=brain.running,
             nodes=[self._node_status(node) for node in nodes],
@@ -95,23 +87,3 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             placed=self._dispatcher.brain.placed_on(node.incarnation),
             stats=node.stats,
         )
-
-    async def _authorize(self, context: Context) -> None:
-        """With an admin token everybody needs it; without one only this machine may ask."""
-        given = dict(context.invocation_metadata()).get("authorization")
-        try:
-            self._gate.check(peer_host(context.peer()), str(given).encode() if given is not None else None)
-        except BatonError as error:
-            await _abort(context, error)
-
-
-def peer_host(peer: str) -> str | None:
-    """The address in grpc's name for a peer: `ipv4:127.0.0.1:4711`, `ipv6:%5B::1%5D:4711`; a Unix socket is local."""
-    kind, _, address = unquote(peer).partition(":")
-    if kind == "unix":
-        return "localhost"
-    return address.rpartition(":")[0].strip("[]") or None
-
-
-async def _abort(context: Context, error: BatonError) -> None:
-    await context.abort(getattr(grpc.StatusCode, error.grpc_code), error.message)

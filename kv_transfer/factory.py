@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from baton.clock import Clock, steady
 from baton.config import Config
+from baton.exposure import host_part, require_key
 from baton.failpoints import FAILPOINTS, Failpoints
 from baton.fence import ArenaFences
 from baton.kv_layout import KVLayout
@@ -21,7 +22,7 @@ from kv_transfer.inbound_plane import InboundTransfer
 from kv_transfer.memory_link import MemoryDecodeLink, MemoryDialer
 from kv_transfer.outbound_plane import OutboundTransfer
 from kv_transfer.plane import InboundPlane, OutboundPlane
-from kv_transfer.security import derive_keys, require_token
+from kv_transfer.security import derive_keys
 from kv_transfer.settings import TransferSettings
 from kv_transfer.transport import DecodeLink, Dialer
 from kv_transfer.zmq_link import ZmqDecodeLink, ZmqDialer
@@ -116,7 +117,7 @@ def build_inbound(
     if settings.transport == "memory":
         link = MemoryDecodeLink()
     else:
-        require_token(settings.listen, token, settings.insecure)
+        require_key("--listen", host_part(settings.listen), "cluster_token", token, insecure=settings.insecure)
         link = ZmqDecodeLink(derive_keys(token), settings)
     return InboundTransfer(
         arena=arena,

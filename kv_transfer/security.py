@@ -7,14 +7,11 @@ belongs to the cluster, not to a node: which node speaks is told by the incarnat
 """
 
 import hashlib
-import ipaddress
 from dataclasses import dataclass
 from functools import lru_cache
 
 import zmq
 from zmq.utils import z85
-
-from baton.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +24,6 @@ class KeyPair:
 class ClusterKeys:
     decode: KeyPair
     writer: KeyPair
-
-
-def require_token(listen: str, token: str, insecure: bool) -> None:
-    """Raises ConfigError for a socket that other hosts can reach and that anyone's keys would open."""
-    if token or insecure or _is_loopback(listen.rpartition(":")[0].strip("[]")):
-        return
-    raise ConfigError(
-        f"--listen {listen} can be reached from other hosts and --cluster-token is not set: "
-        "set --cluster-token, or listen on 127.0.0.1, or say --insecure",
-        param="cluster_token",
-    )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 @lru_cache(maxsize=8)

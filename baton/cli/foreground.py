@@ -13,7 +13,7 @@ from baton.cli import detach
 from baton.cli.output import LogFiles, Output, Relay
 from baton.cli.ports import Endpoints
 from baton.cli.supervisor import running
-from baton.config import Config
+from baton.config import Config, model_name
 
 
 def supervise(config: Config, logs: Path | None) -> int:
@@ -71,7 +71,9 @@ def _progress(console: Console, config: Config) -> Iterator[None]:
 def announcement(config: Config, where: Endpoints) -> str:
     """What `up` prints once a token has come through."""
     key = ' -H "Authorization: Bearer $BATON_API_KEY"' if config.api_key else ""
-    body = """'{"prompt": "Once upon a time", "max_tokens": 32, "stream": true}'"""
+    prompt = "[1, 2, 3]" if config.engine == "paced" else '"Once upon a time"'  # the paced engine has no tokenizer
+    fields = '"return_token_ids": true, ' if config.engine == "paced" else ""
+    body = f"""'{{"prompt": {prompt}, "max_tokens": 32, {fields}"stream": true}}'"""
     return (
         f"Baton is ready: {_shape(config)}\n"
         f"  HTTP   http://{where.http}/v1\n"
@@ -82,6 +84,5 @@ def announcement(config: Config, where: Endpoints) -> str:
 
 
 def _shape(config: Config) -> str:
-    model = config.served_model_name or Path(config.model).name or "paced engine"
     nodes = f"{config.prefill} prefill + {config.decode} decode" if config.prefill else f"{config.decode} decode"
-    return f"{model}, {nodes}, {config.mode}"
+    return f"{model_name(config)}, {nodes}, {config.mode}"

@@ -30,11 +30,6 @@ class Node:
         info = self.info
         return PeerAddress(info.name, self.incarnation, info.host_id, info.transfer_endpoint)
 
-    @property
-    def reported_room(self) -> int | None:
-        """Blocks free or evictable at the last heartbeat."""
-        return None if self.stats is None else self.stats.blocks_free + self.stats.blocks_cached
-
 
 class Registry:
     """`silence` and `stall` in seconds."""

@@ -91,11 +91,6 @@ class Scheduler:
         return self._computing[sequence]
 
     @property
-    def has_work(self) -> bool:
-        """Whether `next_step` may find something to compute."""
-        return any(self._table.within(state) for state in (WAITING, PREFILLING, RUNNING))
-
-    @property
     def free_slots(self) -> int:
         """How many sequences `expect` would still take: what a node reports as room for new work."""
         return self._residency.unclaimed_slots

@@ -10,14 +10,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-
 from baton import log, wire
 from baton import segment as segments
 from baton.clock import steady
 from baton.config import Config
 from baton.errors import ConfigError
+from baton.exposure import host_part, require_key
 from baton.pb import cluster_pb2
 from baton.segment import Segment
 from baton.types import NodeName, Role, mint_id
@@ -29,6 +27,7 @@ from node_engine.core.step import Engine
 from node_engine.host.compute import ComputeThread, WhenIdle
 from node_engine.host.coordinator_link import CoordinatorLink
 from node_engine.host.engines import build_engine, cache_blocks
+from node_engine.host.health import HealthPort
 from node_engine.host.inbox import Inbox
 from node_engine.reporter import Reporter
 from node_engine.role import NodeParts, RolePolicy
@@ -40,6 +39,7 @@ async def host_node(config: Config, role: Role, make_role: MakeRole, stop: async
     """Run one node until `stop` is set. Raises ConfigError for what a restart would not mend."""
     if not config.coordinator:
         raise ConfigError("coordinator is not set: give --coordinator HOST:PORT")
+    require_key("--listen", host_part(config.listen), "cluster_token", config.cluster_token, insecure=config.insecure)
     name = NodeName(config.name or f"{role.value}-{mint_id(32)}")
     log.configure(config.log_level, config.log_format, node=name)
     engine = await asyncio.to_thread(build_engine, config)
@@ -98,19 +98,24 @@ class _Node:
 
     async def run(self, stop: asyncio.Event) -> None:
         self._compute.start(self._role)
-        health_port = await _serve_health(self._config)
-        log.get("node").info("serving", role=self._role_name.value, health_port=health_port, pid=os.getpid())
-        link = asyncio.create_task(self._link.run())
+        health = HealthPort(self._config)
+        link: asyncio.Task[None] | None = None
         stopping = asyncio.create_task(stop.wait())
         try:
+            await health.start()
+            log.get("node").info("serving", role=self._role_name.value, health_port=health.port, pid=os.getpid())
+            link = asyncio.create_task(self._link.run())
             await asyncio.wait({link, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if link.done():
                 link.result()
+            await health.leaving()
             await self._leave()
         finally:
-            stopping.cancel()
-            link.cancel()
-            await asyncio.gather(link, stopping, return_exceptions=True)
+            tasks = [task for task in (link, stopping) if task is not None]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await health.stop()
             await asyncio.to_thread(self._compute.stop)
             await asyncio.to_thread(self._role.close)
 
@@ -170,17 +175,3 @@ def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments
     """From the compute thread to the loop. A loop that has ended has nobody left to tell."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(call, *arguments)
-
-
-async def _serve_health(config: Config) -> int:
-    """grpc.health.v1 on the node's own port; returns the port, -1 when switched off."""
-    if config.health_port < 0:
-        return -1
-    server = grpc.aio.server()
-    servicer = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    host = config.listen.rpartition(":")[0]
-    port: int = server.add_insecure_port(f"{host}:{config.health_port}")
-    await server.start()
-    await servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-    return port

@@ -13,8 +13,6 @@ from baton.failpoints import FAILPOINTS
 from baton.pb import cluster_pb2 as pb
 from baton.pb import cluster_pb2_grpc
 from baton.pb.common_pb2 import Ledger
-from coordinator.auth import is_loopback
-from coordinator.cluster_service import peer_host
 from coordinator.metrics import STAGES
 from tests.fakes import FakeNode
 from tests.integration.coordinator_bench import Bench, coordinator
@@ -52,6 +50,11 @@ async def test_status(bench: Bench) -> None:
     assert status.counters["baton_generated_tokens_total"] == 4
     assert not status.ready
     assert "warm-up" in status.reason
+
+
+async def test_the_model_has_its_name_whatever_the_engine() -> None:
+    async with coordinator(engine="paced") as bench:
+        assert (await call(bench, "Status", pb.StatusRequest())).model == "paced"
 
 
 async def answer_ledger(node: FakeNode) -> None:
@@ -111,28 +114,8 @@ async def test_the_admin_token_guards_every_method(method: str) -> None:
 async def test_without_a_token_only_loopback_may_ask(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with coordinator(failpoints_rpc=True) as bench:
         await call(bench, method, METHODS[method])
-        monkeypatch.setattr("coordinator.cluster_service.peer_host", lambda peer: "10.0.0.1")
+        monkeypatch.setattr("coordinator.grpc_terms.peer_address", lambda peer: "10.0.0.1")
         assert await code_of(bench, method, METHODS[method]) == "UNAUTHENTICATED"
-
-
-@pytest.mark.parametrize(
-    ("peer", "local"),
-    [
-        ("ipv4:127.0.0.1:4711", True),
-        ("ipv4:127.8.9.1:4711", True),
-        ("ipv6:%5B::1%5D:4711", True),
-        ("ipv6:[::ffff:127.0.0.1]:4711", True),
-        ("unix:/tmp/socket", True),
-        ("ipv4:10.0.0.1:4711", False),
-        ("ipv6:%5B2001:db8::1%5D:4711", False),
-        ("ipv6:[::ffff:10.0.0.1]:1", False),
-        ("nonsense", False),
-        ("", False),
-    ],
-)
-def test_who_is_local(peer: str, local: bool) -> None:
-    host = peer_host(peer)
-    assert (host is not None and is_loopback(host)) is local
 
 
 # readiness

@@ -33,7 +33,7 @@ _REFERENCE = re.compile(r"`([\w./]+\.py):([A-Za-z_][\w.]*)`")
 _FILE = re.compile(r"`((?:[\w-]+/)+[\w.-]*)`")
 _LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
 _HEADING = re.compile(r"^(#+) +(.*)$", re.MULTILINE)
-_DOCUMENT = re.compile(r"\b((?:docs|kernels)/[\w./-]*\w)")
+_DOCUMENT = re.compile(r"\b(docs/[\w./-]*\w|kernels/[\w./-]*\.\w+)")
 
 
 def ids(paths: list[Path]) -> list[str]:

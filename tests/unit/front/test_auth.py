@@ -4,7 +4,8 @@ import pytest
 
 from baton.config import Config
 from baton.errors import ConfigError, Unauthenticated
-from coordinator.auth import AdminGate, BearerKey, check_exposure, is_loopback
+from baton.exposure import is_loopback
+from coordinator.auth import AdminGate, BearerKey, check_exposure
 from coordinator.grpc_terms import peer_address
 
 
@@ -26,6 +27,9 @@ def test_not_loopback(host: str) -> None:
         ("ipv4:127.0.0.1:5", "127.0.0.1"),
         ("ipv6:[::1]:5", "::1"),
         ("ipv6:%5B::1%5D:5", "::1"),
+        ("ipv6:[::ffff:10.0.0.1]:1", "::ffff:10.0.0.1"),
+        ("ipv6:%5B2001:db8::1%5D:4711", "2001:db8::1"),
+        ("nonsense", None),
         ("unix:/tmp/x", None),
         ("", None),
     ],

@@ -1,0 +1,33 @@
+"""Where one may listen without a key: on this machine only."""
+
+import ipaddress
+
+from baton.errors import ConfigError
+
+
+def is_loopback(host: str) -> bool:
+    """Of an address or the name localhost; any other name counts as reachable from outside."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def require_key(flag: str, host: str, key_field: str, key: str, *, insecure: bool) -> None:
+    """Refuse to listen on `host`, the value of `flag`, where others can reach without the key that would keep them
+    out. Raises ConfigError."""
+    if key or insecure or is_loopback(host):
+        return
+    wanted = "--" + key_field.replace("_", "-")
+    raise ConfigError(
+        f"{flag} {host} can be reached from other hosts and {wanted} is not set: "
+        f"set {wanted}, or bind to 127.0.0.1, or say --insecure",
+        param=key_field,
+    )
+
+
+def host_part(endpoint: str) -> str:
+    """The HOST of HOST:PORT, without the brackets of an IPv6 address."""
+    return endpoint.rpartition(":")[0].strip("[]")

@@ -1,0 +1,58 @@
+"""A node's health port answers for as long as the node lives."""
+
+import gc
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from baton.config import Config
+from baton.errors import ConfigError
+from node_engine.host.health import NO_PORT, HealthPort
+
+CHECK = health_pb2.HealthCheckRequest()
+KINDS = health_pb2.HealthCheckResponse
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[HealthPort]:
+    health = HealthPort(Config())
+    await health.start()
+    gc.collect()
+    try:
+        yield health
+    finally:
+        await health.stop()
+
+
+async def test_it_serves_and_says_when_the_node_leaves() -> None:
+    async with serving() as health, grpc.aio.insecure_channel(f"127.0.0.1:{health.port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        assert (await stub.Check(CHECK, timeout=5)).status == KINDS.SERVING
+        await health.leaving()
+        assert (await stub.Check(CHECK, timeout=5)).status == KINDS.NOT_SERVING
+
+
+async def test_it_says_what_it_serves() -> None:
+    async with serving() as health, grpc.aio.insecure_channel(f"127.0.0.1:{health.port}") as channel:
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(timeout=5)
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        answer = await call.read()
+        call.cancel()
+    assert "grpc.health.v1.Health" in {service.name for service in answer.list_services_response.service}
+
+
+async def test_a_port_in_use_is_told() -> None:
+    async with serving() as health:
+        with pytest.raises(ConfigError, match="--health-port"):
+            await HealthPort(Config(health_port=health.port)).start()
+
+
+async def test_none_is_none() -> None:
+    health = HealthPort(Config(health_port=NO_PORT))
+    await health.start()
+    assert health.port == NO_PORT
+    await health.stop()
