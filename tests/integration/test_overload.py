@@ -1,5 +1,4 @@
-"""More than a small cluster can take: what is turned away is told so at once, and what is taken in is answered
-right."""
+"""More than a small cluster can take: what is turned away is told so at once, what is taken in is answered right."""
 
 import asyncio
 from collections import Counter
