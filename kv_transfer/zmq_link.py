@@ -4,7 +4,7 @@ Each end has a context of its own, so that the one authenticator a context can h
 are translated here and go no further.
 
 ZMTP's own heartbeats stay off: libzmq (4.3.5) aborts the whole process when a heartbeat falls due on a connection that
-was reset while its reader was at the high-water mark (`Assertion failed: !_io_error`, libzmq issue 4364). A host that
+was reset while its reader was at the high-water mark (`Assertion failed: !_io_error`, libzmq 4364). A host that
 is gone is noticed by TCP; a peer that is there and silent, by the hand-offs that wait for it.
 """
 
