@@ -103,6 +103,9 @@ class Failpoints:
         with self._lock:
             self._armed = parsed
 
+    def seed(self, seed: int) -> None:
+        self._random.seed(seed)
+
     def armed(self, name: str) -> bool:
         return name in self._armed
 
@@ -166,4 +169,13 @@ def _parse(entry: str) -> tuple[str, _Armed]:
     )
 
 
-FAILPOINTS = Failpoints(os.environ.get("BATON_FAILPOINTS", ""), int(os.environ.get("BATON_FAILPOINTS_SEED", "0")))
+FAILPOINTS = Failpoints()  # of this process
+
+
+def arm_from_environment() -> None:
+    """BATON_FAILPOINTS and BATON_FAILPOINTS_SEED. Raises ConfigError naming the bad entry."""
+    seed = os.environ.get("BATON_FAILPOINTS_SEED", "0")
+    if not seed.isdecimal():
+        raise ConfigError(f"BATON_FAILPOINTS_SEED is {seed!r}: it must be a number")
+    FAILPOINTS.seed(int(seed))
+    FAILPOINTS.arm(os.environ.get("BATON_FAILPOINTS", ""))

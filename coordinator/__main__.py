@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from baton import config_flags, runtime
 from baton.errors import ConfigError
+from baton.failpoints import arm_from_environment
 from coordinator.assemble import coordinate
 
 FIELDS = (
@@ -21,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if supervisor:
         runtime.die_with(int(supervisor))
     try:
+        arm_from_environment()
         config = config_flags.load(
             argv, prog="python -m coordinator", description="Baton's coordinator.", fields=FIELDS
         )

@@ -293,7 +293,8 @@ class RequestTable:
         attempt = record.attempt
         if now >= record.deadline:
             given = f"{record.request.timeout:g} s"
-            self.end(record, DeadlineExceeded(f"the request took longer than its {given} (--request-timeout)"), now)
+            why = f"the request took longer than the {given} that its client or --request-timeout gave it"
+            self.end(record, DeadlineExceeded(why), now)
         elif record.not_before is not None and now >= record.not_before:
             record.not_before = None
             self.resting.remove(request)

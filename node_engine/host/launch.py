@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from baton import config_flags, log, runtime
 from baton.errors import ConfigError
+from baton.failpoints import arm_from_environment
 from baton.types import Role
 from node_engine.host.process import MakeRole, host_node
 
@@ -25,6 +26,7 @@ def launch(role: Role, make_role: MakeRole, argv: Sequence[str] | None = None) -
         runtime.die_with(int(supervisor))
     prog = f"python -m {role.value}_node"
     try:
+        arm_from_environment()
         config = config_flags.load(argv, prog=prog, description=f"A {role.value} node of Baton.", fields=NODE_FIELDS)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from baton.failpoints import arm_from_environment
 from baton.types import AttemptKey, BlockIndex, Incarnation, Ticket
 from kv_transfer.factory import build_outbound
 from kv_transfer.plane import Aborted, Committed, SealInfo
@@ -25,6 +26,7 @@ def source_arena(seed: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]"
 
 
 def main(folder: str, incarnation: str, seed: str) -> None:
+    arm_from_environment()
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     plane = build_outbound(
         arena=source_arena(int(seed)).data,

@@ -1,7 +1,7 @@
 import pytest
 
 from baton.errors import ConfigError, HandoffFailed
-from baton.failpoints import POINTS, Action, Failpoints
+from baton.failpoints import POINTS, Action, Failpoints, arm_from_environment
 
 
 def test_unarmed_points_do_nothing() -> None:
@@ -43,3 +43,10 @@ def test_probability_is_seeded() -> None:
 def test_bad_specs_are_refused(spec: str) -> None:
     with pytest.raises(ConfigError):
         Failpoints(spec)
+
+
+@pytest.mark.parametrize(("variable", "value"), [("BATON_FAILPOINTS", "nonsense"), ("BATON_FAILPOINTS_SEED", "dice")])
+def test_a_bad_variable_is_a_start_up_error(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError, match=value):
+        arm_from_environment()
