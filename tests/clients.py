@@ -15,7 +15,20 @@ from baton.errors import BY_CODE, BatonError
 from baton.pb import generation_pb2_grpc
 from baton.pb.common_pb2 import FinishReason, TokenIds
 from baton.pb.generation_pb2 import GenerateRequest, GenerateResponse
-from tests.history import Call, Closed, Door, Event, Failed, Finished, GaveUp, History, Hung, Operation, Tokens
+from tests.history import (
+    Call,
+    Closed,
+    Door,
+    Event,
+    Failed,
+    Finished,
+    GaveUp,
+    History,
+    Hung,
+    Operation,
+    Tokens,
+    Unanswered,
+)
 
 _PATIENCE = 10.0  # seconds beyond its deadline after which a client calls an operation hung
 _CHANNEL = (
@@ -96,7 +109,7 @@ class Clients:
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             self._note(operation, Failed("UNAVAILABLE", f"cannot connect: {error}"))
         except httpx.TransportError:
-            self._note(operation, Closed(in_order=False))
+            self._note(operation, Closed(in_order=False) if operation.tokens else Unanswered())
         except grpc.aio.AioRpcError as error:
             self._note(operation, Failed(error.code().name, error.details() or ""))
 

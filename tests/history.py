@@ -81,6 +81,11 @@ class Closed:
 
 
 @dataclass(frozen=True, slots=True)
+class Unanswered:
+    """The connection ended before the server had said anything."""
+
+
+@dataclass(frozen=True, slots=True)
 class GaveUp:
     """The client went away."""
 
@@ -90,8 +95,8 @@ class Hung:
     """The client's last patience was over."""
 
 
-Event = Tokens | Finished | Failed | Closed | GaveUp | Hung
-_ENDS = (Failed, Closed, GaveUp, Hung)
+Event = Tokens | Finished | Failed | Closed | Unanswered | GaveUp | Hung
+_ENDS = (Failed, Closed, Unanswered, GaveUp, Hung)
 
 
 @dataclass(slots=True)
@@ -154,13 +159,18 @@ def complaints(
     *,
     excused: frozenset[str] = EXCUSED,
     cut_excused: bool = False,
+    stop_excused: bool = False,
     grace: float = GRACE,
 ) -> list[str]:
     """Breaches of I2 and I3, one line each. `cut_excused`: the coordinator itself was killed, which resets its
-    clients' connections without a word."""
+    clients' connections without a word. `stop_excused`: it was stopped in order, and who knocks at that very moment
+    may not be heard."""
     found: list[str] = []
     for operation in operations:
-        wrong = [*_wrong_content(operation, reference), *_wrong_end(operation, excused, cut_excused, grace)]
+        wrong = [
+            *_wrong_content(operation, reference),
+            *_wrong_end(operation, excused, cut_excused, stop_excused, grace),
+        ]
         found += [f"{operation}: {line}" for line in wrong]
     return found
 
@@ -184,7 +194,9 @@ def _wrong_content(operation: Operation, reference: Reference) -> list[str]:
     return wrong
 
 
-def _wrong_end(operation: Operation, excused: frozenset[str], cut_excused: bool, grace: float) -> list[str]:
+def _wrong_end(
+    operation: Operation, excused: frozenset[str], cut_excused: bool, stop_excused: bool, grace: float
+) -> list[str]:
     if not operation.events or operation.end is None:
         return ["I3: has no end"]
     wrong = []
@@ -194,6 +206,8 @@ def _wrong_end(operation: Operation, excused: frozenset[str], cut_excused: bool,
             wrong.append(f"I3: ended in {code}: {message}")
         case Closed(False) if not cut_excused:
             wrong.append("I3: ended without a word")
+        case Unanswered() if not (cut_excused or stop_excused):
+            wrong.append("I3: was not answered")
         case Closed(True) if operation.finished is None:
             wrong.append("I3: closed in order, but never said that it had finished")
         case Hung():

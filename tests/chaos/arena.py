@@ -96,8 +96,12 @@ class Arena:
         await reached.wait()
 
     def _judged(self, history: History, one: Round) -> list[str]:
-        cut = COORDINATOR in one.killed
-        return complaints(history.operations, self._reference, cut_excused=cut)
+        return complaints(
+            history.operations,
+            self._reference,
+            cut_excused=COORDINATOR in one.killed,
+            stop_excused=COORDINATOR in one.victims,
+        )
 
     def _ended(self, before: dict[str, int], one: Round) -> list[str]:
         now = self.cluster.pids()

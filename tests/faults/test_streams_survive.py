@@ -6,7 +6,7 @@ import pytest
 
 from node_engine.paced import paced_reference
 from tests.faults.scene import Scene, call
-from tests.history import Closed, Door
+from tests.history import Closed, Door, Failed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -71,6 +71,21 @@ async def test_every_node_dies_one_after_the_other_under_one_stream(scene: Scene
     operation = await asked.over()
     assert operation.end == Closed(in_order=True)
     assert list(operation.tokens) == paced_reference(operation.call.prompt, 400)
+
+
+async def test_a_coordinator_that_stops_in_order_answers_everybody(scene: Scene) -> None:
+    """What ends in time is finished, the rest is told so: streams, and requests that wait for a first token."""
+    await scene.cluster.arm("prefill", "prefill.layer.before=delay(0.3)+8*1")
+    crowd = [scene.ask(call(door, 100, tokens, salt=tokens)) for tokens in (30, 600) for door in Door]
+    await scene.until("tokens at somebody", lambda: any(len(asked.operation.tokens) > 3 for asked in crowd))
+    late = [scene.ask(call(door, 300, 5)) for door in Door]
+    await scene.until_placed(len(crowd))
+    scene.cluster.terminate("coordinator")
+    ends = [(await asked.over()).end for asked in [*crowd, *late]]
+    assert await scene.cluster.ended("coordinator") == 0
+    assert all(isinstance(end, Failed) or end == Closed(in_order=True) for end in ends), ends
+    assert {end.code for end in ends if isinstance(end, Failed)} == {"UNAVAILABLE"}
+    assert Closed(in_order=True) in ends
 
 
 async def test_the_coordinator_dies_and_the_nodes_drop_its_work(scene: Scene) -> None:

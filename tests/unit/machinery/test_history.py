@@ -17,6 +17,7 @@ from tests.history import (
     Hung,
     Operation,
     Tokens,
+    Unanswered,
     complaints,
     held,
     unbalanced,
@@ -80,6 +81,7 @@ def test_what_is_right_or_an_excused_error_passes(events: tuple[Event, ...]) -> 
         ((Failed("UNAVAILABLE"), Failed("UNAVAILABLE")), "I3: more than one end"),
         ((*RIGHT[2:], *RIGHT[:2]), "I3: tokens after the end"),
         ((Tokens((30,)), Hung()), "I3: hung"),
+        ((Unanswered(),), "I3: was not answered"),
     ],
     ids=str,
 )
@@ -95,6 +97,12 @@ def test_an_end_that_comes_late_is_a_breach() -> None:
 def test_a_killed_coordinator_excuses_a_silent_end_and_nothing_else() -> None:
     assert judged(Tokens((30,)), Closed(False), cut_excused=True) == []
     assert judged(Tokens((99,)), Closed(False), cut_excused=True)
+
+
+def test_a_stopping_coordinator_need_not_answer_who_comes_too_late() -> None:
+    stopping = {"reference": reference, "stop_excused": True}
+    assert complaints([operation(Unanswered())], **stopping) == []
+    assert complaints([operation(Tokens((30,)), Closed(False))], **stopping)
 
 
 def test_outcomes_are_counted_by_their_ends() -> None:
