@@ -95,6 +95,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     paced_prefill_us_per_token: Annotated[float, Meta(ge=0)] = 50.0
     paced_step_ms: Annotated[float, Meta(ge=0)] = 2.0
     paced_vocab_size: Positive = 32000
+    paced_reread: Annotated[bool, _help("Check the whole context again at every full block (tests)")] = False
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: Annotated[Literal["auto", "json", "console"], _help("auto: console on a terminal, else json")] = "auto"

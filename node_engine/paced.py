@@ -11,7 +11,8 @@ so that the next token, a hash of the digest *read from the arena*, depends on t
 KV that was never written, belongs to other tokens, positions or layers, or has a flipped bit does not match its
 pattern; the mismatch goes into the digest. **Wrong KV therefore gives wrong tokens, not an error**: it is what a
 model would do, and the comparison with `paced_reference` has to notice. The whole context is read when a sequence is
-first seen (after a hand-off or a cache hit) or does not go on where it stopped; other steps read its last block only.
+first seen (after a hand-off or a cache hit) or does not go on where it stopped; other steps read its last block only,
+or with `reread` all of it whenever a block is full: that finds what was written into a block after it was checked.
 """
 
 import hashlib
@@ -75,6 +76,7 @@ class PacedEngine:
         eos_token_ids: tuple[int, ...] = (0,),
         eos_probability: float = 0.0,
         max_model_len: int = 8192,
+        reread: bool = False,
         clock: Clock = steady,
         wait: Callable[[float], None] | None = None,
     ) -> None:
@@ -86,6 +88,7 @@ class PacedEngine:
         self._eos = eos_token_ids
         self._eos_probability = eos_probability
         self._max_model_len = max_model_len
+        self._reread = reread
         self._clock = clock
         self._wait = wait if wait is not None else _wait
         self._site = _site_words(layout)
@@ -174,6 +177,8 @@ class PacedEngine:
     def _unread(self, piece: Slice) -> int:
         """Where to begin reading: at its last block if the sequence goes on where it stopped, else at 0."""
         known = self._seen.get(piece.sequence) == piece.start > 0
+        if self._reread and piece.start % self._layout.block_size == 0:
+            known = False
         self._seen[piece.sequence] = piece.start + len(piece.tokens)
         self._seen.move_to_end(piece.sequence)
         if len(self._seen) > self._seen_limit:

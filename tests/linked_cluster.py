@@ -29,6 +29,7 @@ IMPATIENT: dict[str, Any] = {
     "engine": "paced",
     "paced_prefill_us_per_token": 200.0,
     "paced_step_ms": 4.0,
+    "paced_reread": True,
     "max_model_len": 1024,
     "kv_memory": "2MiB",
     "max_num_seqs": 16,
@@ -123,9 +124,12 @@ class LinkedCluster(Cluster):
                 self.start(name)
 
     async def whole(self, within: float = 30.0) -> None:
-        """Wait until every process that runs now has joined and was heard of late, and the cluster is ready."""
+        """Wait until every process that runs now has joined and was heard of late, and the cluster is ready. Nobody
+        stays stopped meanwhile: a failpoint that nobody could disarm may stop its process at any time."""
         async with asyncio.timeout(within):
             while not await self._all_serve():
+                for name in self.pids():
+                    self.cont(name)
                 await asyncio.sleep(0.05)
 
     async def _all_serve(self) -> bool:

@@ -26,6 +26,7 @@ def build_engine(config: Config) -> Engine:
             costs,
             layout=replace(PACED_LAYOUT, block_size=config.block_size),
             vocab_size=config.paced_vocab_size,
+            reread=config.paced_reread,
             max_model_len=config.max_model_len or _PACED_MODEL_LEN,
         )
     from node_engine.model.engine import ModelEngine

@@ -15,7 +15,7 @@ NODE_FIELDS = (
     *("model", "engine", "load_format", "device", "dtype", "threads", "max_model_len", "kv_memory", "block_size"),
     *("max_num_seqs", "max_batched_tokens", "transport", "layers_per_message", "segment_dir", "silence", "ticket_ttl"),
     *("progress_timeout", "drain_timeout", "paced_prefill_us_per_token", "paced_step_ms", "paced_vocab_size"),
-    *("log_level", "log_format"),
+    *("paced_reread", "log_level", "log_format"),
 )
 
 

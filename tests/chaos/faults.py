@@ -105,18 +105,27 @@ class Failpoint(Fault):
         return frozenset({self.process}) if self.action is Action.EXIT else frozenset()
 
     async def strike(self, cluster: LinkedCluster) -> None:
-        await self._arm(cluster, self.spec)
+        await _arm(cluster, self.process, self.spec)
 
     async def relent(self, cluster: LinkedCluster) -> None:
         if self.action is Action.STOP and cluster.running(self.process):
             cluster.cont(self.process)
-        await self._arm(cluster, "")
+        await _arm(cluster, self.process, "")
 
-    async def _arm(self, cluster: LinkedCluster, spec: str) -> None:
-        """Through the coordinator, if both are there: who is not has nothing armed."""
-        with contextlib.suppress(grpc.RpcError, AssertionError, TimeoutError):
-            async with asyncio.timeout(_ARMING):
-                await cluster.arm(self.process, spec)
+
+@dataclass(frozen=True)
+class Noise(Fault):
+    """Many failpoints of every process at once, each of which acts now and then. `specs` by process."""
+
+    specs: tuple[tuple[str, str], ...]
+
+    async def strike(self, cluster: LinkedCluster) -> None:
+        for process, spec in self.specs:
+            await _arm(cluster, process, spec)
+
+    async def relent(self, cluster: LinkedCluster) -> None:
+        for process, _ in self.specs:
+            await _arm(cluster, process, "")
 
 
 @dataclass(frozen=True)
@@ -168,3 +177,10 @@ class HalfClose(Fault):
 
     async def strike(self, cluster: LinkedCluster) -> None:
         cluster.links[self.link].half_close(self.way)
+
+
+async def _arm(cluster: LinkedCluster, process: str, spec: str) -> None:
+    """Through the coordinator, if both are there: who is not has nothing armed."""
+    with contextlib.suppress(grpc.RpcError, AssertionError, TimeoutError):
+        async with asyncio.timeout(_ARMING):
+            await cluster.arm(process, spec)

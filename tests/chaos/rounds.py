@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from baton.cli.plan import COORDINATOR
 from baton.failpoints import POINTS, Action
 from baton.types import Role
-from tests.chaos.faults import Failpoint, Fault, Freeze, HalfClose, Kill, Nothing, Reset, Restart, Storm, Strand
+from tests.chaos.faults import Failpoint, Fault, Freeze, HalfClose, Kill, Noise, Nothing, Reset, Restart, Storm, Strand
 from tests.fault_proxy import BOTH, Way, Weather
 from tests.history import Call, Door
 
@@ -80,8 +80,8 @@ def draw(seed: int, processes: Sequence[str], links: Sequence[str]) -> Round:
 def _fault(rng: random.Random, processes: Sequence[str], links: Sequence[str]) -> Fault:
     process, link = rng.choice(processes), rng.choice(links)
     kind = rng.choices(
-        ("failpoint", "kill", "freeze", "restart", "weather", "reset", "half-close", "strand", "nothing"),
-        weights=(10, 4, 4, 2, 5, 2, 2, 2, 1),
+        ("failpoint", "kill", "freeze", "restart", "weather", "reset", "half-close", "strand", "noise", "nothing"),
+        weights=(10, 4, 4, 2, 5, 2, 2, 2, 4, 1),
     )[0]
     match kind:
         case "failpoint":
@@ -100,6 +100,8 @@ def _fault(rng: random.Random, processes: Sequence[str], links: Sequence[str]) -
             return HalfClose(link, rng.choice(list(Way)))
         case "strand":
             return Strand(link)
+        case "noise":
+            return Noise(tuple((process, _noise(rng, process)) for process in processes))
         case _:
             return Nothing()
 
@@ -122,6 +124,17 @@ def _failpoint(rng: random.Random, processes: Sequence[str]) -> Failpoint:
     skip = rng.choice((0, 0, 1, 3, 8, 20))
     times = 1 if action is Action.STOP else rng.choice((1, 1, 2, 5))
     return Failpoint(rng.choice(places(point, processes)), point, action, argument, skip, times)
+
+
+def _noise(rng: random.Random, process: str) -> str:
+    """Half of the failpoints that a process passes, with what does not end it."""
+    passed = [point for point in sorted(POINTS) if process in places(point, [process])]
+    entries = []
+    for point in rng.sample(passed, -(-len(passed) // 2)):
+        action = rng.choice(sorted(POINTS[point] - {Action.EXIT, Action.STOP}, key=lambda action: action.value))
+        argument = f"({rng.choice((0.005, 0.05))})" if action is Action.DELAY else ""
+        entries.append(f"{point}={action.value}{argument}@{rng.choice((0.01, 0.05))}")
+    return ";".join(entries)
 
 
 def places(point: str, processes: Sequence[str]) -> list[str]:

@@ -29,6 +29,7 @@ class Bench:
         layout: KVLayout = PACED_LAYOUT,
         eos_token_ids: tuple[int, ...] = (0,),
         eos_probability: float = 0.0,
+        reread: bool = False,
     ) -> None:
         self.engine = PacedEngine(
             FREE_OF_COST,
@@ -36,6 +37,7 @@ class Bench:
             vocab_size=VOCAB,
             eos_token_ids=eos_token_ids,
             eos_probability=eos_probability,
+            reread=reread,
         )
         self.arena = bytearray(num_blocks * self.engine.layout.block_bytes)
         self.engine.bind(memoryview(self.arena), num_blocks)
@@ -164,6 +166,18 @@ def test_the_last_block_is_read_in_every_step() -> None:
     for position in range(41, 44):
         wrong.append(bench.run([wrong[-1]], position))
     assert wrong != paced_reference([*PROMPT[:40], right], 4, VOCAB)
+
+
+@pytest.mark.parametrize("reread", [False, True])
+def test_what_is_written_into_a_block_after_it_was_read_is_found_when_the_next_is_full(reread: bool) -> None:
+    bench = Bench(reread=reread)
+    right = paced_reference(PROMPT[:40], 20, VOCAB)
+    answer = [bench.run(PROMPT[:40], 0)]
+    bench.arena[3] ^= 1
+    for position in range(40, 59):
+        answer.append(bench.run([answer[-1]], position))
+    assert answer[:8] == right[:8]
+    assert (answer == right) is not reread
 
 
 def test_a_sequence_that_starts_over_reads_everything_again() -> None:
