@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from baton.cli.plan import COORDINATOR
 from baton.failpoints import Action
 from tests.fault_proxy import BOTH, Way, Weather
 from tests.linked_cluster import LinkedCluster
@@ -68,6 +69,8 @@ class Restart(Fault):
             cluster.terminate(self.process)
 
     async def relent(self, cluster: LinkedCluster) -> None:
+        if cluster.running(self.process):
+            cluster.cont(self.process)  # the other fault may have frozen it
         await cluster.ended(self.process, within=_ORDERLY_END)
 
 
@@ -135,6 +138,14 @@ class Storm(Fault):
     link: str
     weather: Weather
     ways: tuple[Way, ...] = BOTH
+
+    @property
+    def victims(self) -> frozenset[str]:
+        """gRPC's client (1.85.1) aborts its process on a GOAWAY with an error code that no standard names, which a
+        flipped bit can make: a node may end by what comes from the coordinator, and is started again."""
+        node, _, listener = self.link.partition(" -> ")
+        risky = self.weather.corrupt > 0 and Way.BACK in self.ways and listener == COORDINATOR
+        return frozenset({node}) if risky else frozenset()
 
     async def strike(self, cluster: LinkedCluster) -> None:
         cluster.links[self.link].weather(self.ways, self.weather)
