@@ -1,7 +1,7 @@
 """One scheduler for both roles: which sequences compute what in the next step.
 
 A step has a budget of tokens. Running sequences take one each; the rest goes to prompts in chunks that end on block
-boundaries (except a prompt's last), the firm before the speculative, older before younger. All blocks of a context
+boundaries (except a prompt's last), the firm before the speculative, first come first served. All blocks of a context
 are allocated at admission, so that a half-computed prompt never waits for memory; a running sequence grows block by
 block.
 
@@ -150,7 +150,9 @@ class Scheduler:
 
     def ticket_arrived(self, key: AttemptKey) -> None:
         """Somebody has promised room for this prefill: it is speculative no more."""
-        self._table.require(key, WAITING, PREFILLING, HANDING_OFF).has_ticket = True
+        sequence = self._table.require(key, WAITING, PREFILLING, HANDING_OFF)
+        if not sequence.has_ticket:
+            sequence.has_ticket, sequence.turn = True, next(self._ids)
 
     def stop(self, key: AttemptKey) -> None:
         """Compute no more for a prefill whose blocks a sender may be reading: HANDING_OFF until `release`."""

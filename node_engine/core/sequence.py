@@ -75,9 +75,10 @@ class Sequence:
     num_sealed: int = 0  # blocks offered to the prefix index
     copy: tuple[BlockIndex, BlockIndex] | None = None  # copy on write that the next step has to make
     owner: str = ""
+    turn: int = 0  # counts arrivals and tickets in one order
 
     def __post_init__(self) -> None:
-        self.owner = str(self.work.key)
+        self.owner, self.turn = str(self.work.key), self.id
 
     @property
     def key(self) -> AttemptKey:
@@ -105,8 +106,9 @@ class Sequence:
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Who goes first: the firm before the speculative, then by arrival."""
-        return self.speculative, self.id
+        """Who goes first: the firm before the speculative, each in the order in which they became so. A ticket that
+        comes late overtakes nobody who writes already: decode counts on those to go on."""
+        return self.speculative, self.turn
 
     def blocks_completed(self, piece: Slice) -> range:
         """Logical blocks of the context that `piece`, a slice of it, leaves final. Chunks end on block boundaries,

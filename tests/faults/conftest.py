@@ -45,6 +45,7 @@ async def theatre(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[The
 async def scene(theatre: Theatre) -> AsyncIterator[Scene]:
     """The cluster, at rest. Afterwards it must come to rest again by itself, and nobody may have got a wrong answer."""
     made = await theatre.scene()
+    await made.cluster.whole()
     yield made
     try:
         await made.settle()

@@ -14,6 +14,7 @@ from tests.models import build_model, reference_generate
 
 PROMPT = [(37 * position + 11) % 500 for position in range(512)]
 LAYERS = 24
+OUTPUT = 48
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +34,15 @@ async def test_each_layer_lands_before_the_next_is_computed(transport: str, narr
         per_node={"prefill-0": {"BATON_FAILPOINTS": "prefill.layer.landed=delay(30)"}},
     )
     async with cluster:
-        answer = await cluster.generate(PROMPT, max_tokens=8, temperature=0.0)
+        # Enough tokens for the report of the hand-off to be there before the last of them.
+        answer = await cluster.generate(PROMPT, max_tokens=OUTPUT, temperature=0.0)
         async with httpx.AsyncClient() as client:
             metrics = (await client.get(f"{cluster.admin}/metrics")).text
         await cluster.wait_quiet()
     cluster.assert_clean()
-    assert answer.tokens == reference_generate(narrow, PROMPT, 8).tokens
+    reference = reference_generate(narrow, PROMPT, OUTPUT)
+    assert reference.margin > 1e-3
+    assert answer.tokens == reference.tokens
     report = answer.timeline.handoff
     assert (report.transport, report.slabs) == (transport, LAYERS * len(PROMPT) // 16)
     assert report.slabs_landed_before_last_layer >= report.slabs * (LAYERS - 1) // LAYERS

@@ -535,6 +535,22 @@ def test_the_firm_go_before_the_speculative() -> None:
     assert shape(batch) == [(0, 32, True)]
 
 
+def test_a_late_ticket_overtakes_nobody_who_writes() -> None:
+    """Decode gives a hand-off up in which nothing moves for a while: an older prompt, however long, must wait its turn
+    if its ticket came later."""
+    node = Node(max_batched_tokens=32, max_num_seqs=4)
+    long, begun = work("long", other(512, 1)), work("begun", other(96, 2))
+    node.add(long, hand_off=True)
+    node.add(begun, hand_off=True)
+    node.scheduler.ticket_arrived(begun.key)
+    assert shape(node.step()) == [(0, 32, False)]
+    node.scheduler.ticket_arrived(long.key)
+    assert shape(node.step()) == [(32, 32, False)]
+    assert shape(node.step()) == [(64, 32, True)]
+    node.run()
+    assert [each.event.key for each in node.outcomes if isinstance(each, PrefillCompleted)] == [begun.key, long.key]
+
+
 # between next_step and update
 
 
