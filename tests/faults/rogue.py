@@ -4,7 +4,7 @@ tickets, and then sends what it likes to a real decode node."""
 import asyncio
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from baton import wire
 from baton.errors import HandoffFailed
@@ -18,6 +18,8 @@ from node_engine.host.engines import build_engine
 from tests.fakes import FakeNode
 from tests.faults.scene import PATIENCE, Asked, Scene, call
 from tests.history import Door
+
+F = TypeVar("F", bound=frames.Frame)
 
 _BEAT = 0.2  # seconds
 _LOOK_EVERY = 0.005
@@ -155,7 +157,7 @@ def _ids(ticket: Ticket) -> tuple[str, int, str, str]:
     return ticket.id, ticket.key.attempt, ticket.writer, ticket.decode.incarnation
 
 
-def _but(frame: Any, wrong: dict[str, Any]) -> Any:
+def _but(frame: F, wrong: dict[str, Any]) -> F:
     fields = {name: getattr(frame, name) for name in frame.__struct_fields__} | wrong
     return type(frame)(**fields)
 

@@ -100,9 +100,8 @@ def test_a_killed_coordinator_excuses_a_silent_end_and_nothing_else() -> None:
 
 
 def test_a_stopping_coordinator_need_not_answer_who_comes_too_late() -> None:
-    stopping = {"reference": reference, "stop_excused": True}
-    assert complaints([operation(Unanswered())], **stopping) == []
-    assert complaints([operation(Tokens((30,)), Closed(False))], **stopping)
+    assert complaints([operation(Unanswered())], reference, stop_excused=True) == []
+    assert complaints([operation(Tokens((30,)), Closed(False))], reference, stop_excused=True)
 
 
 def test_outcomes_are_counted_by_their_ends() -> None:
@@ -112,8 +111,12 @@ def test_outcomes_are_counted_by_their_ends() -> None:
 
 
 def ledger(**counts: int) -> Ledger:
-    owners = [LedgerOwner(owner="a", state=state, blocks=n) for state, n in counts.items() if state != "free"]
-    return Ledger(node="decode-0", total=10, owners=owners, **counts)
+    made = Ledger(node="decode-0", total=10)
+    for state, blocks in counts.items():
+        setattr(made, state, blocks)
+        if state != "free":
+            made.owners.append(LedgerOwner(owner="a", state=state, blocks=blocks))
+    return made
 
 
 def test_a_ledger_must_balance_and_account_for_what_is_held() -> None:
