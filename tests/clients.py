@@ -9,12 +9,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc.aio
-import httpx
 
 from baton.errors import BY_CODE, BatonError
 from baton.pb import generation_pb2_grpc
 from baton.pb.common_pb2 import FinishReason, TokenIds
 from baton.pb.generation_pb2 import GenerateRequest, GenerateResponse
+from tests import http_exchange
 from tests.history import (
     Call,
     Closed,
@@ -46,8 +46,8 @@ class Clients:
     def __init__(self, http: str, grpc_endpoint: str, history: History) -> None:
         self.history = history
         self.on_event: Callable[[Operation], None] = lambda operation: None
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=16)
-        self._http = httpx.AsyncClient(base_url=f"http://{http}", timeout=None, limits=limits, trust_env=False)
+        host, _, port = http.rpartition(":")
+        self._http = (host, int(port))
         self._channel = grpc.aio.insecure_channel(grpc_endpoint, options=_CHANNEL)
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
         self._doors = {
@@ -63,7 +63,6 @@ class Clients:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._http.aclose()
         await self._channel.close()
 
     async def perform(self, call: Call) -> Operation:
@@ -106,10 +105,10 @@ class Clients:
             self._note(operation, GaveUp())
         except asyncio.CancelledError:
             self._note(operation, GaveUp())
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+        except ConnectionRefusedError as error:
             self._note(operation, Failed("UNAVAILABLE", f"cannot connect: {error}"))
-        except httpx.TransportError:
-            self._note(operation, Closed(in_order=False) if operation.tokens else Unanswered())
+        except http_exchange.Cut as cut:
+            self._note(operation, Closed(in_order=False) if cut.answered else Unanswered())
         except grpc.aio.AioRpcError as error:
             self._note(operation, Failed(error.code().name, error.details() or ""))
 
@@ -121,19 +120,17 @@ class Clients:
 
     async def _sse(self, call: Call) -> AsyncGenerator[Event, None]:
         body = _body(call) | {"stream": True, "stream_options": {"include_usage": True}}
-        reason = ""
-        async with self._http.stream("POST", "/v1/completions", json=body, headers=_headers(call)) as response:
-            if response.status_code != 200:
-                await response.aread()
-                yield _refused(response)
+        reason, over = "", False
+        async with http_exchange.post(self._http, "/v1/completions", body, _headers(call)) as answer:
+            if answer.status != 200:
+                yield _refused(answer.status, await answer.body())
                 return
-            done = False
-            async for line in response.aiter_lines():
+            async for line in answer.lines():
                 if not line:
                     continue
-                data = line.removeprefix("data: ")
-                if data == "[DONE]":
-                    done = True
+                data = line.removeprefix(b"data: ")
+                if data == b"[DONE]":
+                    over = True
                     yield Closed(in_order=True)
                     continue
                 chunk = json.loads(data)
@@ -147,16 +144,17 @@ class Clients:
                 if not chunk["choices"]:
                     usage = chunk["usage"]
                     yield Finished(reason, usage["prompt_tokens"], usage["completion_tokens"])
-        if not done:
+        if not over:
             yield Closed(in_order=False)
 
     async def _unary_http(self, call: Call) -> AsyncGenerator[Event, None]:
-        response = await self._http.post("/v1/completions", json=_body(call), headers=_headers(call))
-        if response.status_code != 200:
-            yield _refused(response)
+        async with http_exchange.post(self._http, "/v1/completions", _body(call), _headers(call)) as answer:
+            body = await answer.body()
+        if answer.status != 200:
+            yield _refused(answer.status, body)
             return
-        answer = response.json()
-        (choice,), usage = answer["choices"], answer["usage"]
+        whole = json.loads(body)
+        (choice,), usage = whole["choices"], whole["usage"]
         yield Tokens(tuple(choice["token_ids"]))
         yield Finished(choice["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"])
         yield Closed(in_order=True)
@@ -202,12 +200,12 @@ def _events(response: GenerateResponse) -> list[Event]:
     return found
 
 
-def _refused(response: httpx.Response) -> Failed:
+def _refused(status: int, body: bytes) -> Failed:
     """An answer without tokens, which must have OpenAI's shape."""
     try:
-        return _failed(response.json())
+        return _failed(json.loads(body))
     except (ValueError, KeyError, TypeError):
-        return Failed("UNKNOWN", f"HTTP {response.status_code} with the body {response.text[:100]!r}")
+        return Failed("UNKNOWN", f"HTTP {status} with the body {body[:100]!r}")
 
 
 def _failed(body: dict[str, Any]) -> Failed:

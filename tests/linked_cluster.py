@@ -13,6 +13,7 @@ from typing import Any, Self
 import grpc
 
 from baton.cli import plan, ports
+from baton.pb import cluster_pb2
 from baton.types import Role
 from tests.cluster import Cluster
 from tests.fault_proxy import Address, FaultyLink
@@ -131,6 +132,14 @@ class LinkedCluster(Cluster):
                 for name in self.pids():
                     self.cont(name)
                 await asyncio.sleep(0.05)
+
+    async def disarm(self) -> None:
+        """Take every failpoint away, also from a node that joins anew at this moment."""
+        reached = 0
+        while reached < len(self.processes):
+            await self.whole()
+            answer = await self._call("ArmFailpoints", cluster_pb2.ArmFailpointsRequest(node="", spec=""))
+            reached = answer.nodes
 
     async def _all_serve(self) -> bool:
         try:

@@ -112,6 +112,7 @@ class Arena:
         """I6, then I1 at rest. The fault is over."""
         try:
             await self.cluster.whole(_RECOVERY)
+            await self.cluster.disarm()
         except TimeoutError:
             return [f"I6: not whole again {_RECOVERY:g} s after the fault: {await self._state()}"]
         probes = [await clients.perform(self._probe) for _ in range(len(self.cluster.nodes))]

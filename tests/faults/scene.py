@@ -105,17 +105,13 @@ class Scene:
         for link in cluster.links.values():
             await link.heal()
         cluster.revive()
-        await cluster.whole()
-        await self.disarm()
+        await cluster.disarm()
         for asked in self._open:
             await asked.over()
         self._open.clear()
         await self.answer(PROBE)
         await self.quiet(quiet_within)
         assert self.judge() == []
-
-    async def disarm(self) -> None:
-        await self.cluster.arm("", "")
 
     async def at_rest(self) -> None:
         """Nothing waits, nothing runs, nothing is held."""
