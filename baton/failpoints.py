@@ -21,7 +21,10 @@ import threading
 from dataclasses import dataclass
 from enum import Enum
 
+from baton import log
 from baton.errors import ConfigError, HandoffFailed
+
+_log = log.get("failpoints")
 
 
 class Action(Enum):
@@ -110,12 +113,14 @@ class Failpoints:
         return name in self._armed
 
     def hit(self, name: str) -> Action | None:
-        """Act on the calling thread. Returns DROP, DUPLICATE or CORRUPT for the caller to carry out, else None."""
+        """Act on the calling thread, and say so in the log first. Returns DROP, DUPLICATE or CORRUPT for the caller to
+        carry out, else None."""
         if not self._armed:
             return None
         due = self._due(name)
         if due is None:
             return None
+        _log.warning("failpoint", point=name, action=due.action.value)
         match due.action:
             case Action.DELAY:
                 self._resume.wait(due.argument)

@@ -6,7 +6,7 @@ decode-1` for all writers of one decode node.
 
 import asyncio
 import socket
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -118,26 +118,28 @@ class LinkedCluster(Cluster):
     def running(self, name: str) -> bool:
         return name in self.pids()
 
-    def revive(self) -> None:
-        """Start what does not run."""
-        for name in self.processes:
+    def revive(self, mortal: Collection[str] | None = None) -> None:
+        """Start what does not run, of these or of all."""
+        for name in self.processes if mortal is None else mortal:
             if not self.running(name):
                 self.start(name)
 
-    async def whole(self, within: float = 30.0) -> None:
+    async def whole(self, within: float = 30.0, mortal: Collection[str] = ()) -> None:
         """Wait until every process that runs now has joined and was heard of late, and the cluster is ready. Nobody
-        stays stopped meanwhile: a failpoint that nobody could disarm may stop its process at any time."""
+        stays stopped meanwhile, and who is `mortal` is started again when it ends: a failpoint that nobody could disarm
+        may stop or end its process at any time."""
         async with asyncio.timeout(within):
             while not await self._all_serve():
+                self.revive(mortal)
                 for name in self.pids():
                     self.cont(name)
                 await asyncio.sleep(0.05)
 
-    async def disarm(self) -> None:
+    async def disarm(self, mortal: Collection[str] = ()) -> None:
         """Take every failpoint away, also from a node that joins anew at this moment."""
         reached = 0
         while reached < len(self.processes):
-            await self.whole()
+            await self.whole(mortal=mortal)
             answer = await self._call("ArmFailpoints", cluster_pb2.ArmFailpointsRequest(node="", spec=""))
             reached = answer.nodes
 

@@ -60,8 +60,8 @@ class Arena:
             over.set()
             await load
             wrong = self._judged(history, one)
+            wrong += await self._recovered(clients, one)
             wrong += [f"I5: {line}" for line in self._ended(before, one)]
-            wrong += await self._recovered(clients)
         self.outcomes += history.outcomes()
         return [*wrong, *seen]
 
@@ -108,11 +108,11 @@ class Arena:
         spared = before.keys() - one.victims
         return [f"{name} has ended" for name in sorted(spared) if now.get(name) != before[name]]
 
-    async def _recovered(self, clients: Clients) -> list[str]:
-        """I6, then I1 at rest. The fault is over."""
+    async def _recovered(self, clients: Clients, one: Round) -> list[str]:
+        """I6, then I1 at rest. The fault is over, but what it has armed may strike until it is disarmed."""
         try:
-            await self.cluster.whole(_RECOVERY)
-            await self.cluster.disarm()
+            await self.cluster.whole(_RECOVERY, one.victims)
+            await self.cluster.disarm(one.victims)
         except TimeoutError:
             return [f"I6: not whole again {_RECOVERY:g} s after the fault: {await self._state()}"]
         probes = [await clients.perform(self._probe) for _ in range(len(self.cluster.nodes))]

@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -65,6 +66,18 @@ class Scene:
                     await asyncio.sleep(_LOOK_EVERY)
         except TimeoutError:
             raise AssertionError(f"waited {PATIENCE:g} s in vain: {what}") from None
+
+    async def arm(self, process: str, spec: str) -> "Trap":
+        """Failpoints on the processes whose name begins with `process`."""
+        trap = Trap(self, process, spec.rpartition(";")[2].partition("=")[0])
+        await self.cluster.arm(process, spec)
+        return trap
+
+    def hits(self, process: str, point: str) -> int:
+        """How often a failpoint has acted on those processes, by their logs."""
+        acted = re.compile(rf'"point": "{re.escape(point)}".*"event": "failpoint"')
+        logs = [self.cluster.logs.path(name) for name in self.cluster.nodes if name.startswith(process)]
+        return sum(len(acted.findall(path.read_text(errors="replace"))) for path in logs)
 
     async def until_placed(self, requests: int = 1) -> None:
         async def placed() -> bool:
@@ -158,6 +171,21 @@ class Scene:
         fresh, self._judged = operations[self._judged :], len(operations)
         cut, self.coordinator_died = self.coordinator_died, False
         return complaints(fresh, paced_reference, cut_excused=cut)
+
+
+class Trap:
+    """Armed failpoints, the last of which is to catch somebody."""
+
+    def __init__(self, scene: Scene, process: str, point: str) -> None:
+        self._scene = scene
+        self._process = process
+        self._point = point
+        self._hits = scene.hits(process, point)
+
+    async def sprung(self) -> None:
+        """Until somebody has come to the last point."""
+        hits = self._scene.hits
+        await self._scene.until(f"{self._point} hit", lambda: hits(self._process, self._point) > self._hits)
 
 
 @dataclass(frozen=True, slots=True)
