@@ -27,6 +27,7 @@ def _split_kernel(
     slab,  # [blocks, 2, kv_heads, block_size, dim], all but blocks contiguous
     tables,  # int64 [sequences, width]
     lengths,  # int64 [sequences]
+    behind,  # int64 [sequences]: the first tokens that no query sees, fewer than BLOCK_SIZE
     sums,  # fp32 [sequences, kv_heads * group, splits, dim]: sum of exp(score - peak) * value
     stats,  # fp32 [sequences, kv_heads * group, splits, 2]: peak, sum of exp(score - peak)
     scale,
@@ -49,7 +50,7 @@ def _split_kernel(
     head = kv_head * GROUP + row
     row_ok, dim_ok = (row < GROUP)[:, None], (dim < DIM)[None, :]
     q = tl.load(query + sequence * query_stride + head[:, None] * DIM + dim[None, :], mask=row_ok & dim_ok, other=0.0)
-    length = tl.load(lengths + sequence)
+    length, start = tl.load(lengths + sequence), tl.load(behind + sequence)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     accumulated = tl.zeros([ROWS, DIMS], tl.float32)
@@ -59,7 +60,8 @@ def _split_kernel(
     for page in range(split * PAGES, last):
         block = tl.load(tables + sequence * width + page)
         key_page = slab + block * block_stride + kv_head * BLOCK_SIZE * DIM
-        inside = (slot < BLOCK_SIZE) & (page * BLOCK_SIZE + slot < length)
+        place = page * BLOCK_SIZE + slot
+        inside = (slot < BLOCK_SIZE) & (place < length) & (place >= start)
         cell, cell_ok = slot[:, None] * DIM + dim[None, :], inside[:, None] & dim_ok
         key = tl.load(key_page + cell, mask=cell_ok, other=0.0)
         value = tl.load(key_page + KV_HEADS * BLOCK_SIZE * DIM + cell, mask=cell_ok, other=0.0)
@@ -110,6 +112,7 @@ class TritonDecode:
     cache: PagedCache
     tables: torch.Tensor  # int64 [sequences, width], unused places 0
     lengths: torch.Tensor  # int64 [sequences]
+    behind: torch.Tensor  # int64 [sequences]
     upcast: bool
 
     def __call__(self, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
@@ -125,6 +128,7 @@ class TritonDecode:
             slab,
             self.tables,
             self.lengths,
+            self.behind,
             sums,
             stats,
             dim**-0.5,
@@ -159,5 +163,6 @@ def plan_decode(
     tables = np.zeros((len(contexts), max(len(context.blocks) for context in contexts)), dtype=np.int64)
     for row, context in enumerate(contexts):
         tables[row, : len(context.blocks)] = context.blocks
-    lengths = torch.tensor([context.length for context in contexts], device=cache.arena.device)
-    return [TritonDecode(cache, torch.from_numpy(tables).to(cache.arena.device), lengths, upcast)]
+    spans = torch.tensor([(context.length, context.hidden) for context in contexts]).T.contiguous()
+    lengths, behind = spans.to(cache.arena.device)
+    return [TritonDecode(cache, torch.from_numpy(tables).to(cache.arena.device), lengths, behind, upcast)]
