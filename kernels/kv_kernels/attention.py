@@ -87,12 +87,13 @@ def _group(cache: PagedCache, first: int, contexts: Sequence[Context], dtype: to
     tokens = blocks * cache.block_size
     # Padding repeats the sequence's own blocks, so that it never reads a block of somebody else.
     tables = np.stack([np.resize(context.blocks, blocks) for context in contexts])
-    lengths = torch.tensor([context.length for context in contexts])
-    behind = torch.tensor([context.hidden for context in contexts])
     mask = None
-    if int(lengths.min()) < tokens or int(behind.max()) > 0:
+    windowed = any(context.hidden for context in contexts)
+    if windowed or min(context.length for context in contexts) < tokens:
         place = torch.arange(tokens)
-        hidden = (place >= lengths[:, None]).logical_or_(place < behind[:, None])
+        hidden = place >= torch.tensor([context.length for context in contexts])[:, None]
+        if windowed:
+            hidden |= place < torch.tensor([context.hidden for context in contexts])[:, None]
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
         mask = mask[:, None, None].to(cache.arena.device)
     return DecodeGroup(cache, first, first + len(contexts), _page_rows(cache, tables), mask)

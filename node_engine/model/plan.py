@@ -114,10 +114,12 @@ class Planner:
         return attend, tuple(self._kernels.plan_decode(self._cache, last, self._dtype))
 
     def _attend(self, pieces: list[Slice], tables: list[Context], window: int | None) -> tuple[Attend, ...]:
-        seen = [
-            within_window(context, window, len(piece.tokens), self._block_size)
-            for piece, context in zip(pieces, tables, strict=True)
-        ]
+        seen = tables
+        if window is not None:
+            seen = [
+                within_window(context, window, len(piece.tokens), self._block_size)
+                for piece, context in zip(pieces, tables, strict=True)
+            ]
         row = sum(len(piece.tokens) == 1 for piece in pieces)
         attend = list(self._kernels.plan_decode(self._cache, seen[:row], self._dtype))
         for piece, context in zip(pieces[row:], seen[row:], strict=True):
