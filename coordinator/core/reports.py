@@ -197,10 +197,12 @@ class Reports:
             attempt.handed_off = True
             record.marks.mark("committed", now)
             record.marks.handoff = report
-            if record.awaits_scores:
-                table.replace(record, self._without_scores(record, attempt), now)
-            else:
-                table.committed(record, attempt)
+            if sender in attempt.legs:
+                table.close_leg(attempt, sender)
+                if record.awaits_scores:
+                    table.replace(record, self._without_scores(record, attempt), now)
+                else:
+                    table.committed(record, attempt)
             table.last_progress = now
         else:
             news = record is None and table.ended.add_handoff(key, report)
