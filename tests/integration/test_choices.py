@@ -1,9 +1,8 @@
-"""Choices of one prompt and scores, through the coordinator's dispatcher and its link: real nodes, and scripted ones."""
+"""Choices of one prompt and scores, through the coordinator and its link: real nodes, and scripted ones."""
 
 import asyncio
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -39,7 +38,9 @@ async def node_processes(bench: Bench, folder: Path, **settings: Any) -> AsyncIt
     specs = plan.children(config, where, environ=os.environ, cores=2, supervisor=os.getpid())
     logs = [(folder / f"{spec.name}.log").open("wb") for spec in specs]
     processes = [
-        subprocess.Popen([sys.executable, "-m", spec.module], env=spec.environ, stdout=log, stderr=subprocess.STDOUT)
+        await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", spec.module), env=spec.environ, stdout=log, stderr=subprocess.STDOUT
+        )
         for spec, log in zip(specs, logs, strict=True)
         if spec.name != plan.COORDINATOR
     ]
@@ -48,9 +49,9 @@ async def node_processes(bench: Bench, folder: Path, **settings: Any) -> AsyncIt
         yield
     finally:
         for process in processes:
-            process.send_signal(signal.SIGTERM)
+            process.terminate()
         for process in processes:
-            await asyncio.to_thread(process.wait)
+            await process.wait()
         for log in logs:
             log.close()
 
@@ -74,7 +75,7 @@ async def test_choices_share_one_prompt(tmp_path: Path) -> None:
 
 
 async def test_a_list_of_prompts_and_their_choices(tmp_path: Path) -> None:
-    prompts = [PROMPT, PROMPT[:50], PROMPT[:1]]
+    prompts = [PROMPT, tuple(range(500, 550)), (7,)]
     submissions = [Submission(prompt, SAMPLED, 30.0, choice=choice) for prompt in prompts for choice in range(3)]
     async with (
         coordinator(engine="paced", model="paced") as bench,
