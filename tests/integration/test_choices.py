@@ -75,7 +75,7 @@ async def test_choices_share_one_prompt(tmp_path: Path) -> None:
 
 
 async def test_a_list_of_prompts_and_their_choices(tmp_path: Path) -> None:
-    prompts = [PROMPT, tuple(range(500, 550)), (7,)]
+    prompts = [PROMPT, tuple(range(500, 550)), (7, 8)]
     submissions = [Submission(prompt, SAMPLED, 30.0, choice=choice) for prompt in prompts for choice in range(3)]
     async with (
         coordinator(engine="paced", model="paced") as bench,
