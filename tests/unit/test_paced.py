@@ -11,7 +11,7 @@ from baton.errors import ConfigError
 from baton.kv_layout import KVLayout
 from baton.types import BlockIndex, FinishReason, SamplingParams
 from node_engine.core.outcome import Emitted
-from node_engine.core.step import Engine, SampleSpec, SequenceId, Slice, StepBatch
+from node_engine.core.step import Computed, Engine, SampleSpec, SequenceId, Slice, StepBatch
 from node_engine.paced import FREE_OF_COST, PACED_LAYOUT, PacedCosts, PacedEngine, paced_reference
 from tests.unit.node_core.nodes import VOCAB, Node, expected, work
 
@@ -48,9 +48,9 @@ class Bench:
         return Slice(SequenceId(sequence), tuple(tokens), start, table or self.table, sample)
 
     def run(self, tokens: list[int], start: int, sequence: int = 0, table: list[BlockIndex] | None = None) -> int:
-        [token] = self.engine.run(StepBatch((self.slice(tokens, start, sequence, table),)))
-        assert token is not None
-        return token
+        [made] = self.engine.run(StepBatch((self.slice(tokens, start, sequence, table),)))
+        assert made.token is not None
+        return made.token
 
 
 def test_it_is_an_engine() -> None:
@@ -197,14 +197,14 @@ def test_many_sequences_in_one_step_do_not_mix() -> None:
     prompts = [PROMPT[number : number + 5 + 9 * number] for number in range(6)]
     tables = [[BlockIndex(10 * number + block) for block in range(4)] for number in range(6)]
     pieces = [bench.slice(prompt, 0, number, tables[number]) for number, prompt in enumerate(prompts)]
-    outputs = [[token] for token in engine.run(StepBatch(tuple(pieces)))]
+    outputs = [[made.token] for made in engine.run(StepBatch(tuple(pieces)))]
     for _ in range(5):
         pieces = [
             bench.slice([output[-1] or 0], len(prompt) + len(output) - 1, number, tables[number])
             for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
         ]
-        for output, token in zip(outputs, engine.run(StepBatch(tuple(pieces))), strict=True):
-            output.append(token)
+        for output, made in zip(outputs, engine.run(StepBatch(tuple(pieces))), strict=True):
+            output.append(made.token)
     assert outputs == [paced_reference(prompt, 6, VOCAB) for prompt in prompts]
 
 
@@ -226,7 +226,7 @@ def test_time_is_spread_over_the_layers() -> None:
     bench = Bench(16)
     layers: list[tuple[int, float]] = []
     chunk = Slice(SequenceId(0), tuple(PROMPT[:32]), 0, bench.table, None)
-    assert engine.run(StepBatch((chunk,)), lambda layer: layers.append((layer, clock.now))) == (None,)
+    assert engine.run(StepBatch((chunk,)), lambda layer: layers.append((layer, clock.now))) == (Computed(),)
     total = 100e-6 + 32 * 10e-6
     assert [layer for layer, _ in layers] == [0, 1, 2, 3]
     assert [now for _, now in layers] == pytest.approx([total * (layer + 1) / 4 for layer in range(4)])
@@ -267,9 +267,8 @@ def test_eos_comes_by_its_probability_and_never_where_forbidden() -> None:
     seen: list[int | None] = []
     for length in range(1, 60):
         sample = SampleSpec(SamplingParams(9), 0, length, forbidden=(3, 5))
-        seen += bench.engine.run(
-            StepBatch((Slice(SequenceId(length), tuple(PROMPT[:length]), 0, bench.table, sample),))
-        )
+        piece = Slice(SequenceId(length), tuple(PROMPT[:length]), 0, bench.table, sample)
+        seen += [made.token for made in bench.engine.run(StepBatch((piece,)))]
     assert not {3, 5} & set(seen)
 
 
@@ -292,7 +291,7 @@ def test_forbidding_almost_everything_ends() -> None:
     engine = PacedEngine(FREE_OF_COST, vocab_size=4, eos_token_ids=(0,))
     engine.bind(memoryview(bench.arena), 8)
     sample = SampleSpec(SamplingParams(9), 0, 1, forbidden=(0, 1, 2))
-    assert engine.run(StepBatch((Slice(SequenceId(0), (1,), 0, bench.table, sample),))) == (3,)
+    assert engine.run(StepBatch((Slice(SequenceId(0), (1,), 0, bench.table, sample),))) == (Computed(3),)
 
 
 def test_other_layouts() -> None:
