@@ -32,7 +32,7 @@ from baton.clock import Clock, steady
 from baton.errors import ConfigError
 from baton.kv_layout import KVLayout
 from baton.types import TokenScore
-from node_engine.core.step import Computed, OnLayer, SequenceId, Slice, StepBatch
+from node_engine.core.step import Computed, OnLayer, SampleSpec, ScoreSpec, SequenceId, Slice, StepBatch
 
 PACED_LAYOUT = KVLayout(num_layers=4, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 
@@ -146,26 +146,26 @@ class PacedEngine:
                 self._wait(left)
             if on_layer is not None:
                 on_layer(layer)
-        return tuple(
-            self._computed(each, digests[begin:end])
-            for each, begin, end in zip(batch.slices, new.starts, new.ends, strict=True)
-        )
+        last = digests[new.ends - 1].tolist()
+        computed = [self._drawn(digest, each.sample) for digest, each in zip(last, batch.slices, strict=True)]
+        for place, each in enumerate(batch.slices):
+            if each.scoring is not None:
+                after = digests[new.starts[place] : new.ends[place]].tolist()
+                computed[place] = computed[place]._replace(prompt_scores=self._scores(after, each.start, each.scoring))
+        return tuple(computed)
 
-    def _computed(self, piece: Slice, digests: _Longs) -> Computed:
-        """What the digests after each token of `piece` give."""
-        scored: tuple[TokenScore, ...] = ()
-        if (scoring := piece.scoring) is not None:
-            positions = range(piece.start + 1, piece.start + 1 + len(scoring.targets))
-            scored = tuple(
-                self._score(digest, position, token, scoring.top)
-                for digest, position, token in zip(digests.tolist(), positions, scoring.targets, strict=False)
-            )
-        if (sample := piece.sample) is None:
-            return Computed(prompt_scores=scored)
-        digest, top = int(digests[-1]), sample.params.logprobs
-        token = self._draw(digest, sample.position, sample.forbidden)
-        score = None if top is None else self._score(digest, sample.position, token, top)
-        return Computed(token, score, scored)
+    def _drawn(self, digest: int, sample: SampleSpec | None) -> Computed:
+        if sample is None:
+            return Computed()
+        token, top = self._draw(digest, sample.position, sample.forbidden), sample.params.logprobs
+        return Computed(token, None if top is None else self._score(digest, sample.position, token, top))
+
+    def _scores(self, digests: Sequence[int], start: int, scoring: ScoreSpec) -> tuple[TokenScore, ...]:
+        """`digests` are those after the tokens at positions `start` ..; of the last there may be none to score."""
+        return tuple(
+            self._score(digest, position, token, scoring.top)
+            for position, (digest, token) in enumerate(zip(digests, scoring.targets, strict=False), start + 1)
+        )
 
     def _draw(self, digest: int, position: int, forbidden: Sequence[int] = ()) -> int:
         return _draw(digest, position, self._vocab_size, self._eos, self._eos_probability, forbidden)

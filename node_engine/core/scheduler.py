@@ -276,8 +276,9 @@ class Scheduler:
         if end == len(sequence.tokens):
             params = sequence.work.request.sampling
             forbidden = forbidden_ids(params, self._eos, sequence.num_generated)
-            sample = SampleSpec(params, sequence.key.choice, end, forbidden, sequence.counted())
-        scoring = sequence.scoring(start, end)
+            counts = sequence.counted() if sequence.penalized else None
+            sample = SampleSpec(params, sequence.key.choice, end, forbidden, counts)
+        scoring = sequence.scoring(start, end) if sequence.scored else None
         return Slice(sequence.id, tuple(sequence.tokens[start:end]), start, sequence.block_table, sample, scoring)
 
     def _accept(self, sequence: Sequence, token: int, score: TokenScore | None) -> Outcome:

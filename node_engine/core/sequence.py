@@ -78,11 +78,13 @@ class Sequence:
     owner: str = ""
     turn: int = 0  # counts arrivals and tickets in one order
     penalized: bool = False
+    scored: bool = False  # its prompt is
     counts: TokenCounts | None = None  # as of the last token drawn, of a sequence that is penalized
 
     def __post_init__(self) -> None:
         self.owner, self.turn = str(self.work.key), self.id
-        self.penalized = penalizes(self.work.request.sampling)
+        params = self.work.request.sampling
+        self.penalized, self.scored = penalizes(params), params.prompt_logprobs is not None
 
     @property
     def key(self) -> AttemptKey:
@@ -118,12 +120,10 @@ class Sequence:
     def reusable_tokens(self) -> int:
         """Tokens at the beginning of the context whose KV may come from a cache: all but the last, whose logits give
         the next token. None if the prompt is to be scored: that takes the logits of every position."""
-        return self.context_len - 1 if self.work.request.sampling.prompt_logprobs is None else 0
+        return 0 if self.scored else self.context_len - 1
 
-    def counted(self) -> TokenCounts | None:
-        """What penalties count, brought up to the present; None if there are none. Tokens are counted once each."""
-        if not self.penalized:
-            return None
+    def counted(self) -> TokenCounts:
+        """What penalties count, brought up to the present. Tokens are counted once each."""
         request = self.work.request
         if self.counts is None:
             self.counts = TokenCounts(request.prompt if request.sampling.repetition_penalty != 1.0 else ())

@@ -9,7 +9,7 @@ blocks   [block_table .............................. ]
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import NamedTuple, NewType, Protocol
 
 from baton.kv_layout import KVLayout
 from baton.types import BlockIndex, SamplingParams, TokenScore
@@ -54,8 +54,7 @@ class Slice:
     scoring: ScoreSpec | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Computed:
+class Computed(NamedTuple):
     """What a slice gave: the token drawn, if `sample` was set, with its score, if its `logprobs` is set, and a score
     for each of `scoring.targets`."""
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -156,7 +155,7 @@ class ModelEngine:
                 piece = targets[begin : begin + at_once]
                 logits = self._model.logits(hidden[rows.first + begin :][: len(piece)])
                 found += scores(logits.float(), piece, [rows.spec.top] * len(piece))
-            computed[rows.place] = replace(computed[rows.place], prompt_scores=tuple(found))
+            computed[rows.place] = computed[rows.place]._replace(prompt_scores=tuple(found))
 
 
 @contextmanager

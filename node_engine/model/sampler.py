@@ -49,15 +49,21 @@ def sample(
 ) -> list[Computed]:
     """One token per row, with its score where one is asked for. Raises NodeFailed when a row has no finite maximum:
     rather an error than a guess."""
-    wanted = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
-    raw = logits[wanted].float() if wanted else None
-    tokens = _tokens(_adjusted(logits, specs), specs)
-    computed = [Computed(token) for token in tokens]
-    if raw is not None:
-        tops = [specs[row].params.logprobs or 0 for row in wanted]
-        for row, score in zip(wanted, scores(raw, [tokens[row] for row in wanted], tops), strict=True):
-            computed[row] = Computed(tokens[row], score)
-    return computed
+    special = [row for row, spec in enumerate(specs) if _is_special(spec)]
+    if not special:
+        return [Computed(token) for token in _tokens(logits, specs)]
+    scored = [row for row in special if specs[row].params.logprobs is not None]
+    raw = logits[scored].float()
+    tokens = _tokens(_adjusted(logits, [(row, specs[row]) for row in special]), specs)
+    found = scores(raw, [tokens[row] for row in scored], [specs[row].params.logprobs or 0 for row in scored])
+    by_row = dict(zip(scored, found, strict=True))
+    return [Computed(token, by_row.get(row)) for row, token in enumerate(tokens)]
+
+
+def _is_special(spec: SampleSpec) -> bool:
+    """Whether it takes more than its temperature and filters: the rest of a batch pays nothing for those that do."""
+    params = spec.params
+    return spec.counts is not None or bool(spec.forbidden or params.logit_bias) or params.logprobs is not None
 
 
 def _tokens(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:  # logits [rows, vocab]
@@ -73,19 +79,19 @@ def _tokens(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:  # 
     return tokens
 
 
-def _adjusted(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> torch.Tensor:
-    """Penalties, bias and forbidden tokens applied to [rows, vocab], in place or, where arithmetic takes it, to a copy
-    in float32. Elementwise, so that a row's result does not depend on the others."""
-    counted = [(row, spec) for row, spec in enumerate(specs) if spec.counts is not None]
-    biased = [(row, spec) for row, spec in enumerate(specs) if spec.params.logit_bias]
+def _adjusted(logits: torch.Tensor, rows: Sequence[tuple[int, SampleSpec]]) -> torch.Tensor:
+    """Penalties, bias and forbidden tokens applied to some rows of [rows, vocab], in place or, where arithmetic takes
+    it, to a copy in float32. Elementwise, so that a row's result does not depend on the others."""
+    counted = [(row, spec) for row, spec in rows if spec.counts is not None]
+    biased = [(row, spec.params.logit_bias) for row, spec in rows if spec.params.logit_bias]
     if counted or biased:
         logits = logits.float()
     if counted:
         _penalize(logits, counted)
-    for row, spec in biased:
-        ids, biases = zip(*spec.params.logit_bias, strict=True)
+    for row, pairs in biased:
+        ids, biases = zip(*pairs, strict=True)
         logits[row].index_add_(0, _on(logits, np.array(ids)), _on(logits, np.array(biases, np.float32)))
-    for row, spec in enumerate(specs):
+    for row, spec in rows:
         if spec.forbidden:
             logits[row, [token for token in spec.forbidden if token < logits.shape[1]]] = -math.inf
     return logits

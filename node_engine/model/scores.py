@@ -23,6 +23,8 @@ def scores(
 ) -> list[TokenScore]:
     """Log softmax of each row at its token and at its most likely ones, the best first. Raises NodeFailed when a row is
     not finite."""
+    if not tokens:
+        return []
     total = logits.logsumexp(-1, keepdim=True)  # [rows, 1]
     at = torch.tensor(tokens, device=logits.device).unsqueeze(1)
     chosen = (logits.gather(1, at) - total).squeeze(1)
