@@ -29,9 +29,9 @@ class StepPlan:
     """The step's tokens flattened: decode slices first, longest context first, then prefill chunks.
 
     `sampled` are the rows that are computed to the end: those to draw from, or all if a prompt is to be scored.
-    `draws` are the places among them to draw from, `samplers` says how, and `places` which slice of the batch each
-    answers. `scored` are the rows whose next token is known and scored. `attend` covers every row, `attend_sampled`
-    the sampled rows alone (for the last layer). `begun` are blocks that the step starts but does not fill.
+    `draws` are the rows to draw from, `samplers` says how, and `places` which slice of the batch each answers. `scored`
+    are the rows whose next token is known and scored. `attend` covers every row, `attend_sampled` the sampled rows
+    alone (for the last layer). `begun` are blocks that the step starts but does not fill.
     """
 
     tokens: torch.Tensor  # int64 [tokens]
@@ -78,7 +78,7 @@ class Planner:
             if piece.scoring is not None
         )
         attend, attend_sampled = self._attention(pieces, tables, drawn, whole=bool(scored))
-        last = ends[drawn] - 1
+        draws = self._tensor(ends[drawn] - 1)
         return StepPlan(
             tokens=self._tensor(np.concatenate([np.asarray(p.tokens, dtype=np.int64) for p in pieces])),
             positions=self._tensor(np.concatenate(positions)),
@@ -86,8 +86,8 @@ class Planner:
             begun=self._tensor(self._begun(pieces, tables)),
             attend=attend,
             attend_sampled=attend_sampled,
-            sampled=self._tensor(np.arange(ends[-1]) if scored else last),
-            draws=self._tensor(last if scored else np.arange(len(drawn))),
+            sampled=self._tensor(np.arange(ends[-1])) if scored else draws,
+            draws=draws,
             samplers=tuple(piece.sample for piece in pieces if piece.sample is not None),
             places=tuple(order[i] for i in drawn),
             scored=scored,
