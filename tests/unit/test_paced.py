@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,8 +12,8 @@ from baton.errors import ConfigError
 from baton.kv_layout import KVLayout
 from baton.types import BlockIndex, FinishReason, SamplingParams
 from node_engine.core.outcome import Emitted
-from node_engine.core.step import Computed, Engine, SampleSpec, SequenceId, Slice, StepBatch
-from node_engine.paced import FREE_OF_COST, PACED_LAYOUT, PacedCosts, PacedEngine, paced_reference
+from node_engine.core.step import Computed, Engine, SampleSpec, ScoreSpec, SequenceId, Slice, StepBatch
+from node_engine.paced import FREE_OF_COST, PACED_LAYOUT, PacedCosts, PacedEngine, paced_reference, paced_scores
 from tests.unit.node_core.nodes import VOCAB, Node, expected, work
 
 SIZE = PACED_LAYOUT.block_size
@@ -206,6 +207,42 @@ def test_many_sequences_in_one_step_do_not_mix() -> None:
         for output, made in zip(outputs, engine.run(StepBatch(tuple(pieces))), strict=True):
             output.append(made.token)
     assert outputs == [paced_reference(prompt, 6, VOCAB) for prompt in prompts]
+
+
+# scores
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_scores_are_the_references_unless_the_kv_is_wrong(damaged: bool) -> None:
+    bench = Bench()
+    bench.run(PROMPT[:40], 0)
+    if damaged:
+        bench.arena[5] ^= 1
+    params = SamplingParams(9, logprobs=3, prompt_logprobs=3)
+    piece = Slice(
+        SequenceId(1),
+        tuple(PROMPT[40:50]),
+        40,
+        bench.table,
+        SampleSpec(params, 0, 50),
+        ScoreSpec(tuple(PROMPT[41:50]), 3),
+    )
+    [made] = bench.engine.run(StepBatch((piece,)))
+    token = paced_reference(PROMPT[:50], 1, VOCAB)[0]
+    wanted = paced_scores([*PROMPT[:50], token], 3, VOCAB)[40:]
+    assert (made.prompt_scores == tuple(wanted[:-1])) != damaged
+    assert (made == Computed(token, wanted[-1], tuple(wanted[:-1]))) != damaged
+
+
+def test_scores_are_in_order_and_survive_float32() -> None:
+    for score in paced_scores(PROMPT, 20, 250_000):
+        logprobs = [score.logprob, *(logprob for _, logprob in score.top)]
+        assert all(logprob < 0 and np.float32(logprob) == logprob for logprob in logprobs)
+        assert logprobs[1:] == sorted(logprobs[1:], reverse=True)
+        assert len({token for token, _ in score.top}) == 20
+    drawn = paced_reference(PROMPT, 1, VOCAB)
+    last = paced_scores([*PROMPT, *drawn], 1, VOCAB)[-1]
+    assert last.top == ((drawn[0], last.logprob),), "what is drawn is the most likely"
 
 
 # pace
