@@ -34,6 +34,7 @@ def export(data: Path, trained: Path, out: Path) -> int:
     vocabulary = tokenizer.load(data)
     bos, eos = vocabulary.token_to_id(BOS), vocabulary.token_to_id(EOS)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
     shutil.copyfile(data / tokenizer.FILE, out / tokenizer.FILE)
     _write(out / "tokenizer_config.json", tokenizer.settings(shape.context))
     _write(out / "config.json", shape.hugging_face(bos, eos))

@@ -19,7 +19,7 @@ from tools.demo_model.schedule import rate
 
 LOG = "training.jsonl"
 SUMMARY = "training.json"
-EVALUATIONS = 25
+EVALUATIONS = 15
 LossOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 JUDGE = "held_out_library"  # the best weights are those with the lowest loss here
 
