@@ -115,6 +115,9 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
@@ -128,7 +131,7 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = tokens.shape[1]
-        cos, sin = self.get_buffer("cos")[:positions], self.get_buffer("sin")[:positions]
+        cos, sin = self.cos[:positions], self.sin[:positions]
         x = self.dropout(self.embed_tokens(tokens))
         for layer in self.layers:
             x = layer(x, cos, sin)
