@@ -9,7 +9,7 @@ from typing import Any
 from safetensors.torch import save_file
 
 from tools.demo_model import checkpoint, tokenizer
-from tools.demo_model.chat import BOS, EOS
+from tools.demo_model.chat import BOS, EOS, SPECIAL
 
 LARGEST = 20_000_000  # bytes of the whole folder
 
@@ -31,8 +31,7 @@ def export(data: Path, trained: Path, out: Path) -> int:
     """Returns the bytes of the folder."""
     out.mkdir(parents=True, exist_ok=True)
     shape, tensors = checkpoint.load(trained)
-    vocabulary = tokenizer.load(data)
-    bos, eos = vocabulary.token_to_id(BOS), vocabulary.token_to_id(EOS)
+    bos, eos = SPECIAL.index(BOS), SPECIAL.index(EOS)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
     shutil.copyfile(data / tokenizer.FILE, out / tokenizer.FILE)
