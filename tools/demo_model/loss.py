@@ -6,16 +6,16 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tools.demo_model.batches import BOS_ID
 from tools.demo_model.corpus import Tokens
-from tools.demo_model.llama import Llama
 
 _WIDE_ROWS = 8  # windows at once
 
 
 @torch.no_grad()
-def nats(model: Llama, tokens: Tokens, device: torch.device, window: int) -> float:
+def nats(model: nn.Module, tokens: Tokens, device: torch.device, window: int) -> float:
     """The sum over all tokens but those that begin a document."""
     was_training = model.training
     model.eval()
