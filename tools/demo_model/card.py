@@ -36,7 +36,8 @@ def card(facts: Facts, training: Mapping[str, Any], best: Mapping[str, Any], eva
     judged = evaluation.judgement
     return f"""# demo
 
-A toy: a Llama with {evaluation.parameters / 1e6:.1f} M parameters in bfloat16, trained from scratch on the standard library of
+A toy: a Llama with {evaluation.parameters / 1e6:.1f} M parameters in bfloat16, trained from scratch on the \
+standard library of
 Python {facts.python} and nothing else. It is here so that Baton has something to serve without a download. It completes
 Python in the manner of the library and answers a few questions about it. **What it says is often wrong.**
 
@@ -47,7 +48,8 @@ Python in the manner of the library and answers a few questions about it. **What
 {_data(facts)}
 
 Files: {facts.files["library"]} of the library, {facts.files["tests"]} of its tests; near copies, tables, and files of
-packages of others are left out. One file in twenty is held out, chosen by a hash of its name. The tokenizer is a byte-level
+packages of others are left out. One file in twenty is held out, chosen by a hash of its name. The tokenizer is a \
+byte-level
 BPE with {facts.vocabulary} entries, trained on the same text.
 
 The text is Python's own: Copyright (c) 2001 Python Software Foundation, all rights reserved; used under the
@@ -105,8 +107,8 @@ context is 2048 tokens. Use it to see a server work, for nothing else.
 
 def _data(facts: Facts) -> str:
     return "\n".join(
-        f"| {_PART_NAMES[part]} | {facts.documents[part]} | {facts.utf8_bytes[part] / 1e6:.1f} | {facts.tokens[part]} | "
-        f"{share:.0%} |"
+        f"| {_PART_NAMES[part]} | {facts.documents[part]} | {facts.utf8_bytes[part] / 1e6:.1f} | {facts.tokens[part]} "
+        f"| {share:.0%} |"
         for part, share in PARTS.items()
     )
 

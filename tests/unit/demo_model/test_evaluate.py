@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> argparse.Namespace:
     facts = corpus.Facts("3.11.0", words.get_vocab_size(), {"library": 1, "tests": 1})
     for part in (*corpus.PARTS, *(f"held_out_{name}" for name in corpus.HELD_OUT)):
         corpus.save(root, part, tokens)
-        facts.documents[part], facts.utf8_bytes[part], facts.tokens[part] = 4, 4 * 31, len(tokens)
+        facts.documents[part], facts.utf8_bytes[part], facts.tokens[part] = 4, 4 * 27, len(tokens)
     corpus.save_facts(root, facts)
     settings = {"steps": "12", "dropout": "0.1", "no_compile": "False"}
     summary = {"device": "Toy", "seconds": 7.4, "steps": 12, "tokens": 12e6, "torch": "2", "settings": settings}
@@ -60,7 +59,7 @@ def test_held_out_bits_of_a_model_that_knows_nothing(made: argparse.Namespace) -
         torch.nn.init.zeros_(parameter)
     tokens = corpus.load(made.data, "library")
     counted = sum(int(token) != 0 for token in tokens)
-    expected = counted * np.log2(model.model.config.vocab_size) / (4 * 31)
+    expected = counted * np.log2(model.model.config.vocab_size) / (4 * 27)
     assert evaluate.held_out_bits(model, tokens) == pytest.approx(expected, rel=1e-4)
 
 
