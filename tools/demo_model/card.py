@@ -29,6 +29,7 @@ class Evaluation:
     judgement: Judgement
     samples: Sequence[Continuation]
     chat: Sequence[tuple[str, str]]
+    note: str = ""
 
 
 def card(facts: Facts, training: Mapping[str, Any], best: Mapping[str, Any], evaluation: Evaluation) -> str:
@@ -70,8 +71,8 @@ The other stages ran on a CPU.
 
 ## Figures
 
-Held-out bits per byte, of the weights in training (all of each part) and of this folder in float32 (its first
-{evaluation.tokens} tokens):
+Held-out bits per byte, of the weights in training (all of each part) and of this folder in float32 (the first
+{evaluation.tokens} tokens of each):
 
 | part | in training | this folder |
 |---|---|---|
@@ -86,6 +87,8 @@ bfloat16 by up to {evaluation.length} tokens and cut at the last whole line:
 | ended by the model itself | {judged.ended:.0%} |
 | repeat a line three times or more | {judged.repeat:.0%} |
 | lines written, median | {judged.median_lines:g} |
+
+{evaluation.note}
 
 ## Samples
 

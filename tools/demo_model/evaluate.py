@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trained", type=Path, default=Path(".demo/trained"), help="folder that `train` wrote")
     parser.add_argument("--model", type=Path, default=Path("models/demo"), help="folder that `export` wrote")
     parser.add_argument("--tokens", type=int, default=16384, help="of each held-out part, from its start")
+    parser.add_argument("--note", default="", help="a remark for the card: how these weights were chosen")
     parser.add_argument("--show", action="store_true", help="print every continuation too")
 
 
@@ -58,6 +59,7 @@ def run(arguments: argparse.Namespace) -> None:
         judgement=judge(continuations),
         samples=continuations[:: len(continuations) // 4][:4],  # at fixed places, not the best
         chat=[(question, served.answer(question, LENGTH)) for question in QUESTIONS],
+        note=arguments.note,
     )
     training = json.loads((arguments.trained / train.SUMMARY).read_text())
     text = card(corpus.load_facts(arguments.data), training, best_line(arguments.trained), evaluation)

@@ -35,7 +35,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> argparse.Namespace:
     (root / train.SUMMARY).write_text(json.dumps(summary))
     lines = [{f"held_out_{name}": figure for name in corpus.HELD_OUT} for figure in (3.25, 1.75, 2.5)]
     (root / train.LOG).write_text("\n".join(map(json.dumps, lines)))
-    return argparse.Namespace(data=root, trained=root, model=root / "model", tokens=60, show=False)
+    return argparse.Namespace(data=root, trained=root, model=root / "model", tokens=60, note="A remark.", show=False)
 
 
 def test_the_card(
@@ -49,6 +49,7 @@ def test_the_card(
     assert "| its tests | 1.750 |" in card  # the line of the log that was kept
     assert f"**{figures['parse']:.0%}**" in card
     assert figures["count"] == 50
+    assert "A remark." in card
     for question in evaluate.QUESTIONS:
         assert question in card
 
