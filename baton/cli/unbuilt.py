@@ -10,7 +10,6 @@ COMMANDS = {
     "chat": "An interactive conversation",
     "ratio": "Show or change the prefill:decode ratio",
     "plan": "Recommend a ratio for a workload",
-    "doctor": "Check this machine and configuration",
 }
 
 
