@@ -7,7 +7,6 @@ import typer
 from baton.cli.errors import Bad
 
 COMMANDS = {
-    "chat": "An interactive conversation",
     "ratio": "Show or change the prefill:decode ratio",
     "plan": "Recommend a ratio for a workload",
 }
