@@ -33,7 +33,7 @@ class Replay:
     speed: float = 1.0
 
     def __str__(self) -> str:
-        return f"{self.name}@{self.speed:g}"
+        return f"{self.name[:16]}@{self.speed:g}"
 
 
 @dataclass(frozen=True, slots=True)

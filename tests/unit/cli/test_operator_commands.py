@@ -48,7 +48,7 @@ def test_explain_shows_the_waterfall(front: FakeFront, run: Run, capsys: Capture
     for expected in (
         "request r1: finished (length)",
         "prefill 100.0 74%",
-        "first token 135.0",
+        "time to first token 135.0",
         "decode 365.0 10 more tokens, 36.5 each",
         "512 tokens (496 computed on prefill, 16 from a node's cache; 512 of them by hand-off)",
         "75% landed before the last layer",
