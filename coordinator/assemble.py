@@ -4,6 +4,7 @@ opposite one: cluster port, front doors, warm-up; then refuse, let requests end,
 import asyncio
 import json
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc.aio
@@ -58,14 +59,18 @@ class Coordinator:
         )
         clients = app.build(intake, self._readiness, config.api_key)
         operators = admin.build(self._cluster, self._readiness, config.admin_token, refusals)
-        self._http = Listener(clients, bind(config.host, config.port, "--port"))
-        self._admin = Listener(operators, bind(config.admin_host, config.admin_port, "--admin-port"))
-        self._grpc = GrpcPort(intake, self._readiness, config.api_key)
-        cluster_pb2_grpc.add_ClusterServicer_to_server(self._cluster, self._grpc.server)
-        self._grpc.bind(config.host, config.grpc_port)
-        self._nodes = grpc.aio.server(options=(*LINK_OPTIONS, ("grpc.so_reuseport", 0)))
-        link_codec.add_to(self._nodes, NodeLink(config, self._dispatcher, self._ledgers).Attach)
-        self._node_port = bind_grpc(self._nodes, config.cluster_host, config.cluster_port, "--cluster-port")
+        with ExitStack() as bound:
+            http = bound.enter_context(bind(config.host, config.port, "--port"))
+            self._http = Listener(clients, http)
+            admin_port = bound.enter_context(bind(config.admin_host, config.admin_port, "--admin-port"))
+            self._admin = Listener(operators, admin_port)
+            self._grpc = GrpcPort(intake, self._readiness, config.api_key)
+            cluster_pb2_grpc.add_ClusterServicer_to_server(self._cluster, self._grpc.server)
+            self._grpc.bind(config.host, config.grpc_port)
+            self._nodes = grpc.aio.server(options=(*LINK_OPTIONS, ("grpc.so_reuseport", 0)))
+            link_codec.add_to(self._nodes, NodeLink(config, self._dispatcher, self._ledgers).Attach)
+            self._node_port = bind_grpc(self._nodes, config.cluster_host, config.cluster_port, "--cluster-port")
+            bound.pop_all()  # every port is ours
 
     async def run(self, stop: asyncio.Event) -> None:
         """Raises ConfigError for a tokenizer that cannot be used."""

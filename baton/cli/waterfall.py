@@ -46,8 +46,8 @@ def _stages(told: ExplainResponse) -> Table:
         share = seconds / line.ttft if line.ttft else 0.0
         table.add_row(name.replace("_", " "), _ms(seconds), f"{share:.0%}", _bar(begun, share))
         begun += share
-    had_token = told.output_tokens > 0
-    table.add_row("[bold]time to first token[/]" if had_token else "no token yet", f"[bold]{_ms(line.ttft)}[/]", "", "the sum")
+    reached = "[bold]time to first token[/]" if told.output_tokens else "no token yet"
+    table.add_row(reached, f"[bold]{_ms(line.ttft)}[/]", "", "the sum")
     each = told.decode / (told.output_tokens - 1) if told.output_tokens > 1 else None
     pace = f"{told.output_tokens - 1} more tokens, {_ms(each)} each" if each is not None else ""
     table.add_row("decode", _ms(told.decode), "", pace)

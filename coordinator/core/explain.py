@@ -1,8 +1,8 @@
 """Where one request's time went, told once for good when it ends, or as far as it has come.
 
 What is told holds counts, moments, names of nodes and error messages, and never a word of prompt or answer. It is kept
-as bytes: a request that was served at once takes 0.5 KiB with one node of each role and 0.8 KiB with eight, so that 4096
-take 2 to 3.5 MB; the longest that can be is below 30 KiB.
+as bytes: a request that was served at once takes 0.5 KiB with one node of each role and 0.8 KiB with eight, so that
+4096 of them take 2 to 3.5 MB; the longest that can be is below 30 KiB.
 """
 
 from collections import OrderedDict
