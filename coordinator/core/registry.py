@@ -81,7 +81,8 @@ class Registry:
         """Why no node of the role can be given work, "" if one can."""
         if self.serving(role):
             return ""
-        drained = [node.info.name for node in self.nodes.values() if node.info.role is role and self._is_drained(node)]
+        of_role = (node for node in self.nodes.values() if node.info.role is role)
+        drained = sorted(node.info.name for node in of_role if self._is_drained(node))
         return f"there is no {role.value} node" + (f" but drained ones ({', '.join(drained)})" if drained else "")
 
     def expired(self, now: float, busy: Collection[Incarnation]) -> list[tuple[Node, NodeFailed]]:
