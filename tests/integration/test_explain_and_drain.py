@@ -201,11 +201,12 @@ async def test_a_drained_node_that_restarts_stays_out_until_it_is_put_back(clust
 @IN_MODULE
 async def test_the_last_of_a_role_may_be_drained_and_requests_wait(cluster: Cluster) -> None:
     assert (await baton(cluster, "drain", "prefill-1", "--no-wait"))[2] == ""
-    asked = prompt(11, 4000)
+    asked = prompt(11, 6000)
     waiting = asyncio.create_task(cluster.generate(asked, max_tokens=4, ignore_eos=True))
     await cluster.wait_status(lambda status: any(one.placed for one in status.nodes if one.name == "prefill-0"))
-    code, _, err = await baton(cluster, "drain", "prefill-0", "--timeout", "0")
-    assert (code, "warning: there is no prefill node but drained ones (prefill-0, prefill-1)" in err) == (0, True)
+    request = pb.DrainRequest(node="prefill-0", timeout_seconds=0)
+    answer = await cluster_call(cluster.grpc, "Drain", request)
+    assert "there is no prefill node but drained ones (prefill-0, prefill-1): requests wait" in answer.warning
     await cluster.wait_status(lambda status: status.queued == 1 and not status.ready)
     await baton(cluster, "undrain", "prefill-0")
     assert list((await waiting).tokens) == paced_reference(asked, 4)
