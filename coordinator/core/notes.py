@@ -1,6 +1,6 @@
 """What is noted of each attempt while it runs, for whoever asks afterwards where a request's time went."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from baton.pb.common_pb2 import HandoffReport
@@ -54,13 +54,20 @@ class Notes:
             self.over, self.ended, self.reason = now, ended, reason
 
 
-def consider(
-    demand: Demand, choice: Choice, views: Iterable[NodeView], names: dict[Incarnation, NodeName]
-) -> tuple[Considered, ...]:
+NameOf = Callable[[Incarnation | None], NodeName]
+
+
+def begin(demand: Demand, choice: Choice, views: Iterable[NodeView], name: NameOf, now: float) -> Notes:
+    """Of an attempt that is placed at this moment."""
+    considered = _consider(demand, choice, views, name)
+    return Notes(name(choice.prefill), name(choice.decode), now, demand.tokens, considered)
+
+
+def _consider(demand: Demand, choice: Choice, views: Iterable[NodeView], name: NameOf) -> tuple[Considered, ...]:
     """What was known of the nodes that the demand could have gone to, at the moment when it was placed."""
     found = [
         Considered(
-            node=names[view.incarnation],
+            node=name(view.incarnation),
             role=view.role,
             attempts=view.attempts,
             uncomputed_tokens=view.uncomputed_tokens,

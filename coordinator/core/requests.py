@@ -37,7 +37,7 @@ from coordinator.core.messages import (
     Send,
     Submit,
 )
-from coordinator.core.notes import REFUSED, SERVED, Notes, consider
+from coordinator.core.notes import REFUSED, SERVED, begin
 from coordinator.core.placement import Choice, Demand, NodeView, Placement
 from coordinator.core.queue import WaitingQueue
 from coordinator.core.record import Attempt, Record, RequestState
@@ -171,10 +171,7 @@ class RequestTable:
         record.attempts += 1
         request, prefill, decode = record.request, choice.prefill, choice.decode
         key = AttemptKey(request.id, record.attempts, request.choice)
-        names = {view.incarnation: self.name(view.incarnation) for view in views}
-        considered = consider(demand, choice, views, names)
-        notes = Notes(self.name(prefill), self.name(decode), now, demand.tokens, considered)
-        attempt = Attempt(key, prefill, decode, notes)
+        attempt = Attempt(key, prefill, decode, begin(demand, choice, views, self.name, now))
         record.begin(attempt)
         for node in filter(None, (decode, prefill)):
             attempt.legs.add(node)
