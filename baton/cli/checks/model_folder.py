@@ -6,6 +6,7 @@ from typing import Any
 
 from baton.cli.checks.finding import Finding, bad, ok, warning
 from baton.config import Config
+from baton.model_source import is_hub_id
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _NO_TEXT = "copy tokenizer.json and tokenizer_config.json from the model's source; without them only token ids work"
@@ -29,10 +30,10 @@ def model_folder(config: Config, found: Mapping[str, Any]) -> list[Finding]:
     if not config.model:
         return [ok("model", "none named: `baton up` serves its own small one")]
     if not Path(config.model).exists():
-        fix = "give --model the path of a Hugging Face folder"
-        if config.model.count("/") == 1 and not config.model.startswith((".", "/", "~")):
-            return [warning("model", f"{config.model} is no folder here: it is looked for in the model hub", fix)]
-        return [bad("model", f"there is no {config.model}", fix)]
+        if is_hub_id(config.model):
+            told = f"{config.model} is no folder here: the first start downloads it from the model hub"
+            return [warning("model", told, "give --model a folder to need no network")]
+        return [bad("model", f"there is no {config.model}", "give --model the path of a Hugging Face folder")]
     wrong = found.get("model", "it could not be looked at: see torch")
     if wrong:
         return [bad("model", str(wrong), "see the message; download the model again if files are damaged")]
