@@ -25,7 +25,7 @@ from benchmarks.percentiles import percentile
 from benchmarks.report import Row, print_rows, row
 
 HELP = "what a hand-off adds to the time to first token, over each transport"
-TRANSPORTS = ("shm", "zmq")
+TRANSPORTS = ("shm", "zmq", "grpc")
 OVERHEAD_LIMIT = 15.0  # milliseconds, median
 LANDED_TARGET = 0.8  # share of slabs on the decode node before the last layer is computed
 _OUTPUT = 16  # tokens: by then the prefill node has told the coordinator how the hand-off went
