@@ -1,15 +1,15 @@
 """`interference`: how much longer a decode step takes while hand-offs land, over each transport, with real processes.
 
-Four requests decode all the time. Beside them, in turns, nothing happens; or prompts are computed by the prefill node
-and handed over, back to back. The figure is the median time between two tokens of a stream against that of the idle
-window before it in the same round, and of these the median over the rounds: what else changes from minute to minute,
-the machine's load or the length of the contexts, touches both.
+Four requests decode all the time. In turns, nothing happens beside them, or prompts flow back to back:
 
+    prefill     fresh prompts whose answer is one token: computed, and not handed over
     computed    fresh prompts: layers flow as fast as they are computed
-    full rate   prompts that the prefill node has in its cache and decode has not: whole prompts flow as fast as the
-                link, and decode, take them
-    prefill     fresh prompts whose answer is one token: computed and not handed over. What of `computed` is due to the
-                prefill node's own use of memory and caches, not to the transfer
+    full_rate   prompts that the prefill node has in its cache and decode has not: they flow as fast as the link, and
+                decode, take them
+
+The figure is the median time between two tokens of a stream against that of the idle window of the same round, and of
+these the median over the rounds: what else changes from minute to minute touches both. `prefill` says how much of it is
+the prefill node's use of memory and caches and no matter of transfers; `computed / prefill` is the transfer alone.
 
 The decode node has the last core to itself, with all of its threads, as on a machine of its own; everything else shares
 the others. Prefill cannot take decode's core then, but every byte that lands does. `--no-pin` leaves it to the kernel.
@@ -18,10 +18,11 @@ the others. Prefill cannot take decode's core then, but every byte that lands do
 import argparse
 import asyncio
 import contextlib
+import itertools
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -39,12 +40,13 @@ HELP = "how much hand-offs disturb decode, over each transport"
 TRANSPORTS = ("shm", "zmq", "grpc")
 PROMPT = 2048  # tokens
 LIMIT = 1.2  # decode step while prompts are handed over, by the idle one
-_SHAPE = replace(DEMO, context=16384)
-_STREAMS, _STREAM_PROMPT, _STREAM_TOKENS = 4, 1024, 12000
-_IN_FLIGHT = 2  # prompts: the prefill node always has the next one
-_CACHED = 8  # prompts of the full rate
-# KV memory that holds all of those on the prefill node, and not on decode, whose streams take a quarter of it.
-_CACHED_KV = "136MiB"
+WINDOWS = ("idle", "prefill", "computed", "full_rate")
+_SHAPE = replace(DEMO, context=8192)
+_STREAMS, _STREAM_PROMPT, _STREAM_TOKENS = 4, 1024, 7000
+_IN_FLIGHT = 3  # prompts: there is always a next one
+_CACHED = 8  # prompts of the full rate, of 16 MiB each: the prefill node holds them, and decode beside its streams not
+_DECODE_KV = "144MiB"
+_FEWEST = 8  # steps of all streams that make a median
 _SETTLE = 0.3  # seconds between windows
 _DEADLINE = 300.0  # seconds of one request
 
@@ -52,30 +54,28 @@ Submit = Callable[[], Awaitable[None]]
 
 
 @dataclass(slots=True)
-class Streams:
-    """When tokens of the decoding requests came, a list for each."""
+class Stream:
+    """When the tokens of one decoding request came."""
 
-    arrivals: list[list[float]] = field(default_factory=lambda: [[] for _ in range(_STREAMS)])
+    moments: list[float] = field(default_factory=list)
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def step(self, began: float, ended: float) -> float:
-        """Median seconds between tokens that came in the window. Raises NodeFailed when there are too few."""
-        gaps: list[float] = []
-        for moments in self.arrivals:
-            inside = [moment for moment in moments if began <= moment <= ended]
-            gaps += [later - earlier for earlier, later in zip(inside, inside[1:], strict=False)]
-        if len(gaps) < 2 * _STREAMS:
-            raise NodeFailed(f"{len(gaps)} decode steps in a window of {ended - began:.1f} s: give a longer --window")
-        return percentile(gaps, 50)
+    def came(self) -> None:
+        self.moments.append(time.perf_counter())
+        self.begun.set()
+
+    def gaps(self, began: float, ended: float) -> list[float]:
+        """Seconds between tokens that came in the window."""
+        inside = [moment for moment in self.moments if began <= moment <= ended]
+        return [later - earlier for earlier, later in itertools.pairwise(inside)]
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Medians over rounds. Times in seconds; `rate` in bytes per second of the windows in which prompts flowed."""
+@dataclass(slots=True)
+class Seen:
+    """What was seen in each window of one kind: seconds of the median step, and bytes that were handed over."""
 
-    idle: float
-    steps: dict[str, float]
-    ratios: dict[str, float]
-    rate: float
+    steps: list[float] = field(default_factory=list)
+    moved: float = 0.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,49 +95,43 @@ def main(options: argparse.Namespace, console: Console, command: str) -> list[Ro
 
 
 async def _of_transport(transport: str, options: argparse.Namespace, console: Console, command: str) -> list[Row]:
-    computed = await _measure(transport, options, console, ("prefill", "computed"), "1GiB")
-    full = await _measure(transport, options, console, ("full_rate",), _CACHED_KV)
-    rows = [row(f"interference/{transport}/idle_step", computed.idle * 1e3, "ms", command)]
-    for outcome in (computed, full):
-        for name, ratio in outcome.ratios.items():
-            limit = None if name == "prefill" else LIMIT
-            rows.append(row(f"interference/{transport}/{name}", ratio, "x idle", command, limit))
-            rows.append(row(f"interference/{transport}/{name}_step", outcome.steps[name] * 1e3, "ms", command))
-        label = "computed" if outcome is computed else "full_rate"
-        rows.append(row(f"interference/{transport}/{label}_moved", outcome.rate / 1e6, "MB/s", command))
+    seen = await _measure(transport, options, console)
+    prefix = f"interference/{transport}"
+    rows = [row(f"{prefix}/idle_step", percentile(seen["idle"].steps, 50) * 1e3, "ms", command)]
+    for name in WINDOWS[1:]:
+        ratio = _ratio(seen[name], seen["idle"])
+        rows.append(row(f"{prefix}/{name}", ratio, "x idle", command, None if name == "prefill" else LIMIT))
+    rows.append(row(f"{prefix}/computed_of_prefill", _ratio(seen["computed"], seen["prefill"]), "x prefill", command))
+    for name in WINDOWS[2:]:
+        if seen[name].moved <= 0:
+            raise NodeFailed(f"nothing was handed over by {transport} in the windows of {name}")
+        rate = seen[name].moved / (options.rounds * options.window)
+        rows.append(row(f"{prefix}/{name}_moved", rate / 1e6, "MB/s", command))
     return rows
 
 
-async def _measure(
-    transport: str, options: argparse.Namespace, console: Console, loads: tuple[str, ...], kv_memory: str
-) -> Outcome:
-    settings = {"transport": transport, "kv_memory": kv_memory, "threads": "1", "max_batched_tokens": 512}
+def _ratio(loaded: Seen, idle: Seen) -> float:
+    return percentile([one / other for one, other in zip(loaded.steps, idle.steps, strict=True)], 50)
+
+
+async def _measure(transport: str, options: argparse.Namespace, console: Console) -> dict[str, Seen]:
+    settings = {"transport": transport, "threads": "1", "max_batched_tokens": 512, "kv_memory": "1GiB"}
+    own = {"decode-0": {"BATON_KV_MEMORY": _DECODE_KV}}
     source = random.Random(options.seed)
-    idle: list[float] = []
-    steps: dict[str, list[float]] = {name: [] for name in loads}
-    ratios: dict[str, list[float]] = {name: [] for name in loads}
-    async with local_cluster(console, _SHAPE, "interference", **settings) as cluster:
+    seen = {name: Seen() for name in WINDOWS}
+    async with local_cluster(console, _SHAPE, "interference", own=own, **settings) as cluster:
         if not options.no_pin:
             _pin(cluster.pids())
         async with grpc.aio.insecure_channel(cluster.endpoints.grpc) as channel:
             stub, counted = generation_pb2_grpc.GenerationStub(channel), cluster_pb2_grpc.ClusterStub(channel)
-            submit = await _submitters(stub, source, loads)
-            async with _decoding(stub, source) as streams:
-                before = await _moved(counted, transport)
-                for _ in range(options.rounds):
-                    idle.append(await _window(streams, None, options.window))
-                    for name in loads:
-                        steps[name].append(await _window(streams, submit[name], options.window))
-                        ratios[name].append(steps[name][-1] / idle[-1])
-                moved = await _moved(counted, transport) - before
-    if moved <= 0:
-        raise NodeFailed(f"nothing was handed over by {transport}")
-    return Outcome(
-        percentile(idle, 50),
-        {name: percentile(values, 50) for name, values in steps.items()},
-        {name: percentile(values, 50) for name, values in ratios.items()},
-        moved / (options.rounds * options.window),
-    )
+            submit = await _submitters(stub, source)
+            for _ in range(options.rounds):
+                async with _decoding(stub, source) as streams:
+                    for name in WINDOWS:
+                        before = await _moved(counted, transport)
+                        seen[name].steps.append(await _window(streams, submit.get(name), options.window))
+                        seen[name].moved += await _moved(counted, transport) - before
+    return seen
 
 
 def _pin(pids: dict[str, int]) -> None:
@@ -151,21 +145,17 @@ def _pin(pids: dict[str, int]) -> None:
                 os.sched_setaffinity(int(task.name), cores[-1:] if name.startswith("decode") else cores[:-1])
 
 
-async def _submitters(
-    stub: generation_pb2_grpc.GenerationStub, source: random.Random, loads: Iterable[str]
-) -> dict[str, Submit]:
-    """What each load does again and again. The prompts of the full rate are brought into the prefill node's cache."""
-    submit: dict[str, Submit] = {
+async def _submitters(stub: generation_pb2_grpc.GenerationStub, source: random.Random) -> dict[str, Submit]:
+    """What each window does again and again. The prompts of the full rate are brought into the prefill node's cache."""
+    cached = [_prompt(source, PROMPT) for _ in range(_CACHED)]
+    for prompt in cached:
+        await _generate(stub, prompt, 1)
+    turn = itertools.cycle(cached)
+    return {
         "prefill": lambda: _generate(stub, _prompt(source, PROMPT), 1),
         "computed": lambda: _generate(stub, _prompt(source, PROMPT), 2),
+        "full_rate": lambda: _generate(stub, next(turn), 2),
     }
-    if "full_rate" in loads:
-        cached = [_prompt(source, PROMPT) for _ in range(_CACHED)]
-        for prompt in cached:
-            await _generate(stub, prompt, 1)
-        turn = iter(range(1 << 30))
-        submit["full_rate"] = lambda: _generate(stub, cached[next(turn) % _CACHED], 2)
-    return submit
 
 
 def _prompt(source: random.Random, tokens: int) -> list[int]:
@@ -173,28 +163,27 @@ def _prompt(source: random.Random, tokens: int) -> list[int]:
 
 
 async def _generate(
-    stub: generation_pb2_grpc.GenerationStub, prompt: list[int], tokens: int, arrivals: list[float] | None = None
+    stub: generation_pb2_grpc.GenerationStub, prompt: list[int], tokens: int, stream: Stream | None = None
 ) -> None:
     request = generation_pb2.GenerateRequest(
         token_ids=common_pb2.TokenIds(ids=prompt), max_tokens=tokens, temperature=0.0, ignore_eos=True
     )
     async for answer in stub.Generate(request, timeout=_DEADLINE):
-        if arrivals is not None and answer.token_ids:
-            arrivals.append(time.perf_counter())
+        if stream is not None and answer.token_ids:
+            stream.came()
 
 
 @contextlib.asynccontextmanager
-async def _decoding(stub: generation_pb2_grpc.GenerationStub, source: random.Random) -> AsyncIterator[Streams]:
+async def _decoding(stub: generation_pb2_grpc.GenerationStub, source: random.Random) -> AsyncIterator[list[Stream]]:
     """All of the streams have their first tokens when the block begins."""
-    streams = Streams()
+    streams = [Stream() for _ in range(_STREAMS)]
     tasks = [
-        asyncio.create_task(_generate(stub, _prompt(source, _STREAM_PROMPT), _STREAM_TOKENS, arrivals))
-        for arrivals in streams.arrivals
+        asyncio.create_task(_generate(stub, _prompt(source, _STREAM_PROMPT), _STREAM_TOKENS, stream))
+        for stream in streams
     ]
     try:
         async with asyncio.timeout(_DEADLINE):
-            while not all(streams.arrivals):
-                await asyncio.sleep(_SETTLE)
+            await asyncio.gather(*(stream.begun.wait() for stream in streams))
         yield streams
         if ended := [task for task in tasks if task.done()]:
             raise NodeFailed(f"{len(ended)} of {_STREAMS} decoding requests ended too early: give a shorter --window")
@@ -202,19 +191,22 @@ async def _decoding(stub: generation_pb2_grpc.GenerationStub, source: random.Ran
         await _cancelled(tasks)
 
 
-async def _window(streams: Streams, submit: Submit | None, seconds: float) -> float:
-    """The median step while `submit` is called over and over, or while nothing happens."""
+async def _window(streams: list[Stream], submit: Submit | None, seconds: float) -> float:
+    """The median step while `submit` is called over and over, or while nothing happens. Raises NodeFailed when there
+    are too few steps to say."""
     tasks = [asyncio.create_task(_repeat(submit)) for _ in range(_IN_FLIGHT)] if submit else []
     await asyncio.sleep(_SETTLE)
     began = time.perf_counter()
     await asyncio.sleep(seconds)
-    step = streams.step(began, time.perf_counter())
+    gaps = [gap for stream in streams for gap in stream.gaps(began, time.perf_counter())]
     for task in tasks:
         if task.done():
             task.result()  # raises what ended it
     await _cancelled(tasks)
     await asyncio.sleep(_SETTLE)
-    return step
+    if len(gaps) < _FEWEST:
+        raise NodeFailed(f"{len(gaps)} decode steps seen in {seconds:g} s: give a longer --window")
+    return percentile(gaps, 50)
 
 
 async def _repeat(submit: Submit) -> None:

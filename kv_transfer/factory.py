@@ -18,10 +18,10 @@ from baton.segment import Segment
 from baton.segment import host_id as host_of
 from baton.types import Incarnation
 from kv_transfer.core.events import InboundEvent, OutboundEvent
-from kv_transfer.inbound_plane import InboundTransfer
 from kv_transfer.grpc_decode_link import GrpcDecodeLink
 from kv_transfer.grpc_terms import SCHEME
 from kv_transfer.grpc_writer_link import GrpcDialer
+from kv_transfer.inbound_plane import InboundTransfer
 from kv_transfer.memory_link import MemoryDecodeLink, MemoryDialer
 from kv_transfer.outbound_plane import OutboundTransfer
 from kv_transfer.plane import InboundPlane, OutboundPlane

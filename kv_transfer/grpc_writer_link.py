@@ -1,7 +1,7 @@
 """The writer's end of a grpc link: one bidirectional stream, over a connection of its own.
 
-gRPC's own threads take from a bounded queue and block; the plane's thread, which never blocks, puts into it. grpc errors
-are translated here and go no further.
+gRPC's own threads take from a bounded queue and block; the plane's thread, which never blocks, puts into it. grpc's
+errors are translated here and go no further.
 """
 
 import queue

@@ -11,7 +11,7 @@ def pack(header: bytes, payload: memoryview | None) -> bytes:
 
 
 def unpack(data: bytes) -> tuple[bytes, memoryview | None]:
-    """Header and payload, without a copy of the payload. Never fails: what nobody packed has a header that is no frame."""
+    """Header and payload, the payload not copied. Never fails: what nobody packed has no frame as header."""
     end = _PREFIX + int.from_bytes(data[:_PREFIX], "little")
     return data[_PREFIX:end], memoryview(data)[end:] if len(data) > end else None
 
