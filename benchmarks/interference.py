@@ -22,7 +22,7 @@ import itertools
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -40,7 +40,8 @@ HELP = "how much hand-offs disturb decode, over each transport"
 TRANSPORTS = ("shm", "zmq", "grpc")
 PROMPT = 2048  # tokens
 LIMIT = 1.2  # decode step while prompts are handed over, by the idle one
-WINDOWS = ("idle", "prefill", "computed", "full_rate")
+HANDING_OVER = ("computed", "full_rate")
+WINDOWS = ("idle", "prefill", *HANDING_OVER)
 _SHAPE = replace(DEMO, context=8192)
 _STREAMS, _STREAM_PROMPT, _STREAM_TOKENS = 4, 1024, 7000
 _IN_FLIGHT = 3  # prompts: there is always a next one
@@ -89,24 +90,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
     rows: list[Row] = []
     for transport in TRANSPORTS if options.transport == "all" else (options.transport,):
-        rows += asyncio.run(_of_transport(transport, options, console, command))
+        seen = asyncio.run(_measure(transport, options, console))
+        rows += to_rows(transport, seen, options.rounds * options.window, command)
     print_rows(console, "interference: the median decode step while prompts are handed over", rows)
     return rows
 
 
-async def _of_transport(transport: str, options: argparse.Namespace, console: Console, command: str) -> list[Row]:
-    seen = await _measure(transport, options, console)
+def to_rows(transport: str, seen: Mapping[str, Seen], seconds: float, command: str) -> list[Row]:
+    """`seconds` of all windows of a kind together. Raises NodeFailed when nothing was handed over where it should."""
     prefix = f"interference/{transport}"
     rows = [row(f"{prefix}/idle_step", percentile(seen["idle"].steps, 50) * 1e3, "ms", command)]
     for name in WINDOWS[1:]:
-        ratio = _ratio(seen[name], seen["idle"])
-        rows.append(row(f"{prefix}/{name}", ratio, "x idle", command, None if name == "prefill" else LIMIT))
+        limit = LIMIT if name in HANDING_OVER else None
+        rows.append(row(f"{prefix}/{name}", _ratio(seen[name], seen["idle"]), "x idle", command, limit))
     rows.append(row(f"{prefix}/computed_of_prefill", _ratio(seen["computed"], seen["prefill"]), "x prefill", command))
-    for name in WINDOWS[2:]:
+    for name in HANDING_OVER:
         if seen[name].moved <= 0:
             raise NodeFailed(f"nothing was handed over by {transport} in the windows of {name}")
-        rate = seen[name].moved / (options.rounds * options.window)
-        rows.append(row(f"{prefix}/{name}_moved", rate / 1e6, "MB/s", command))
+        rows.append(row(f"{prefix}/{name}_moved", seen[name].moved / seconds / 1e6, "MB/s", command))
     return rows
 
 

@@ -55,10 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
-    rates = {"shm": memcpy_rate(), "zmq": loopback_tcp_rate()}
+    tcp = loopback_tcp_rate()
+    rates = {"shm": memcpy_rate(), "zmq": tcp, "grpc": tcp}
     rows = [
         row("transfer/memcpy", rates["shm"] / 1e9, "GB/s", command),
-        row("transfer/loopback_tcp", rates["zmq"] / 1e9, "GB/s", command),
+        row("transfer/loopback_tcp", tcp / 1e9, "GB/s", command),
     ]
     for transport in TRANSPORTS if options.transport == "all" else (options.transport,):
         samples = await _measure(transport, options, console)
