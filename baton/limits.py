@@ -1,6 +1,7 @@
 """The bounds table: every number a client can send, and what it may be. Checked by the coordinator, again by nodes."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequest, TooLong
@@ -10,6 +11,11 @@ MAX_BODY_BYTES = 4 << 20
 MAX_STOP_TOKEN_IDS = 64
 MAX_TEMPERATURE = 2.0
 MAX_SEED = 2**63 - 1
+MAX_PENALTY = 2.0  # presence and frequency, either way
+MAX_REPETITION_PENALTY = 100.0
+MAX_LOGIT_BIAS = 100.0  # either way
+MAX_LOGIT_BIASES = 1024
+MAX_LOGPROBS = 20
 MAX_LINK_MESSAGE_BYTES = 16 << 20  # between coordinator and node: a prompt of a million tokens fits
 MAX_UNSENT = 8192  # messages waiting on one internal stream before its reader is given up
 LINK_OPTIONS = (
@@ -75,11 +81,37 @@ def check_sampling(params: SamplingParams, prompt_tokens: int, bounds: ModelBoun
             f"stop_token_ids has {len(params.stop_token_ids)} ids: at most {MAX_STOP_TOKEN_IDS}",
             param="stop_token_ids",
         )
-    for token in params.stop_token_ids:
+    _check_ids("stop_token_ids", params.stop_token_ids, bounds)
+    _within("min_p", params.min_p, 0.0, 1.0)
+    _within("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _within("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    if not 0.0 < params.repetition_penalty <= MAX_REPETITION_PENALTY:
+        raise InvalidRequest(
+            f"repetition_penalty is {params.repetition_penalty}: it must be above 0 and at most "
+            f"{MAX_REPETITION_PENALTY:g}",
+            param="repetition_penalty",
+        )
+    _check_bias(params, bounds)
+    for field in ("logprobs", "prompt_logprobs"):
+        wanted = getattr(params, field)
+        if wanted is not None and not 0 <= wanted <= MAX_LOGPROBS:
+            raise InvalidRequest(f"{field} is {wanted}: it must be 0 to {MAX_LOGPROBS}", param=field)
+
+
+def _check_bias(params: SamplingParams, bounds: ModelBounds) -> None:
+    if len(params.logit_bias) > MAX_LOGIT_BIASES:
+        raise InvalidRequest(
+            f"logit_bias has {len(params.logit_bias)} entries: at most {MAX_LOGIT_BIASES}", param="logit_bias"
+        )
+    _check_ids("logit_bias", [token for token, _ in params.logit_bias], bounds)
+    for _, bias in params.logit_bias:
+        _within("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+
+
+def _check_ids(field: str, ids: Sequence[int], bounds: ModelBounds) -> None:
+    for token in ids:
         if not 0 <= token < bounds.vocab_size:
-            raise InvalidRequest(
-                f"stop_token_ids has {token}: ids are 0 to {bounds.vocab_size - 1}", param="stop_token_ids"
-            )
+            raise InvalidRequest(f"{field} has {token}: ids are 0 to {bounds.vocab_size - 1}", param=field)
 
 
 def _within(field: str, value: float, low: float, high: float) -> None:

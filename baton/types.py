@@ -50,8 +50,11 @@ class AttemptKey(NamedTuple):
 class SamplingParams:
     """How tokens are chosen; validated at admission (baton/limits.py) and again by the node.
 
-    `temperature` 0 is greedy; `top_k` 0 and `top_p` 1.0 switch those filters off. `seed` is always set: the
-    coordinator mints one when the client gave none, so that a resumed attempt draws the same noise.
+    `temperature` 0 is greedy; `top_k` 0, `top_p` 1.0 and `min_p` 0 switch those filters off. `seed` is always set: the
+    coordinator mints one when the client gave none, so that a resumed attempt draws the same noise. Presence and
+    frequency penalties count the output, the repetition penalty the prompt as well. `logit_bias` is (token id, bias)
+    pairs, added to the logits. `logprobs`: score every token of the output, beside so many of the most likely ones;
+    None is off. `prompt_logprobs`: likewise of the prompt, which is then computed without a look at any prefix cache.
     """
 
     max_tokens: int
@@ -62,17 +65,26 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the client asked. `timeout` is seconds left at the moment of sending: clocks are never compared."""
+    """What the client asked, one choice of it: several choices are requests of their own. `timeout` is seconds left at
+    the moment of sending: clocks are never compared."""
 
     id: RequestId
     prompt: tuple[int, ...]
     sampling: SamplingParams
     timeout: float
     cache_salt: bytes = b""
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +144,21 @@ class Ticket:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenScore:
+    """Natural logarithms of probabilities under the model's own distribution: log softmax of its logits, before bias,
+    penalties, temperature and filters. `top` holds the most likely (token id, log probability), the best first."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One generated token. `index` is its place in the request's output, so that a gap or a repeat is seen."""
+    """One generated token. `index` is its place in the request's output, so that a gap or a repeat is seen. `score` is
+    there if `logprobs` asks for it."""
 
     key: AttemptKey
     index: int
     token: int
     finish: FinishReason | None = None
+    score: TokenScore | None = None

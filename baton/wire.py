@@ -16,6 +16,7 @@ from baton.types import (
     Ticket,
     TicketId,
     TokenEvent,
+    TokenScore,
     Work,
 )
 
@@ -65,31 +66,28 @@ def layout_from_pb(message: cluster_pb2.Layout) -> KVLayout:
     )
 
 
-def work_to_pb(work: Work) -> cluster_pb2.Work:
-    params = work.request.sampling
-    return cluster_pb2.Work(
-        key=key_to_pb(work.key),
-        prompt=common_pb2.TokenIds(ids=work.request.prompt),
-        emitted=common_pb2.TokenIds(ids=work.emitted),
-        sampling=cluster_pb2.Sampling(
-            max_tokens=params.max_tokens,
-            temperature=params.temperature,
-            top_k=params.top_k,
-            top_p=params.top_p,
-            seed=params.seed & _SEED_MASK,
-            min_tokens=params.min_tokens,
-            ignore_eos=params.ignore_eos,
-            stop_token_ids=params.stop_token_ids,
-        ),
-        timeout_seconds=work.request.timeout,
-        cache_salt=work.request.cache_salt,
+def _sampling_to_pb(params: SamplingParams) -> cluster_pb2.Sampling:
+    return cluster_pb2.Sampling(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        seed=params.seed & _SEED_MASK,
+        min_tokens=params.min_tokens,
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=params.stop_token_ids,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=[cluster_pb2.LogitBias(token=token, bias=bias) for token, bias in params.logit_bias],
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
     )
 
 
-def work_from_pb(message: cluster_pb2.Work) -> Work:
-    params = message.sampling
-    key = key_from_pb(message.key)
-    sampling = SamplingParams(
+def _sampling_from_pb(params: cluster_pb2.Sampling) -> SamplingParams:
+    return SamplingParams(
         max_tokens=params.max_tokens,
         temperature=params.temperature,
         top_k=params.top_k,
@@ -98,13 +96,36 @@ def work_from_pb(message: cluster_pb2.Work) -> Work:
         min_tokens=params.min_tokens,
         ignore_eos=params.ignore_eos,
         stop_token_ids=tuple(params.stop_token_ids),
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=tuple((entry.token, entry.bias) for entry in params.logit_bias),
+        logprobs=params.logprobs if params.HasField("logprobs") else None,
+        prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
     )
+
+
+def work_to_pb(work: Work) -> cluster_pb2.Work:
+    return cluster_pb2.Work(
+        key=key_to_pb(work.key),
+        prompt=common_pb2.TokenIds(ids=work.request.prompt),
+        emitted=common_pb2.TokenIds(ids=work.emitted),
+        sampling=_sampling_to_pb(work.request.sampling),
+        timeout_seconds=work.request.timeout,
+        cache_salt=work.request.cache_salt,
+    )
+
+
+def work_from_pb(message: cluster_pb2.Work) -> Work:
+    key = key_from_pb(message.key)
     request = Request(
         id=key.request,
         prompt=tuple(message.prompt.ids),
-        sampling=sampling,
+        sampling=_sampling_from_pb(message.sampling),
         timeout=message.timeout_seconds,
         cache_salt=message.cache_salt,
+        choice=key.choice,
     )
     return Work(key=key, request=request, emitted=tuple(message.emitted.ids))
 
@@ -162,7 +183,8 @@ def ticket_from_pb(message: cluster_pb2.Ticket) -> Ticket:
 
 def token_to_pb(event: TokenEvent) -> cluster_pb2.Token:
     finish = FINISH_TO_PB[event.finish] if event.finish else common_pb2.FINISH_REASON_UNSPECIFIED
-    return cluster_pb2.Token(key=key_to_pb(event.key), index=event.index, token=event.token, finish=finish)
+    score = score_to_pb(event.score) if event.score else None
+    return cluster_pb2.Token(key=key_to_pb(event.key), index=event.index, token=event.token, finish=finish, score=score)
 
 
 def token_from_pb(message: cluster_pb2.Token) -> TokenEvent:
@@ -171,4 +193,17 @@ def token_from_pb(message: cluster_pb2.Token) -> TokenEvent:
         index=message.index,
         token=message.token,
         finish=_FINISH_FROM_PB.get(message.finish),
+        score=score_from_pb(message.score) if message.HasField("score") else None,
     )
+
+
+def score_to_pb(score: TokenScore) -> common_pb2.Score:
+    return common_pb2.Score(
+        logprob=score.logprob,
+        top_ids=[token for token, _ in score.top],
+        top_logprobs=[logprob for _, logprob in score.top],
+    )
+
+
+def score_from_pb(message: common_pb2.Score) -> TokenScore:
+    return TokenScore(message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True)))

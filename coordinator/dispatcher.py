@@ -89,6 +89,7 @@ class Dispatcher:
             sampling=submission.sampling,
             timeout=submission.timeout,
             cache_salt=submission.cache_salt,
+            choice=submission.choice,
         )
         effects = self.brain.submit(request, self.clock(), internal=internal)
         stream = self._streams[request.id] = Stream(request.id, self._client_gone)

@@ -10,25 +10,41 @@ from typing import Protocol
 
 from baton.limits import ModelBounds
 from baton.pb.common_pb2 import Timeline
-from baton.types import FinishReason, RequestId, SamplingParams
+from baton.types import FinishReason, RequestId, SamplingParams, TokenScore
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
     """A validated request before it has an id. `timeout` in seconds; `cache_salt` comes from the credential, never
-    from the body."""
+    from the body.
+
+    `choice` is its number among the choices of one request, which its noise depends on. `after` is a request of the
+    same prompt: this one is placed once that one's prompt is in a decode node's cache, on that node, so that the prompt
+    is computed once and its blocks are shared; if that cannot be, it is placed like any other."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
     timeout: float
     cache_salt: bytes = b""
+    choice: int = 0
+    after: RequestId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """The scores of all prompt tokens but the first, which has none. Once, before the first Delta, if
+    `prompt_logprobs` asks for them."""
+
+    scores: tuple[TokenScore, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """Tokens that one message brought, in order: never empty."""
+    """Tokens that one message brought, in order: never empty. `scores` has one for each if `logprobs` asks for them,
+    else it is empty."""
 
     tokens: tuple[int, ...]
+    scores: tuple[TokenScore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +56,7 @@ class Done:
     timeline: Timeline
 
 
-Event = Delta | Done
+Event = PromptScores | Delta | Done
 
 
 class Generation(Protocol):

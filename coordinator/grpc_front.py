@@ -12,7 +12,7 @@ from baton.pb import generation_pb2 as pb
 from baton.pb import generation_pb2_grpc
 from coordinator.ask import Ask, check_client_id
 from coordinator.auth import BearerKey
-from coordinator.generation import Delta, Done, Event
+from coordinator.generation import Delta, Done, Event, PromptScores
 from coordinator.grpc_terms import Context, authorization, metadata, told
 from coordinator.intake import Intake, Running
 
@@ -89,6 +89,8 @@ def to_ask(request: pb.GenerateRequest, timeout: float | None, client_id: str | 
 def _response(running: Running, event: Event) -> pb.GenerateResponse:
     if isinstance(event, Delta):
         return pb.GenerateResponse(request_id=running.id, text=running.text_of(event.tokens), token_ids=event.tokens)
+    if isinstance(event, PromptScores):
+        return pb.GenerateResponse(request_id=running.id)
     return _last(running, event)
 
 

@@ -159,7 +159,7 @@ class AttemptKey(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., choice: _Optional[int] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "seed", "min_tokens", "ignore_eos", "stop_token_ids")
+    __slots__ = ("max_tokens", "temperature", "top_k", "top_p", "seed", "min_tokens", "ignore_eos", "stop_token_ids", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "logprobs", "prompt_logprobs")
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -168,6 +168,13 @@ class Sampling(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     temperature: float
     top_k: int
@@ -176,7 +183,22 @@ class Sampling(_message.Message):
     min_tokens: int
     ignore_eos: bool
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: _containers.RepeatedCompositeFieldContainer[LogitBias]
+    logprobs: int
+    prompt_logprobs: int
+    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., seed: _Optional[int] = ..., min_tokens: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., min_p: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+
+class LogitBias(_message.Message):
+    __slots__ = ("token", "bias")
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    BIAS_FIELD_NUMBER: _ClassVar[int]
+    token: int
+    bias: float
+    def __init__(self, token: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
 
 class Work(_message.Message):
     __slots__ = ("key", "prompt", "emitted", "sampling", "timeout_seconds", "cache_salt")
@@ -339,16 +361,28 @@ class Refused(_message.Message):
     def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., needed: _Optional[int] = ..., free: _Optional[int] = ...) -> None: ...
 
 class Token(_message.Message):
-    __slots__ = ("key", "index", "token", "finish")
+    __slots__ = ("key", "index", "token", "finish", "score")
     KEY_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
+    SCORE_FIELD_NUMBER: _ClassVar[int]
     key: AttemptKey
     index: int
     token: int
     finish: _common_pb2.FinishReason
-    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., index: _Optional[int] = ..., token: _Optional[int] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ...) -> None: ...
+    score: _common_pb2.Score
+    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., index: _Optional[int] = ..., token: _Optional[int] = ..., finish: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., score: _Optional[_Union[_common_pb2.Score, _Mapping]] = ...) -> None: ...
+
+class PromptScores(_message.Message):
+    __slots__ = ("key", "first", "scores")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    SCORES_FIELD_NUMBER: _ClassVar[int]
+    key: AttemptKey
+    first: int
+    scores: _containers.RepeatedCompositeFieldContainer[_common_pb2.Score]
+    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., first: _Optional[int] = ..., scores: _Optional[_Iterable[_Union[_common_pb2.Score, _Mapping]]] = ...) -> None: ...
 
 class Tokens(_message.Message):
     __slots__ = ("tokens",)
@@ -452,7 +486,7 @@ class Leaving(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
-    __slots__ = ("incarnation", "join", "heartbeat", "reserved", "refused", "tokens", "failed", "prefill_ended", "handed_off", "admitted", "ledger", "leaving", "number", "checksum")
+    __slots__ = ("incarnation", "join", "heartbeat", "reserved", "refused", "tokens", "failed", "prefill_ended", "handed_off", "admitted", "ledger", "leaving", "prompt_scores", "number", "checksum")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -465,6 +499,7 @@ class NodeMessage(_message.Message):
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     LEDGER_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_SCORES_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
@@ -479,6 +514,7 @@ class NodeMessage(_message.Message):
     admitted: Admitted
     ledger: LedgerReply
     leaving: Leaving
+    prompt_scores: PromptScores
     number: int
     checksum: int
-    def __init__(self, incarnation: _Optional[str] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[AttemptFailed, _Mapping]] = ..., prefill_ended: _Optional[_Union[PrefillEnded, _Mapping]] = ..., handed_off: _Optional[_Union[HandedOff, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., ledger: _Optional[_Union[LedgerReply, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., number: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[AttemptFailed, _Mapping]] = ..., prefill_ended: _Optional[_Union[PrefillEnded, _Mapping]] = ..., handed_off: _Optional[_Union[HandedOff, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., ledger: _Optional[_Union[LedgerReply, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ..., number: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...

@@ -4,7 +4,7 @@ Three rules hold whatever arrives: a request ends in `end` and nowhere else; wha
 nowhere else; a leg that was placed is closed in `close_leg` and nowhere else (or falls with its node in `lose_node`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, NodeGone, Preempted, Rejected, Stalled, Unavailable
@@ -34,7 +34,6 @@ from coordinator.core.timers import Timers
 
 UNSERVED_PATIENCE = 1.0  # seconds a new request waits for nodes that could serve it
 FIRST_REST, LONGEST_REST = 0.1, 2.0  # seconds between attempts that fail
-CHOICE = 0  # of every request: several choices are child requests
 
 
 def rest_after(failures: int) -> float:
@@ -149,14 +148,14 @@ class RequestTable:
     def _place(self, record: Record, demand: Demand, choice: Choice, now: float) -> None:
         record.attempts += 1
         request, prefill, decode = record.request, choice.prefill, choice.decode
-        key = AttemptKey(request.id, record.attempts, CHOICE)
+        key = AttemptKey(request.id, record.attempts, request.choice)
         attempt = record.attempt = Attempt(key, prefill, decode)
         for node in filter(None, (decode, prefill)):
             attempt.legs.add(node)
             self.loads.place(node, key, demand.tokens, demand.blocks)
         record.to(RequestState.PLACED)
         record.marks.placed_at(now, self.name(prefill), self.name(decode))
-        left = Request(request.id, request.prompt, request.sampling, record.deadline - now, request.cache_salt)
+        left = replace(request, timeout=record.deadline - now)
         work = Work(key, left, tuple(record.emitted))
         if decode is not None:
             writer = self._registry.nodes[prefill].address if prefill is not None else None

@@ -9,7 +9,7 @@ from starlette.types import Receive, Scope, Send
 from baton.errors import BatonError
 from coordinator.ask import Ask
 from coordinator.defects import internal
-from coordinator.generation import Delta, Done, Event
+from coordinator.generation import Delta, Done, Event, PromptScores
 from coordinator.http import errors
 from coordinator.http.boundary import REQUEST_ID
 from coordinator.http.connection import stopped_by_disconnect
@@ -53,7 +53,7 @@ class CompletionResponse(Response):
             if isinstance(event, Delta):
                 pieces.append(running.text_of(event.tokens))
                 tokens.extend(event.tokens)
-            else:
+            elif isinstance(event, Done):
                 pieces.append(running.detokenizer.flush())
                 choice = self._choice("".join(pieces), tokens, event)
                 body = _encode(_completion(running, [choice], _usage(running, event)))
@@ -85,6 +85,8 @@ class CompletionResponse(Response):
         """The events of one step; those of the last step end the stream."""
         if isinstance(event, Delta):
             return self._chunk(running, running.text_of(event.tokens), event.tokens)
+        if isinstance(event, PromptScores):
+            return b""
         rest = running.detokenizer.flush()
         chunks = [self._chunk(running, rest, ())] if rest else []
         chunks.append(self._chunk(running, "", (), event))

@@ -19,6 +19,7 @@ from baton.types import (
     Ticket,
     TicketId,
     TokenEvent,
+    TokenScore,
     Work,
 )
 
@@ -34,7 +35,16 @@ sampling = st.builds(
     min_tokens=st.integers(0, 2**31),
     ignore_eos=st.booleans(),
     stop_token_ids=st.lists(tokens, max_size=4).map(tuple),
+    min_p=st.floats(0, 1),
+    presence_penalty=st.floats(-2, 2),
+    frequency_penalty=st.floats(-2, 2),
+    repetition_penalty=st.floats(0.01, 100),
+    logit_bias=st.lists(st.tuples(tokens, st.floats(-100, 100)), max_size=4).map(tuple),
+    logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
 )
+logprobs = st.floats(max_value=0, width=32, allow_nan=False)
+scores = st.builds(TokenScore, logprobs, st.lists(st.tuples(tokens, logprobs), max_size=4).map(tuple))
 peers = st.builds(
     PeerAddress, st.text(max_size=9).map(NodeName), st.text(max_size=9).map(Incarnation), st.text(), st.text()
 )
@@ -45,7 +55,7 @@ def works(draw: st.DrawFn) -> Work:
     key = draw(keys)
     prompt = tuple(draw(st.lists(tokens, max_size=20)))
     salt = draw(st.binary(max_size=8))
-    request = Request(key.request, prompt, draw(sampling), draw(st.floats(0, 1e6)), salt)
+    request = Request(key.request, prompt, draw(sampling), draw(st.floats(0, 1e6)), salt, key.choice)
     return Work(key, request, tuple(draw(st.lists(tokens, max_size=5))))
 
 
@@ -62,9 +72,9 @@ def test_ticket(key: AttemptKey, peer: PeerAddress, offsets: list[int], ttl: flo
     assert wire.ticket_from_pb(wire.ticket_to_pb(ticket)) == ticket
 
 
-@given(keys, st.sampled_from([None, *FinishReason]))
-def test_token(key: AttemptKey, finish: FinishReason | None) -> None:
-    event = TokenEvent(key, 5, 17, finish)
+@given(keys, st.sampled_from([None, *FinishReason]), st.none() | scores)
+def test_token(key: AttemptKey, finish: FinishReason | None, score: TokenScore | None) -> None:
+    event = TokenEvent(key, 5, 17, finish, score)
     assert wire.token_from_pb(wire.token_to_pb(event)) == event
 
 
