@@ -11,6 +11,10 @@ The figure is the median time between two tokens of a stream against that of the
 these the median over the rounds: what else changes from minute to minute touches both. `prefill` says how much of it is
 the prefill node's use of memory and caches and no matter of transfers; `computed / prefill` is the transfer alone.
 
+The same of processor time: all that the decode node's threads used, by the steps that they made. On a core of its own a
+decode node is never idle while it decodes, so this is its mean step there; and it does not change with what else the
+machine has to do. It has the work for the requests that come with the prompts in it.
+
 The decode node has the last core to itself, with all of its threads, as on a machine of its own; everything else shares
 the others. Prefill cannot take decode's core then, but every byte that lands does. `--no-pin` leaves it to the kernel.
 """
@@ -22,7 +26,7 @@ import itertools
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -73,9 +77,11 @@ class Stream:
 
 @dataclass(slots=True)
 class Seen:
-    """What was seen in each window of one kind: seconds of the median step, and bytes that were handed over."""
+    """What was seen in each window of one kind, in seconds: the median step, and decode's processor time by steps. And
+    the bytes that were handed over in all of them."""
 
     steps: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
     moved: float = 0.0
 
 
@@ -99,11 +105,14 @@ def main(options: argparse.Namespace, console: Console, command: str) -> list[Ro
 def to_rows(transport: str, seen: Mapping[str, Seen], seconds: float, command: str) -> list[Row]:
     """`seconds` of all windows of a kind together. Raises NodeFailed when nothing was handed over where it should."""
     prefix = f"interference/{transport}"
-    rows = [row(f"{prefix}/idle_step", percentile(seen["idle"].steps, 50) * 1e3, "ms", command)]
+    idle, prefill = seen["idle"], seen["prefill"]
+    rows = [row(f"{prefix}/idle_step", percentile(idle.steps, 50) * 1e3, "ms", command)]
     for name in WINDOWS[1:]:
         limit = LIMIT if name in HANDING_OVER else None
-        rows.append(row(f"{prefix}/{name}", _ratio(seen[name], seen["idle"]), "x idle", command, limit))
-    rows.append(row(f"{prefix}/computed_of_prefill", _ratio(seen["computed"], seen["prefill"]), "x prefill", command))
+        rows.append(row(f"{prefix}/{name}", _ratio(seen[name].steps, idle.steps), "x idle", command, limit))
+        rows.append(row(f"{prefix}/{name}_cpu", _ratio(seen[name].cpu, idle.cpu), "x idle", command, limit))
+    alone = _ratio(seen["computed"].steps, prefill.steps)
+    rows.append(row(f"{prefix}/computed_of_prefill", alone, "x prefill", command))
     for name in HANDING_OVER:
         if seen[name].moved <= 0:
             raise NodeFailed(f"nothing was handed over by {transport} in the windows of {name}")
@@ -111,8 +120,8 @@ def to_rows(transport: str, seen: Mapping[str, Seen], seconds: float, command: s
     return rows
 
 
-def _ratio(loaded: Seen, idle: Seen) -> float:
-    return percentile([one / other for one, other in zip(loaded.steps, idle.steps, strict=True)], 50)
+def _ratio(loaded: Sequence[float], idle: Sequence[float]) -> float:
+    return percentile([one / other for one, other in zip(loaded, idle, strict=True)], 50)
 
 
 async def _measure(transport: str, options: argparse.Namespace, console: Console) -> dict[str, Seen]:
@@ -121,6 +130,7 @@ async def _measure(transport: str, options: argparse.Namespace, console: Console
     source = random.Random(options.seed)
     seen = {name: Seen() for name in WINDOWS}
     async with local_cluster(console, _SHAPE, "interference", own=own, **settings) as cluster:
+        decode = cluster.pids()["decode-0"]
         if not options.no_pin:
             _pin(cluster.pids())
         async with grpc.aio.insecure_channel(cluster.endpoints.grpc) as channel:
@@ -130,7 +140,9 @@ async def _measure(transport: str, options: argparse.Namespace, console: Console
                 async with _decoding(stub, source) as streams:
                     for name in WINDOWS:
                         before = await _moved(counted, transport)
-                        seen[name].steps.append(await _window(streams, submit.get(name), options.window))
+                        step, cpu = await _window(streams, submit.get(name), options.window, decode)
+                        seen[name].steps.append(step)
+                        seen[name].cpu.append(cpu)
                         seen[name].moved += await _moved(counted, transport) - before
     return seen
 
@@ -192,14 +204,15 @@ async def _decoding(stub: generation_pb2_grpc.GenerationStub, source: random.Ran
         await _cancelled(tasks)
 
 
-async def _window(streams: list[Stream], submit: Submit | None, seconds: float) -> float:
-    """The median step while `submit` is called over and over, or while nothing happens. Raises NodeFailed when there
-    are too few steps to say."""
+async def _window(streams: list[Stream], submit: Submit | None, seconds: float, decode: int) -> tuple[float, float]:
+    """The median step while `submit` is called over and over, or while nothing happens, and the processor time of
+    process `decode` by steps. Raises NodeFailed when there are too few steps to say."""
     tasks = [asyncio.create_task(_repeat(submit)) for _ in range(_IN_FLIGHT)] if submit else []
     await asyncio.sleep(_SETTLE)
-    began = time.perf_counter()
+    began, used = time.perf_counter(), _processor_time(decode)
     await asyncio.sleep(seconds)
-    gaps = [gap for stream in streams for gap in stream.gaps(began, time.perf_counter())]
+    ended, used = time.perf_counter(), _processor_time(decode) - used
+    gaps = [gap for stream in streams for gap in stream.gaps(began, ended)]
     for task in tasks:
         if task.done():
             task.result()  # raises what ended it
@@ -207,7 +220,13 @@ async def _window(streams: list[Stream], submit: Submit | None, seconds: float) 
     await asyncio.sleep(_SETTLE)
     if len(gaps) < _FEWEST:
         raise NodeFailed(f"{len(gaps)} decode steps seen in {seconds:g} s: give a longer --window")
-    return percentile(gaps, 50)
+    return percentile(gaps, 50), used * len(streams) / len(gaps)
+
+
+def _processor_time(pid: int) -> float:
+    """Seconds that all threads of a process have used, in user mode and in the kernel (proc_pid_stat(5))."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 async def _repeat(submit: Submit) -> None:

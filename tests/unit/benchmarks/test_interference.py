@@ -9,8 +9,8 @@ from benchmarks.interference import WINDOWS, Seen, Stream, to_rows
 
 
 def seen(computed: list[float], moved: float = 8e6) -> dict[str, Seen]:
-    found = {name: Seen([0.010, 0.020, 0.010], moved) for name in WINDOWS}
-    found["computed"] = Seen(computed, moved)
+    found = {name: Seen([0.010, 0.020, 0.010], [0.008] * 3, moved) for name in WINDOWS}
+    found["computed"] = Seen(computed, [0.009, 0.010, 0.012], moved)
     return found
 
 
@@ -25,6 +25,7 @@ def test_ratios_are_medians_of_rounds_and_held_against_the_limit() -> None:
     rows = {one.name: one for one in to_rows("zmq", seen([0.011, 0.030, 0.013]), 2.0, "command")}
     computed = rows["interference/zmq/computed"]
     assert (computed.value, computed.limit) == (pytest.approx(1.3), 1.2)
+    assert rows["interference/zmq/computed_cpu"].value == pytest.approx(1.25)
     assert computed.share == pytest.approx(1.3 / 1.2)
     assert rows["interference/zmq/idle_step"].value == pytest.approx(10.0)
     assert rows["interference/zmq/prefill"].limit is None
