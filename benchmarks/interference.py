@@ -4,16 +4,18 @@ Four requests decode all the time. In turns, nothing happens beside them, or pro
 
     prefill     fresh prompts whose answer is one token: computed, and not handed over
     computed    fresh prompts: layers flow as fast as they are computed
-    full_rate   prompts that the prefill node has in its cache and decode has not: they flow as fast as the link, and
-                decode, take them
+    paced       prompts that the prefill node has in its cache and decode has not, as many in a second as `computed` had
+                in this round: each is handed over at once, and instead of computing it the prefill node waits
+    full_rate   the same prompts without the waiting: they flow as fast as the link, and decode, take them
 
 The figure is the median time between two tokens of a stream against that of the idle window of the same round, and of
-these the median over the rounds: what else changes from minute to minute touches both. `prefill` says how much of it is
-the prefill node's use of memory and caches and no matter of transfers; `computed / prefill` is the transfer alone.
+these the median over the rounds: what else changes from minute to minute touches both. Where two processes share a
+core's execution units, caches or memory, as two hardware threads do, `prefill` is above 1 without any transfer, and
+`computed` with it. `paced` is the transfer without that, `computed_of_prefill` the transfer beside it.
 
-The same of processor time: all that the decode node's threads used, by the steps that they made. On a core of its own a
-decode node is never idle while it decodes, so this is its mean step there; and it does not change with what else the
-machine has to do. It has the work for the requests that come with the prompts in it.
+`_cpu` is the same of processor time: all that the decode node's threads used, by the steps that they made. A decode
+node with a core of its own is never idle while it decodes, so this is its mean step there. It includes the work for the
+requests that come with the prompts, and hardly changes with what else the machine has to do.
 
 The decode node has the last core to itself, with all of its threads, as on a machine of its own; everything else shares
 the others. Prefill cannot take decode's core then, but every byte that lands does. `--no-pin` leaves it to the kernel.
@@ -26,7 +28,7 @@ import itertools
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -44,7 +46,7 @@ HELP = "how much hand-offs disturb decode, over each transport"
 TRANSPORTS = ("shm", "zmq", "grpc")
 PROMPT = 2048  # tokens
 LIMIT = 1.2  # decode step while prompts are handed over, by the idle one
-HANDING_OVER = ("computed", "full_rate")
+HANDING_OVER = ("computed", "paced", "full_rate")
 WINDOWS = ("idle", "prefill", *HANDING_OVER)
 _SHAPE = replace(DEMO, context=8192)
 _STREAMS, _STREAM_PROMPT, _STREAM_TOKENS = 4, 1024, 7000
@@ -54,8 +56,6 @@ _DECODE_KV = "144MiB"
 _FEWEST = 8  # steps of all streams that make a median
 _SETTLE = 0.3  # seconds between windows
 _DEADLINE = 300.0  # seconds of one request
-
-Submit = Callable[[], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ def to_rows(transport: str, seen: Mapping[str, Seen], seconds: float, command: s
     idle, prefill = seen["idle"], seen["prefill"]
     rows = [row(f"{prefix}/idle_step", percentile(idle.steps, 50) * 1e3, "ms", command)]
     for name in WINDOWS[1:]:
-        limit = LIMIT if name in HANDING_OVER else None
+        limit = LIMIT if name in HANDING_OVER else None  # a must for paced and computed, an aim at the full rate
         rows.append(row(f"{prefix}/{name}", _ratio(seen[name].steps, idle.steps), "x idle", command, limit))
         rows.append(row(f"{prefix}/{name}_cpu", _ratio(seen[name].cpu, idle.cpu), "x idle", command, limit))
     alone = _ratio(seen["computed"].steps, prefill.steps)
@@ -135,12 +135,15 @@ async def _measure(transport: str, options: argparse.Namespace, console: Console
             _pin(cluster.pids())
         async with grpc.aio.insecure_channel(cluster.endpoints.grpc) as channel:
             stub, counted = generation_pb2_grpc.GenerationStub(channel), cluster_pb2_grpc.ClusterStub(channel)
-            submit = await _submitters(stub, source)
+            prompts = Prompts(stub, source)
+            await prompts.bring_into_cache()
             for _ in range(options.rounds):
                 async with _decoding(stub, source) as streams:
                     for name in WINDOWS:
                         before = await _moved(counted, transport)
-                        step, cpu = await _window(streams, submit.get(name), options.window, decode)
+                        async with prompts.flowing(name):
+                            step, cpu = await _window(streams, options.window, decode)
+                        await asyncio.sleep(_SETTLE)
                         seen[name].steps.append(step)
                         seen[name].cpu.append(cpu)
                         seen[name].moved += await _moved(counted, transport) - before
@@ -158,17 +161,47 @@ def _pin(pids: dict[str, int]) -> None:
                 os.sched_setaffinity(int(task.name), cores[-1:] if name.startswith("decode") else cores[:-1])
 
 
-async def _submitters(stub: generation_pb2_grpc.GenerationStub, source: random.Random) -> dict[str, Submit]:
-    """What each window does again and again. The prompts of the full rate are brought into the prefill node's cache."""
-    cached = [_prompt(source, PROMPT) for _ in range(_CACHED)]
-    for prompt in cached:
-        await _generate(stub, prompt, 1)
-    turn = itertools.cycle(cached)
-    return {
-        "prefill": lambda: _generate(stub, _prompt(source, PROMPT), 1),
-        "computed": lambda: _generate(stub, _prompt(source, PROMPT), 2),
-        "full_rate": lambda: _generate(stub, next(turn), 2),
-    }
+class Prompts:
+    """What flows in each kind of window."""
+
+    def __init__(self, stub: generation_pb2_grpc.GenerationStub, source: random.Random) -> None:
+        self._stub = stub
+        self._source = source
+        self._cached = [_prompt(source, PROMPT) for _ in range(_CACHED)]
+        self._turn = itertools.cycle(self._cached)
+        self._ended = 0
+        self._pause = 0.0  # seconds of each of those in flight, if all of them were computed
+
+    async def bring_into_cache(self) -> None:
+        """The prefill node's, by prompts that do not reach decode."""
+        for prompt in self._cached:
+            await _generate(self._stub, prompt, 1)
+
+    @contextlib.asynccontextmanager
+    async def flowing(self, name: str) -> AsyncIterator[None]:
+        """Prompts of a kind flow through the block, back to back. `paced` ones flow as those `computed` before."""
+        began, ended = time.perf_counter(), self._ended
+        tasks = [] if name == "idle" else [asyncio.create_task(self._repeat(name, turn)) for turn in range(_IN_FLIGHT)]
+        try:
+            yield
+            for task in tasks:
+                if task.done():
+                    task.result()  # raises what ended it
+            if name == "computed":
+                self._pause = _IN_FLIGHT * (time.perf_counter() - began) / max(1, self._ended - ended)
+        finally:
+            await _cancelled(tasks)
+
+    async def _repeat(self, name: str, turn: int) -> None:
+        wait = self._pause if name == "paced" else 0.0
+        await asyncio.sleep(wait * turn / _IN_FLIGHT)
+        while True:
+            pause = asyncio.create_task(asyncio.sleep(wait))
+            fresh = name in ("prefill", "computed")
+            prompt = _prompt(self._source, PROMPT) if fresh else next(self._turn)
+            await _generate(self._stub, prompt, 1 if name == "prefill" else 2)
+            self._ended += 1
+            await pause
 
 
 def _prompt(source: random.Random, tokens: int) -> list[int]:
@@ -204,20 +237,14 @@ async def _decoding(stub: generation_pb2_grpc.GenerationStub, source: random.Ran
         await _cancelled(tasks)
 
 
-async def _window(streams: list[Stream], submit: Submit | None, seconds: float, decode: int) -> tuple[float, float]:
-    """The median step while `submit` is called over and over, or while nothing happens, and the processor time of
-    process `decode` by steps. Raises NodeFailed when there are too few steps to say."""
-    tasks = [asyncio.create_task(_repeat(submit)) for _ in range(_IN_FLIGHT)] if submit else []
+async def _window(streams: list[Stream], seconds: float, decode: int) -> tuple[float, float]:
+    """The median step, and the processor time of process `decode` by steps. Raises NodeFailed when there are too few
+    steps to say."""
     await asyncio.sleep(_SETTLE)
     began, used = time.perf_counter(), _processor_time(decode)
     await asyncio.sleep(seconds)
     ended, used = time.perf_counter(), _processor_time(decode) - used
     gaps = [gap for stream in streams for gap in stream.gaps(began, ended)]
-    for task in tasks:
-        if task.done():
-            task.result()  # raises what ended it
-    await _cancelled(tasks)
-    await asyncio.sleep(_SETTLE)
     if len(gaps) < _FEWEST:
         raise NodeFailed(f"{len(gaps)} decode steps seen in {seconds:g} s: give a longer --window")
     return percentile(gaps, 50), used * len(streams) / len(gaps)
@@ -227,11 +254,6 @@ def _processor_time(pid: int) -> float:
     """Seconds that all threads of a process have used, in user mode and in the kernel (proc_pid_stat(5))."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-async def _repeat(submit: Submit) -> None:
-    while True:
-        await submit()
 
 
 async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
