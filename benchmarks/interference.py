@@ -8,10 +8,11 @@ Four requests decode all the time. In turns, nothing happens beside them, or pro
                 in this round: each is handed over at once, and instead of computing it the prefill node waits
     full_rate   the same prompts without the waiting: they flow as fast as the link, and decode, take them
 
-The figure is the median time between two tokens of a stream against that of the idle window of the same round, and of
-these the median over the rounds: what else changes from minute to minute touches both. Where two processes share a
-core's execution units, caches or memory, as two hardware threads do, `prefill` is above 1 without any transfer, and
-`computed` with it. `paced` is the transfer without that, `computed_of_prefill` the transfer beside it.
+The figure is the median time between two tokens of a stream against that of the idle windows just before and after,
+and of these the median over the rounds: growing contexts and other load of the machine touch both. Where two processes
+share execution units, caches or memory, `prefill` is above 1 without any transfer, and `computed` with it. `paced` is
+the transfer without that, `computed_of_prefill` the transfer beside it. At the full rate, decode also has several of
+the requests that came with the prompts in each of its steps.
 
 `_cpu` is the same of processor time: all that the decode node's threads used, by the steps that they made. A decode
 node with a core of its own is never idle while it decodes, so this is its mean step there. It includes the work for the
@@ -28,7 +29,7 @@ import itertools
 import os
 import random
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -47,7 +48,7 @@ TRANSPORTS = ("shm", "zmq", "grpc")
 PROMPT = 2048  # tokens
 LIMIT = 1.2  # decode step while prompts are handed over, by the idle one
 HANDING_OVER = ("computed", "paced", "full_rate")
-WINDOWS = ("idle", "prefill", *HANDING_OVER)
+WINDOWS = ("prefill", *HANDING_OVER)
 _SHAPE = replace(DEMO, context=8192)
 _STREAMS, _STREAM_PROMPT, _STREAM_TOKENS = 4, 1024, 7000
 _IN_FLIGHT = 3  # prompts: there is always a next one
@@ -75,20 +76,44 @@ class Stream:
         return [later - earlier for earlier, later in itertools.pairwise(inside)]
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """What was seen in one: seconds of the median step, and of decode's processor time by steps."""
+
+    step: float
+    cpu: float
+
+
 @dataclass(slots=True)
 class Seen:
-    """What was seen in each window of one kind, in seconds: the median step, and decode's processor time by steps. And
-    the bytes that were handed over in all of them."""
+    """The windows of one kind, the mean of the idle ones around each, and the bytes that were handed over in all."""
 
-    steps: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
+    loaded: list[Window] = field(default_factory=list)
+    idle: list[Window] = field(default_factory=list)
     moved: float = 0.0
+
+    @property
+    def step(self) -> float:
+        """Loaded by idle, median."""
+        return _median(one.step / idle.step for one, idle in zip(self.loaded, self.idle, strict=True))
+
+    @property
+    def cpu(self) -> float:
+        return _median(one.cpu / idle.cpu for one, idle in zip(self.loaded, self.idle, strict=True))
+
+
+def _median(values: Iterable[float]) -> float:
+    return percentile(list(values), 50)
+
+
+def _between(before: Window, after: Window) -> Window:
+    return Window((before.step + after.step) / 2, (before.cpu + after.cpu) / 2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--transport", choices=(*TRANSPORTS, "all"), default="all")
     parser.add_argument("--rounds", type=int, default=5, help="of each transport and load (default 5)")
-    parser.add_argument("--window", type=float, default=3.0, help="seconds of each window (default 3)")
+    parser.add_argument("--window", type=float, default=2.0, help="seconds of each window (default 2)")
     parser.add_argument("--no-pin", action="store_true", help="leave it to the kernel which core runs what")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default 0)")
 
@@ -105,23 +130,19 @@ def main(options: argparse.Namespace, console: Console, command: str) -> list[Ro
 def to_rows(transport: str, seen: Mapping[str, Seen], seconds: float, command: str) -> list[Row]:
     """`seconds` of all windows of a kind together. Raises NodeFailed when nothing was handed over where it should."""
     prefix = f"interference/{transport}"
-    idle, prefill = seen["idle"], seen["prefill"]
-    rows = [row(f"{prefix}/idle_step", percentile(idle.steps, 50) * 1e3, "ms", command)]
-    for name in WINDOWS[1:]:
-        limit = LIMIT if name in HANDING_OVER else None  # a must for paced and computed, an aim at the full rate
-        rows.append(row(f"{prefix}/{name}", _ratio(seen[name].steps, idle.steps), "x idle", command, limit))
-        rows.append(row(f"{prefix}/{name}_cpu", _ratio(seen[name].cpu, idle.cpu), "x idle", command, limit))
-    alone = _ratio(seen["computed"].steps, prefill.steps)
+    idle = _median(window.step for one in seen.values() for window in one.idle)
+    rows = [row(f"{prefix}/idle_step", idle * 1e3, "ms", command)]
+    for name in WINDOWS:
+        limit = LIMIT if name in HANDING_OVER else None  # at the full rate an aim
+        rows.append(row(f"{prefix}/{name}", seen[name].step, "x idle", command, limit))
+        rows.append(row(f"{prefix}/{name}_cpu", seen[name].cpu, "x idle", command, limit))
+    alone = seen["computed"].step / seen["prefill"].step
     rows.append(row(f"{prefix}/computed_of_prefill", alone, "x prefill", command))
     for name in HANDING_OVER:
         if seen[name].moved <= 0:
             raise NodeFailed(f"nothing was handed over by {transport} in the windows of {name}")
         rows.append(row(f"{prefix}/{name}_moved", seen[name].moved / seconds / 1e6, "MB/s", command))
     return rows
-
-
-def _ratio(loaded: Sequence[float], idle: Sequence[float]) -> float:
-    return percentile([one / other for one, other in zip(loaded, idle, strict=True)], 50)
 
 
 async def _measure(transport: str, options: argparse.Namespace, console: Console) -> dict[str, Seen]:
@@ -139,14 +160,14 @@ async def _measure(transport: str, options: argparse.Namespace, console: Console
             await prompts.bring_into_cache()
             for _ in range(options.rounds):
                 async with _decoding(stub, source) as streams:
+                    idle = await _window(streams, options.window, decode)
                     for name in WINDOWS:
-                        before = await _moved(counted, transport)
+                        moved = await _moved(counted, transport)
                         async with prompts.flowing(name):
-                            step, cpu = await _window(streams, options.window, decode)
-                        await asyncio.sleep(_SETTLE)
-                        seen[name].steps.append(step)
-                        seen[name].cpu.append(cpu)
-                        seen[name].moved += await _moved(counted, transport) - before
+                            seen[name].loaded.append(await _window(streams, options.window, decode))
+                        before, idle = idle, await _window(streams, options.window, decode)
+                        seen[name].idle.append(_between(before, idle))
+                        seen[name].moved += await _moved(counted, transport) - moved
     return seen
 
 
@@ -181,7 +202,7 @@ class Prompts:
     async def flowing(self, name: str) -> AsyncIterator[None]:
         """Prompts of a kind flow through the block, back to back. `paced` ones flow as those `computed` before."""
         began, ended = time.perf_counter(), self._ended
-        tasks = [] if name == "idle" else [asyncio.create_task(self._repeat(name, turn)) for turn in range(_IN_FLIGHT)]
+        tasks = [asyncio.create_task(self._repeat(name, turn)) for turn in range(_IN_FLIGHT)]
         try:
             yield
             for task in tasks:
@@ -237,9 +258,8 @@ async def _decoding(stub: generation_pb2_grpc.GenerationStub, source: random.Ran
         await _cancelled(tasks)
 
 
-async def _window(streams: list[Stream], seconds: float, decode: int) -> tuple[float, float]:
-    """The median step, and the processor time of process `decode` by steps. Raises NodeFailed when there are too few
-    steps to say."""
+async def _window(streams: list[Stream], seconds: float, decode: int) -> Window:
+    """What is seen in the next `seconds`; `decode` is a process id. Raises NodeFailed when there are too few steps."""
     await asyncio.sleep(_SETTLE)
     began, used = time.perf_counter(), _processor_time(decode)
     await asyncio.sleep(seconds)
@@ -247,7 +267,7 @@ async def _window(streams: list[Stream], seconds: float, decode: int) -> tuple[f
     gaps = [gap for stream in streams for gap in stream.gaps(began, ended)]
     if len(gaps) < _FEWEST:
         raise NodeFailed(f"{len(gaps)} decode steps seen in {seconds:g} s: give a longer --window")
-    return percentile(gaps, 50), used * len(streams) / len(gaps)
+    return Window(percentile(gaps, 50), used * len(streams) / len(gaps))
 
 
 def _processor_time(pid: int) -> float:
