@@ -74,12 +74,14 @@ class GrpcDecodeLink:
             self._counters["auth_failures"] += 1
             context.abort(grpc.StatusCode.UNAUTHENTICATED, f"metadata {PROOF_KEY} is missing or wrong")
         stream = _Stream(secrets.token_bytes(8), self._capacity)
-        context.add_callback(lambda: self._ended(stream))
-        context.send_initial_metadata(())
         with self._lock:
             if self._closing:
                 return
             self._streams[stream.route] = stream
+        if not context.add_callback(lambda: self._ended(stream)):  # it has ended already
+            self._ended(stream)
+            return
+        context.send_initial_metadata(())
         reader = threading.Thread(target=self._read, args=(stream, requests), name="transfer-grpc-frames", daemon=True)
         reader.start()
         while (answer := stream.answers.get()) is not None:
