@@ -82,7 +82,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     health_port: Annotated[int, Meta(ge=-1, le=65535), _help("gRPC health port of a node; -1 is none")] = 0
     host_id: Annotated[str, _help("Nodes of equal host id share memory; proven by a file when empty")] = ""
     segment_dir: Annotated[str, _help("Folder of shared-memory segments")] = "/dev/shm"
-    transport: Literal["auto", "shm", "zmq"] = "auto"
+    transport: Literal["auto", "shm", "zmq", "grpc"] = "auto"
     layers_per_message: Annotated[Count, _help("Layers in one transfer message; 0 adapts")] = 0
 
     # patience

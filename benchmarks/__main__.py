@@ -17,6 +17,7 @@ from benchmarks.report import Row, reproduced_by, write_json
 COMMANDS = {
     "coordinator": "benchmarks.coordinator",
     "engine": "benchmarks.engine",
+    "interference": "benchmarks.interference",
     "kernels": "benchmarks.kernels",
     "links": "benchmarks.links",
     "serve": "benchmarks.serve",

@@ -29,7 +29,7 @@ from kv_transfer.plane import Aborted, Committed, Sealed, SealInfo
 from kv_transfer.settings import TransferSettings
 
 HELP = "what the transfer plane moves between two processes, and what encryption costs"
-TRANSPORTS = ("shm", "zmq")
+TRANSPORTS = ("shm", "zmq", "grpc")
 MESSAGES = (1 << 18, 1 << 20)  # bytes
 LAYOUT = KVLayout(num_layers=24, num_kv_heads=8, head_dim=64, block_size=16, dtype="float32")  # 1.5 MiB a block
 LONG, SHORT = 64, 2  # blocks

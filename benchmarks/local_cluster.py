@@ -4,9 +4,10 @@ import asyncio
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -21,9 +22,16 @@ START_TIMEOUT = 120.0  # seconds
 
 
 @asynccontextmanager
-async def local_cluster(console: Console, shape: Shape, name: str, **settings: Any) -> AsyncIterator[Supervisor]:
-    """A ready cluster that serves a random model of `shape`, called `name`. Leaves nothing behind; logs are kept, and
-    their folder is named, when it fails."""
+async def local_cluster(
+    console: Console,
+    shape: Shape,
+    name: str,
+    *,
+    own: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    **settings: Any,
+) -> AsyncIterator[Supervisor]:
+    """A ready cluster that serves a random model of `shape`, called `name`; `own` are variables of single processes, by
+    name. Leaves nothing behind; logs are kept, and their folder is named, when it fails."""
     folder = Path(tempfile.mkdtemp(prefix="baton-bench-"))
     failed = True
     held: list[socket.socket] = []
@@ -33,7 +41,7 @@ async def local_cluster(console: Console, shape: Shape, name: str, **settings: A
         free: dict[str, Any] = {"port": 0, "grpc_port": 0, "admin_port": 0, "drain_timeout": 5.0}
         config, _ = plan.complete(Config(**{**free, **settings, "model": str(model), "state_dir": str(folder)}))
         config, held = ports.hold_all(config)
-        async with running(config, logs, console.print) as cluster:
+        async with running(config, logs, console.print, own) as cluster:
             async with asyncio.timeout(START_TIMEOUT):
                 await cluster.ready()
             yield cluster

@@ -25,7 +25,7 @@ from benchmarks.percentiles import percentile
 from benchmarks.report import Row, print_rows, row
 
 HELP = "what a hand-off adds to the time to first token, over each transport"
-TRANSPORTS = ("shm", "zmq")
+TRANSPORTS = ("shm", "zmq", "grpc")
 OVERHEAD_LIMIT = 15.0  # milliseconds, median
 LANDED_TARGET = 0.8  # share of slabs on the decode node before the last layer is computed
 _OUTPUT = 16  # tokens: by then the prefill node has told the coordinator how the hand-off went
@@ -55,10 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 async def run(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
-    rates = {"shm": memcpy_rate(), "zmq": loopback_tcp_rate()}
+    tcp = loopback_tcp_rate()
+    rates = {"shm": memcpy_rate(), "zmq": tcp, "grpc": tcp}
     rows = [
         row("transfer/memcpy", rates["shm"] / 1e9, "GB/s", command),
-        row("transfer/loopback_tcp", rates["zmq"] / 1e9, "GB/s", command),
+        row("transfer/loopback_tcp", tcp / 1e9, "GB/s", command),
     ]
     for transport in TRANSPORTS if options.transport == "all" else (options.transport,):
         samples = await _measure(transport, options, console)

@@ -18,6 +18,9 @@ from baton.segment import Segment
 from baton.segment import host_id as host_of
 from baton.types import Incarnation
 from kv_transfer.core.events import InboundEvent, OutboundEvent
+from kv_transfer.grpc_decode_link import GrpcDecodeLink
+from kv_transfer.grpc_terms import SCHEME
+from kv_transfer.grpc_writer_link import GrpcDialer
 from kv_transfer.inbound_plane import InboundTransfer
 from kv_transfer.memory_link import MemoryDecodeLink, MemoryDialer
 from kv_transfer.outbound_plane import OutboundTransfer
@@ -118,7 +121,8 @@ def build_inbound(
         link = MemoryDecodeLink()
     else:
         require_key("--listen", host_part(settings.listen), "cluster_token", token, insecure=settings.insecure)
-        link = ZmqDecodeLink(derive_keys(token), settings)
+        grpc = settings.transport == "grpc"
+        link = GrpcDecodeLink(token, settings) if grpc else ZmqDecodeLink(derive_keys(token), settings)
     return InboundTransfer(
         arena=arena,
         layout=layout,
@@ -147,7 +151,11 @@ def build_outbound(
 ) -> OutboundTransfer:
     """Prefill's plane over the blocks in `arena`. It dials whatever backend a ticket names."""
     settings = settings or TransferSettings()
-    dialers: dict[str, Dialer] = {"memory": MemoryDialer(), "tcp": ZmqDialer(derive_keys(token), settings)}
+    dialers: dict[str, Dialer] = {
+        "memory": MemoryDialer(),
+        "tcp": ZmqDialer(derive_keys(token), settings),
+        SCHEME: GrpcDialer(token, settings),
+    }
     return OutboundTransfer(
         arena=arena,
         layout=layout,

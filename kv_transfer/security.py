@@ -1,4 +1,4 @@
-"""Keys of the transfer sockets, derived from the cluster token: whoever has the token can talk and be
+"""Keys of the zmq links, derived from the cluster token: whoever has the token can talk and be
 believed, nobody else can even begin. docs/design/0002 has the measurements behind "always encrypted".
 
 CurveZMQ authenticates both ends and encrypts and authenticates every frame. Decode's long-term key pair and
@@ -28,10 +28,15 @@ class ClusterKeys:
 
 @lru_cache(maxsize=8)
 def derive_keys(token: str) -> ClusterKeys:
-    """Key pairs of a cluster. The token is stretched with scrypt (16 MiB, about 50 ms, once per process), so
-    that recorded traffic of a cluster with a poor token is no cheap oracle for guessing it."""
-    seed = hashlib.scrypt(token.encode(), salt=b"baton transfer plane v1", n=1 << 14, r=8, p=1, dklen=64)
+    """Key pairs of a cluster."""
+    seed = stretch(token, b"baton transfer plane v1", 64)
     return ClusterKeys(decode=_pair(seed[:32]), writer=_pair(seed[32:]))
+
+
+def stretch(token: str, salt: bytes, size: int) -> bytes:
+    """`size` secret bytes of a token and a purpose. scrypt (16 MiB, about 50 ms), so that recorded traffic of a cluster
+    with a poor token is no cheap oracle for guessing it."""
+    return hashlib.scrypt(token.encode(), salt=salt, n=1 << 14, r=8, p=1, dklen=size)
 
 
 def _pair(secret: bytes) -> KeyPair:

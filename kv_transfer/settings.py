@@ -12,7 +12,7 @@ MIB = 1 << 20
 class TransferSettings:
     """Times in seconds, sizes in bytes."""
 
-    transport: str = "auto"  # auto: shm on the same host, else zmq; or shm, zmq, memory
+    transport: str = "auto"  # auto: shm on the same host, else zmq; or shm, zmq, grpc, memory
     listen: str = "127.0.0.1:0"  # where decode's transfer socket binds; port 0 is an ephemeral one
     insecure: bool = False  # may listen beyond loopback without a cluster token
     advertise: str = ""  # HOST or HOST:PORT that writers dial, if it is not the one bound
@@ -24,6 +24,6 @@ class TransferSettings:
     credit_bytes: int = 32 * MIB  # sent and not yet landed, per hand-off
     max_payload_bytes: int = MIB  # per message
     layers_per_message: int = 0  # 0: as many layers as are ready and fit
-    max_queued_messages: int = 64  # per link and direction, in zmq
+    max_queued_messages: int = 64  # per link and direction, in zmq or grpc
     link_timeout: float = 5.0  # a handshake may take, and TCP may lack an acknowledgement, for so long
     close_timeout: float = 1.0  # how long a side waits at close for its aborts to be acknowledged

@@ -5,6 +5,7 @@ a second, independent choice: inline in the message, or by one copy into decode'
     memory    memory   inline
     shm       zmq      mapped arena
     zmq       zmq      inline
+    grpc      grpc     inline
 
 All methods are called on the plane's own thread and never block. The link between two processes is ordered
 and may lose everything after some point, which `lost` then reports; it never alters, repeats or reorders a

@@ -8,7 +8,6 @@ was reset while its reader was at the high-water mark (`Assertion failed: !_io_e
 is gone is noticed by TCP; a peer that is there and silent, by the hand-offs that wait for it.
 """
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +17,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from baton.errors import ConfigError, PeerGone
+from kv_transfer.advertised import dialled
 from kv_transfer.core.frames import MAX_HEADER_BYTES
 from kv_transfer.security import ClusterKeys
 from kv_transfer.settings import TransferSettings
@@ -28,7 +28,6 @@ _ZAP_DOMAIN = b"baton"
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_HAS_PORT = re.compile(r"(\[.+\]|[^:]+):\d+")
 _ANSWERS = 1 << 16  # answers of some 100 bytes that may queue: more than the credit of a link can make outstanding
 _REDIAL_MS = 100
 _LINGER_MS = 200  # for decode's last answers; a writer that misses one sees the link go
@@ -159,7 +158,7 @@ class ZmqDecodeLink:
             raise ConfigError(f"transfer socket cannot listen on {settings.listen}: {error.strerror}") from error
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = bound.rpartition(":")[2]
-        self._endpoint = f"tcp://{_dialled(settings.advertise, port)}" if settings.advertise else bound
+        self._endpoint = f"tcp://{dialled(settings.advertise, port)}" if settings.advertise else bound
 
     @property
     def endpoint(self) -> str:
@@ -204,8 +203,3 @@ class ZmqDecodeLink:
         self._socket.close(_LINGER_MS)
         self._zap.close(0)
         self._context.term()
-
-
-def _dialled(advertise: str, port: str) -> str:
-    """`advertise` with the bound port, unless it names one: behind a port mapping the two differ."""
-    return advertise if _HAS_PORT.fullmatch(advertise) else f"{advertise}:{port}"

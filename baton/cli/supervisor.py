@@ -2,9 +2,11 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from baton import clock
 from baton.cli.child import Child
@@ -22,7 +24,9 @@ _TERM_PATIENCE = 5.0  # seconds from SIGTERM to SIGKILL, beyond what a drain may
 class Supervisor:
     """What a caller sees of a running cluster. Made by `running`."""
 
-    def __init__(self, config: Config, output: Output, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: Config, output: Output, tell: Callable[[str], None], own: Mapping[str, Mapping[str, str]]
+    ) -> None:
         self.config = config
         self.endpoints: Endpoints = endpoints(config)
         specs = children(
@@ -32,6 +36,7 @@ class Supervisor:
             cores=len(os.sched_getaffinity(0)),
             supervisor=os.getpid(),
         )
+        specs = tuple(replace(spec, environ={**spec.environ, **own.get(spec.name, {})}) for spec in specs)
         self._children = [Child(spec, output, tell) for spec in specs]
 
     def pids(self) -> dict[str, int]:
@@ -68,13 +73,19 @@ class Supervisor:
 
 
 @asynccontextmanager
-async def running(config: Config, output: Output, tell: Callable[[str], None]) -> AsyncIterator[Supervisor]:
+async def running(
+    config: Config,
+    output: Output,
+    tell: Callable[[str], None],
+    own: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+) -> AsyncIterator[Supervisor]:
     """A cluster for the length of the block, ready or not yet. `config` is complete and its ports are real and held.
+    `own` adds to the environment of single children, by name.
 
     Raises (in an exception group) ConfigError or NodeFailed when a child cannot start. Afterwards no child is left, and
     no segment that any dead process of ours held.
     """
-    supervisor = Supervisor(config, output, tell)
+    supervisor = Supervisor(config, output, tell, own)
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(supervisor.keep())

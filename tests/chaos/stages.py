@@ -1,7 +1,8 @@
 """Where rounds are played: clusters, what their clients ask for, and what is right.
 
 wide    two prefill and two decode nodes, one hand-off in two over shared memory, the rest over TCP
-tight   one prefill node, prompts that fill the decode nodes' caches: refusals, evictions, preemption
+tight   one prefill node, prompts that fill the decode nodes' caches: refusals, evictions, preemption. One of them is
+        reached over gRPC
 model   a small real model instead of the paced engine
 """
 
@@ -57,7 +58,7 @@ def _wide(_: Path) -> Stage:
 
 def _tight(_: Path) -> Stage:
     lengths = (16, 33, 300, 511, 512, 640, 800, 960)
-    settings = {"prefill": 1, "decode": 2, "per_node": _ELSEWHERE, "paced_prefill_us_per_token": 60.0}
+    settings = {"prefill": 1, "decode": 2, "per_node": _BY_GRPC, "paced_prefill_us_per_token": 60.0}
     return Stage(Load(14, _random_prompts(lengths, _PACED_VOCAB)), paced_reference, settings)
 
 
@@ -98,4 +99,5 @@ def _random_prompts(lengths: Sequence[int], vocab_size: int) -> Callable[[random
 
 
 _ELSEWHERE = {"decode-1": {"host_id": "elsewhere"}}  # so that its hand-offs go over TCP
+_BY_GRPC = {"decode-1": {"transport": "grpc"}}
 _STAGES: dict[str, Callable[[Path], Stage]] = {"wide": _wide, "tight": _tight, "model": _model}

@@ -10,8 +10,10 @@ from baton.fence import WriterFences
 from baton.types import Ticket
 from kv_transfer.core import frames
 from kv_transfer.core.slabs import Rectangle, manifest_digest
+from kv_transfer.grpc_writer_link import GrpcDialer
 from kv_transfer.memory_link import MemoryDialer
 from kv_transfer.security import derive_keys
+from kv_transfer.settings import TransferSettings
 from kv_transfer.transport import Dialer
 from kv_transfer.zmq_link import ZmqDialer
 from tests.contract.rig import TOKEN, Rig, eventually
@@ -19,13 +21,22 @@ from tests.contract.rig import TOKEN, Rig, eventually
 F = TypeVar("F", bound=frames.Frame)
 
 
+def _dialer(scheme: str, settings: TransferSettings) -> Dialer:
+    match scheme:
+        case "memory":
+            return MemoryDialer()
+        case "grpc":
+            return GrpcDialer(TOKEN, settings)
+        case _:
+            return ZmqDialer(derive_keys(TOKEN), settings)
+
+
 class RawWriter:
     def __init__(self, pair: Rig, ticket: Ticket) -> None:
         self.pair = pair
         self.ticket = ticket
         self.ids = (ticket.id, ticket.key.attempt, ticket.writer, ticket.decode.incarnation)
-        memory = ticket.decode.transfer_endpoint.startswith("memory")
-        self._dialer: Dialer = MemoryDialer() if memory else ZmqDialer(derive_keys(TOKEN), pair.settings)
+        self._dialer = _dialer(ticket.decode.transfer_endpoint.partition("://")[0], pair.settings)
         self._link = self._dialer.dial(ticket.decode.transfer_endpoint)
         self.fences = WriterFences(pair.folder, ticket.segment.name)
         self.one_sided = ticket.transport == "shm"

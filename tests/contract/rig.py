@@ -46,7 +46,7 @@ from kv_transfer.settings import TransferSettings
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 TOKEN = "the cluster's token"
-BACKENDS = ("memory", "shm", "zmq")
+BACKENDS = ("memory", "shm", "zmq", "grpc")
 QUICK = TransferSettings(ticket_ttl=5.0, progress_timeout=5.0, renew_interval=0.5, fence_retry=0.02, link_timeout=2.0)
 PATIENCE = 30.0  # seconds; only a failing test waits so long
 POISON = 0xA5

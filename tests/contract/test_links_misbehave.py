@@ -6,8 +6,13 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from kv_transfer.grpc_decode_link import GrpcDecodeLink
+from kv_transfer.grpc_writer_link import GrpcDialer
 from kv_transfer.plane import Aborted, Committed, Lost, Sealed, SealInfo
-from tests.contract.rig import QUICK, rig
+from kv_transfer.settings import TransferSettings
+from tests.contract.rig import QUICK, TOKEN, Rig, eventually, rig
 from tests.fault_proxy import BOTH, FaultyLink, Weather
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,14 +54,22 @@ def test_a_reset_while_the_reader_lags_does_not_abort_the_process() -> None:
     assert (ended.returncode, ended.stdout) == (0, "alive\n"), ended.stderr
 
 
-async def test_a_link_gone_silent_is_left_for_a_new_one(tmp_path: Path) -> None:
+async def _on_the_way_of(pair: Rig) -> FaultyLink:
+    """A proxy that writers of `pair` dial instead of its decode end."""
+    scheme, _, where = pair.decode.transfer_endpoint.partition("://")
+    host, _, port = where.rpartition(":")
+    link = await FaultyLink.open("writer -> decode", (host, int(port)))
+    pair.decode = replace(pair.decode, transfer_endpoint=f"{scheme}://127.0.0.1:{link.port}")
+    return link
+
+
+@pytest.mark.parametrize("backend", ["zmq", "grpc"])
+async def test_a_link_gone_silent_is_left_for_a_new_one(backend: str, tmp_path: Path) -> None:
     """A black hole: TCP acknowledges, nobody answers. The hand-off in it is lost, and the next one has a new link."""
     with rig(
-        "zmq", tmp_path, settings=replace(QUICK, progress_timeout=0.5, ticket_ttl=1.0, renew_interval=0.1)
+        backend, tmp_path, settings=replace(QUICK, progress_timeout=0.5, ticket_ttl=1.0, renew_interval=0.1)
     ) as pair:
-        host, _, port = pair.decode.transfer_endpoint.removeprefix("tcp://").rpartition(":")
-        link = await FaultyLink.open("writer -> decode", (host, int(port)))
-        pair.decode = replace(pair.decode, transfer_endpoint=f"tcp://127.0.0.1:{link.port}")
+        link = await _on_the_way_of(pair)
 
         def hand_off() -> None:
             key = pair.key()
@@ -84,3 +97,40 @@ async def test_a_link_gone_silent_is_left_for_a_new_one(tmp_path: Path) -> None:
         await asyncio.to_thread(committed)
         assert link.accepted == connections + 1
         await link.close()
+
+
+async def test_a_writer_feels_that_grpc_messages_are_not_taken_and_a_reset_loses_only_the_last() -> None:
+    """What nobody takes is bounded in memory on both sides; what had come before the reset is whole and in order."""
+    settings = TransferSettings(link_timeout=2.0, max_queued_messages=8)
+    decode = GrpcDecodeLink(TOKEN, settings)
+    host, _, port = decode.endpoint.removeprefix("grpc://").rpartition(":")
+    link = await FaultyLink.open("writer -> decode", (host, int(port)))
+    writer = GrpcDialer(TOKEN, settings).dial(f"grpc://127.0.0.1:{link.port}")
+    payload = memoryview(bytes(1 << 18))
+    sent = turned_away = 0
+    while turned_away < 50:
+        if writer.send(sent.to_bytes(4, "big"), payload):
+            sent, turned_away = sent + 1, 0
+        else:
+            turned_away += 1
+            await asyncio.sleep(0.01)
+    assert 16 <= sent < 400, sent
+    link.reset()
+    await asyncio.to_thread(eventually, lambda: writer.loss() is not None)
+    loss = writer.loss()
+    assert loss is not None
+    assert loss.was_up
+
+    def all_that_came() -> list[bytes]:
+        found: list[bytes] = []
+        while (message := decode.receive()) is not None:
+            assert message.payload == payload
+            found.append(message.header)
+        return found
+
+    came = await asyncio.to_thread(all_that_came)
+    assert 8 <= len(came) < sent
+    assert came == [number.to_bytes(4, "big") for number in range(len(came))]
+    writer.close()
+    decode.close()
+    await link.close()

@@ -22,7 +22,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model("narrow", tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq"])
+@pytest.mark.parametrize("transport", ["shm", "zmq", "grpc"])
 async def test_each_layer_lands_before_the_next_is_computed(transport: str, narrow: Path, tmp_path: Path) -> None:
     cluster = Cluster(
         tmp_path,

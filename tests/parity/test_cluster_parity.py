@@ -24,6 +24,7 @@ OUTPUT = 48
 SETUPS: dict[str, dict[str, Any]] = {
     "shm": {"transport": "shm"},
     "zmq": {"transport": "zmq"},
+    "grpc": {"transport": "grpc"},
     "colocated": {"prefill": 0, "mode": "colocated"},
 }
 FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "mistral", "qwen3")  # in a mistral, prompts outgrow the window

@@ -1,0 +1,10 @@
+"""Where writers are told to dial, which need not be where decode listens."""
+
+import re
+
+_HAS_PORT = re.compile(r"(\[.+\]|[^:]+):\d+")
+
+
+def dialled(advertise: str, port: str) -> str:
+    """`advertise` with the bound port, unless it names one: behind a port mapping the two differ."""
+    return advertise if _HAS_PORT.fullmatch(advertise) else f"{advertise}:{port}"

@@ -1,0 +1,105 @@
+"""TLS for the grpc links, from the cluster token alone: whoever has the token can make a certificate that the others
+believe, nobody else can. docs/design/0003 says why this way.
+
+The token gives the key of the cluster's own authority. Each process makes that authority's certificate for itself, and
+with it one for a fresh key of its own, so no key or certificate ever lies in a file. Both ends show a certificate (TLS
+calls it mutual), and it says which end it is for: a writer cannot pass for a decode node.
+"""
+
+import datetime
+from functools import lru_cache
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from kv_transfer.security import stretch
+
+DECODE_NAME = "decode.baton.internal"  # whom a writer expects, wherever it dials
+_WRITER_NAME = "writer.baton.internal"
+_AUTHORITY = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "baton cluster")])
+_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of NIST P-256
+# The token says how long it is good for, not a calendar; clocks of different hosts are never compared.
+_FROM = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
+_UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)  # RFC 5280: no defined end
+
+
+def decode_credentials(token: str) -> grpc.ServerCredentials:
+    """Of the end that listens: writers have to show a certificate of this cluster."""
+    authority = _authority(token)
+    shown = _issue(authority, DECODE_NAME, ExtendedKeyUsageOID.SERVER_AUTH)
+    return grpc.ssl_server_credentials([shown], _self_signed(authority), require_client_auth=True)
+
+
+def writer_credentials(token: str) -> grpc.ChannelCredentials:
+    authority = _authority(token)
+    key, certificate = _issue(authority, _WRITER_NAME, ExtendedKeyUsageOID.CLIENT_AUTH)
+    return grpc.ssl_channel_credentials(_self_signed(authority), key, certificate)
+
+
+@lru_cache(maxsize=8)
+def _authority(token: str) -> ec.EllipticCurvePrivateKey:
+    """40 bytes for a number of 32, so that no value of it is likelier than another (NIST SP 800-186, extra bits)."""
+    seed = int.from_bytes(stretch(token, b"baton transfer authority v1", 40), "big")
+    return ec.derive_private_key(seed % (_ORDER - 1) + 1, ec.SECP256R1())
+
+
+def _self_signed(authority: ec.EllipticCurvePrivateKey) -> bytes:
+    """The authority's certificate. Another process's differs in serial number and signature, which is no matter: name
+    and key are what a chain is checked against."""
+    use = _key_usage(certificates=True)
+    built = _unsigned(_AUTHORITY, authority.public_key(), authority)
+    built = built.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+    return _signed(built.add_extension(use, critical=True), authority)
+
+
+def _issue(authority: ec.EllipticCurvePrivateKey, name: str, purpose: x509.ObjectIdentifier) -> tuple[bytes, bytes]:
+    """A fresh private key and its certificate, both PEM."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    built = _unsigned(subject, key.public_key(), authority)
+    built = built.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+    built = built.add_extension(_key_usage(certificates=False), critical=True)
+    built = built.add_extension(x509.ExtendedKeyUsage([purpose]), critical=True)
+    built = built.add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+    secret = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    return secret, _signed(built, authority)
+
+
+def _unsigned(
+    subject: x509.Name, key: ec.EllipticCurvePublicKey, authority: ec.EllipticCurvePrivateKey
+) -> x509.CertificateBuilder:
+    built = x509.CertificateBuilder(
+        issuer_name=_AUTHORITY,
+        subject_name=subject,
+        public_key=key,
+        serial_number=x509.random_serial_number(),
+        not_valid_before=_FROM,
+        not_valid_after=_UNTIL,
+    )
+    built = built.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
+    issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
+    return built.add_extension(issuer, critical=False)
+
+
+def _key_usage(*, certificates: bool) -> x509.KeyUsage:
+    """To sign certificates, or handshakes."""
+    return x509.KeyUsage(
+        digital_signature=not certificates,
+        key_cert_sign=certificates,
+        crl_sign=False,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _signed(built: x509.CertificateBuilder, authority: ec.EllipticCurvePrivateKey) -> bytes:
+    return built.sign(authority, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)

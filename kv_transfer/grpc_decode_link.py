@@ -1,0 +1,148 @@
+"""Decode's end of the grpc links: it listens, and each writer has a stream.
+
+For each stream one thread reads and one writes; they and the plane's thread meet at queues. A stream whose messages are
+not taken is not read any further, which its writer feels through HTTP/2's flow control.
+"""
+
+import hmac
+import queue
+import secrets
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+
+from baton.errors import ConfigError
+from kv_transfer.advertised import dialled
+from kv_transfer.certificates import decode_credentials
+from kv_transfer.core.parcels import unpack
+from kv_transfer.grpc_terms import METHOD, PROOF_KEY, SCHEME, SERVICE, common_options, proof
+from kv_transfer.settings import TransferSettings
+from kv_transfer.transport import Message, Pollable
+from kv_transfer.wake import Wake
+
+_STREAMS = 256  # at a time
+_ANSWERS = 1 << 16  # of some 100 bytes that may queue per stream: more than its credit can make outstanding
+_LINGER = 0.2  # seconds for decode's last answers; a writer that misses one sees the link go
+
+
+class _Stream:
+    """One writer's. `answers` ends with None."""
+
+    def __init__(self, route: bytes, capacity: int) -> None:
+        self.route = route
+        self.answers: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self.room = threading.Semaphore(capacity)
+
+
+class GrpcDecodeLink:
+    def __init__(self, token: str, settings: TransferSettings) -> None:
+        """Raises ConfigError when `settings.listen` cannot be bound."""
+        self._proof = proof(token)
+        self._capacity = settings.max_queued_messages
+        self._counters: Counter[str] = Counter()
+        self._wake = Wake()
+        self._incoming: queue.SimpleQueue[tuple[_Stream, bytes]] = queue.SimpleQueue()
+        self._streams: dict[bytes, _Stream] = {}
+        self._closing = False
+        self._lock = threading.Lock()  # guards the last two
+        pool = ThreadPoolExecutor(_STREAMS, thread_name_prefix="transfer-grpc-answers")
+        self._server = grpc.server(pool, options=_options(settings), maximum_concurrent_rpcs=_STREAMS)
+        handler = grpc.stream_stream_rpc_method_handler(self._serve)
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
+        host, _, port = settings.listen.rpartition(":")
+        try:
+            bound = self._server.add_secure_port(f"{host}:{port or 0}", decode_credentials(token))
+        except RuntimeError as error:
+            self.close()
+            raise ConfigError(f"transfer socket cannot listen on {settings.listen}: {error}") from error
+        where = dialled(settings.advertise, str(bound)) if settings.advertise else f"{host}:{bound}"
+        self._endpoint = f"{SCHEME}://{where}"
+        self._server.start()
+
+    @property
+    def endpoint(self) -> str:
+        return self._endpoint
+
+    def _serve(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """One stream, on a thread of the pool; yields the answers."""
+        given = dict(context.invocation_metadata()).get(PROOF_KEY, b"")
+        if not hmac.compare_digest(given, self._proof):
+            self._counters["auth_failures"] += 1
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, f"metadata {PROOF_KEY} is missing or wrong")
+        stream = _Stream(secrets.token_bytes(8), self._capacity)
+        with self._lock:
+            if self._closing:
+                return
+            self._streams[stream.route] = stream
+        if not context.add_callback(lambda: self._ended(stream)):  # it has ended already
+            self._ended(stream)
+            return
+        context.send_initial_metadata(())
+        reader = threading.Thread(target=self._read, args=(stream, requests), name="transfer-grpc-frames", daemon=True)
+        reader.start()
+        while (answer := stream.answers.get()) is not None:
+            yield answer
+
+    def _read(self, stream: _Stream, requests: Iterator[bytes]) -> None:
+        try:
+            for data in requests:
+                stream.room.acquire()
+                self._incoming.put((stream, data))
+                self._wake.set()
+        except grpc.RpcError:  # the writer is gone, or has sent more than is allowed
+            self._counters["streams_broken"] += 1
+        stream.answers.put(None)
+
+    def _ended(self, stream: _Stream) -> None:
+        with self._lock:
+            self._streams.pop(stream.route, None)
+        stream.answers.put(None)
+        stream.room.release()
+
+    def receive(self) -> Message | None:
+        self._wake.clear()
+        try:
+            stream, data = self._incoming.get_nowait()
+        except queue.Empty:
+            return None
+        self._wake.set()  # there may be more
+        stream.room.release()
+        return Message(stream.route, *unpack(data))
+
+    def send(self, route: bytes, header: bytes) -> bool:
+        with self._lock:
+            stream = self._streams.get(route)
+        if stream is None or stream.answers.qsize() >= _ANSWERS:
+            self._counters["answers_undeliverable"] += 1
+            return False
+        stream.answers.put(header)
+        return True
+
+    def readable(self) -> Sequence[Pollable]:
+        return (self._wake.fd,)
+
+    def counters(self) -> dict[str, float]:
+        return dict(self._counters)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closing = True
+            streams = list(self._streams.values())
+        for stream in streams:
+            stream.answers.put(None)  # behind the last answer: the stream ends when it has been sent
+        self._server.stop(_LINGER).wait()
+        self._wake.close()
+
+
+def _options(settings: TransferSettings) -> list[tuple[str, Any]]:
+    timeout_ms = int(settings.link_timeout * 1000)
+    return [
+        *common_options(settings),
+        ("grpc.so_reuseport", 0),
+        ("grpc.server_handshake_timeout_ms", timeout_ms),
+        ("grpc.http2.min_ping_interval_without_data_ms", timeout_ms // 2),  # writers may ping so often
+    ]

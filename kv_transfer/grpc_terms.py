@@ -1,0 +1,36 @@
+"""What both ends of a grpc link agree on: the method, who may call it, and the options of the connection."""
+
+from functools import lru_cache
+from typing import Any
+
+from kv_transfer.core.frames import MAX_HEADER_BYTES
+from kv_transfer.core.parcels import packed_size
+from kv_transfer.security import stretch
+from kv_transfer.settings import TransferSettings
+
+SERVICE, METHOD = "baton.v1.KvTransfer", "Write"
+SCHEME = "grpc"
+PROOF_KEY = "baton-cluster-proof-bin"  # metadata of every stream
+_MAX_METADATA = 1 << 12  # bytes
+_FRAME = 1 << 18  # bytes of a payload in one HTTP/2 frame: at 16 KiB, the default, framing costs more than copying
+
+Options = list[tuple[str, Any]]
+
+
+@lru_cache(maxsize=8)
+def proof(token: str) -> bytes:
+    """What shows on a stream that its writer has the cluster token, which itself is never sent."""
+    return stretch(token, b"baton transfer stream v1", 32)
+
+
+def common_options(settings: TransferSettings) -> Options:
+    """HTTP/2's own pings tell a host that is gone; they are answered by threads that need no Python lock."""
+    timeout_ms = int(settings.link_timeout * 1000)
+    return [
+        ("grpc.max_receive_message_length", packed_size(MAX_HEADER_BYTES, settings.max_payload_bytes)),
+        ("grpc.max_metadata_size", _MAX_METADATA),
+        ("grpc.http2.max_frame_size", _FRAME),
+        ("grpc.keepalive_time_ms", timeout_ms),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]

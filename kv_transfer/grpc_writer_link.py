@@ -1,0 +1,141 @@
+"""The writer's end of a grpc link: one bidirectional stream, over a connection of its own.
+
+gRPC's own threads take from a bounded queue and block; the plane's thread, which never blocks, puts into it. grpc's
+errors are translated here and go no further.
+"""
+
+import queue
+import re
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grpc
+
+from baton.errors import PeerGone
+from kv_transfer.certificates import DECODE_NAME, writer_credentials
+from kv_transfer.core.parcels import pack
+from kv_transfer.grpc_terms import METHOD, PROOF_KEY, SCHEME, SERVICE, common_options, proof
+from kv_transfer.settings import TransferSettings
+from kv_transfer.transport import Loss, Pollable
+from kv_transfer.wake import Wake
+
+_ADDRESS = re.compile(rf"{SCHEME}://((?:\[[0-9a-fA-F:.%]+\]|[^\[\]:/]+):\d{{1,5}})")
+_CLOSE_TIMEOUT = 1.0  # seconds until a cancelled call has ended
+
+_Outgoing = tuple[bytes, memoryview | None]
+
+
+class GrpcWriterLink:
+    def __init__(
+        self, endpoint: str, credentials: grpc.ChannelCredentials, stream_proof: bytes, settings: TransferSettings
+    ) -> None:
+        self._endpoint = endpoint
+        self._wake = Wake()
+        self._capacity = settings.max_queued_messages
+        self._outgoing: queue.SimpleQueue[_Outgoing | None] = queue.SimpleQueue()
+        self._wants_room = False
+        self._incoming: deque[bytes] = deque()
+        self._up = False
+        self._loss: Loss | None = None
+        self._channel: grpc.Channel | None = None
+        address = _ADDRESS.fullmatch(endpoint)
+        if address is None:
+            self._lose("is no HOST:PORT")
+            return
+        self._channel = grpc.secure_channel(f"dns:///{address[1]}", credentials, _options(settings))
+        write = self._channel.stream_stream(f"/{SERVICE}/{METHOD}", request_serializer=lambda parts: pack(*parts))
+        self._call = write(self._sent(), metadata=((PROOF_KEY, stream_proof),))
+        self._reader = threading.Thread(target=self._read, name="transfer-grpc-answers", daemon=True)
+        self._reader.start()
+
+    def send(self, header: bytes, payload: memoryview | None = None) -> bool:
+        if self._outgoing.qsize() >= self._capacity:
+            self._wants_room = True
+            if self._outgoing.qsize() >= self._capacity:  # else room was made before we asked to be told
+                return False
+        self._outgoing.put((header, payload))
+        return True
+
+    def _sent(self) -> Iterator[_Outgoing]:
+        """On a thread of gRPC's, which comes for the next message when the one before is under way."""
+        while (parts := self._outgoing.get()) is not None:
+            if self._wants_room:
+                self._wants_room = False
+                self._wake.set()
+            yield parts
+
+    def _read(self) -> None:
+        """On a thread of its own, until the stream ends."""
+        try:
+            self._call.initial_metadata()  # comes when decode has taken the stream
+            self._up = self._call.is_active()
+            for header in self._call:
+                self._incoming.append(header)
+                self._wake.set()
+            self._lose("decode has closed it")
+        except grpc.RpcError as error:
+            self._lose(self._reason(error))
+        self._outgoing.put(None)
+        self._wake.set()
+
+    def _reason(self, error: Any) -> str:
+        code, details = error.code(), str(error.details())[:200]
+        if code is grpc.StatusCode.UNAVAILABLE and not self._up:
+            return f"no connection, or the handshake was refused: is the cluster token the same? ({details})"
+        return f"{code.name}: {details}"
+
+    def _lose(self, what: str) -> None:
+        self._loss = Loss(PeerGone(f"transfer link to {self._endpoint[:200]}: {what}"), self._up)
+
+    def receive(self) -> bytes | None:
+        self._wake.clear()
+        try:
+            header = self._incoming.popleft()
+        except IndexError:
+            return None
+        self._wake.set()  # there may be more
+        return header
+
+    def loss(self) -> Loss | None:
+        """Not before everything that came has been received."""
+        return None if self._incoming else self._loss
+
+    def readable(self) -> Sequence[Pollable]:
+        return (self._wake.fd,)
+
+    def writable(self) -> Pollable | None:
+        return None
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._outgoing.put(None)
+            self._call.cancel()
+            self._reader.join(_CLOSE_TIMEOUT)
+            self._channel.close()
+        self._wake.close()
+
+
+def _options(settings: TransferSettings) -> list[tuple[str, Any]]:
+    timeout_ms = int(settings.link_timeout * 1000)
+    return [
+        *common_options(settings),
+        ("grpc.ssl_target_name_override", DECODE_NAME),
+        ("grpc.use_local_subchannel_pool", 1),  # a new link is a new connection: the old one may lead nowhere
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.enable_retries", 0),  # messages that are kept to be sent again would be kept twice
+        ("grpc.min_reconnect_backoff_ms", timeout_ms),  # how long a connection may take to be made
+    ]
+
+
+class GrpcDialer:
+    def __init__(self, token: str, settings: TransferSettings) -> None:
+        self._token = token
+        self._settings = settings
+
+    def dial(self, endpoint: str) -> GrpcWriterLink:
+        return GrpcWriterLink(endpoint, writer_credentials(self._token), proof(self._token), self._settings)
+
+    def close(self) -> None:
+        pass
