@@ -15,7 +15,7 @@ from baton.errors import ConfigError
 from baton.limits import LINK_OPTIONS
 from baton.pb import cluster_pb2_grpc
 from baton.pb.cluster_pb2 import LedgerResponse, StatusResponse
-from coordinator import admin, tokenizer
+from coordinator import admin, tokenizer_files
 from coordinator.auth import check_exposure
 from coordinator.cluster_service import ClusterService
 from coordinator.dispatcher import Dispatcher
@@ -93,7 +93,7 @@ class Coordinator:
 
     async def _warm_up(self) -> None:
         """Text prompts are part of being ready, so the tokenizer comes first: it loads while nodes do."""
-        self._text.set_result(await tokenizer.load(self._config.model, self._config.engine))
+        self._text.set_result(await tokenizer_files.load(self._config.model, self._config.engine))
         await self._readiness.run()
 
     async def _end_requests(self) -> None:

@@ -92,7 +92,7 @@ class Dispatcher:
             choice=submission.choice,
         )
         effects = self.brain.submit(request, self.clock(), internal=internal)
-        stream = self._streams[request.id] = Stream(request.id, self._client_gone)
+        stream = self._streams[request.id] = Stream(request.id, self._client_gone, self._client_content)
         self._idle.clear()
         self._carry_out(effects)
         try:
@@ -151,6 +151,9 @@ class Dispatcher:
 
     def _client_gone(self, request: RequestId) -> None:
         self._cancel(request, Cancelled("the client has gone away"))
+
+    def _client_content(self, request: RequestId) -> None:
+        self._carry_out(self.brain.stop(request, self.clock()))
 
     def _cancel(self, request: RequestId, error: BatonError) -> None:
         self._carry_out(self.brain.cancel(request, error, self.clock()))

@@ -72,6 +72,11 @@ class Generation(Protocol):
         """The client is gone. Idempotent; compute stops within one step on both nodes."""
         ...
 
+    def stop(self) -> None:
+        """The client has all that it wants: the generation ends well. What is left to read ends with `Done`; compute
+        stops as with `cancel`. Idempotent."""
+        ...
+
 
 class Generator(Protocol):
     """The brain's public face. Everything runs on the coordinator's one event loop."""

@@ -10,11 +10,12 @@ from baton import wire
 from baton.errors import DeadlineExceeded, InvalidRequest, SlowReader
 from baton.pb import generation_pb2 as pb
 from baton.pb import generation_pb2_grpc
+from coordinator.answer import Answer
 from coordinator.ask import Ask, check_client_id
 from coordinator.auth import BearerKey
-from coordinator.generation import Delta, Done, Event, PromptScores
 from coordinator.grpc_terms import Context, authorization, metadata, told
-from coordinator.intake import Intake, Running
+from coordinator.intake import Intake
+from coordinator.telling import Piece
 
 WRITE_STALL = 30.0  # seconds that a client with a full flow-control window may leave a message untaken
 
@@ -26,14 +27,14 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         async with told(context), self._started(request, context) as running:
-            async for event in running.generation:
-                await _write(context, _response(running, event))
+            async for piece in running.pieces():
+                await _write(context, _response(running, piece))
 
     async def GenerateOnce(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         async with told(context), self._started(request, context) as running:
             whole = pb.GenerateResponse()
-            async for event in running.generation:
-                part = _response(running, event)
+            async for piece in running.pieces():
+                part = _response(running, piece)
                 text = whole.text + part.text
                 whole.MergeFrom(part)
                 whole.text = text
@@ -46,7 +47,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             return pb.ListModelsResponse(models=[pb.Model(id=name, max_model_len=max_model_len)])
 
     @asynccontextmanager
-    async def _started(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[Running]:
+    async def _started(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[Answer]:
         """A submitted request that is cancelled when the call ends early, however it ends."""
         with self._intake.refusals.counted():
             self._key.check(authorization(context))
@@ -58,7 +59,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             await context.send_initial_metadata((("x-baton-request-id", running.id), *echoed))
             yield running
         finally:
-            running.generation.cancel()
+            running.cancel()
 
 
 def to_ask(request: pb.GenerateRequest, timeout: float | None, client_id: str | None) -> Ask:
@@ -71,7 +72,7 @@ def to_ask(request: pb.GenerateRequest, timeout: float | None, client_id: str | 
         raise DeadlineExceeded("the deadline passed before the request was read")
     kind = request.WhichOneof("prompt")
     return Ask(
-        prompt={"text": request.text, "token_ids": request.token_ids.ids, None: None}[kind],
+        prompts={"text": [request.text], "token_ids": [request.token_ids.ids], None: None}[kind],
         model=request.model or None,
         max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
         temperature=request.temperature if request.HasField("temperature") else None,
@@ -86,26 +87,15 @@ def to_ask(request: pb.GenerateRequest, timeout: float | None, client_id: str | 
     )
 
 
-def _response(running: Running, event: Event) -> pb.GenerateResponse:
-    if isinstance(event, Delta):
-        return pb.GenerateResponse(request_id=running.id, text=running.text_of(event.tokens), token_ids=event.tokens)
-    if isinstance(event, PromptScores):
-        return pb.GenerateResponse(request_id=running.id)
-    return _last(running, event)
-
-
-def _last(running: Running, end: Done) -> pb.GenerateResponse:
-    return pb.GenerateResponse(
-        request_id=running.id,
-        text=running.detokenizer.flush(),
-        finish_reason=wire.FINISH_TO_PB[end.reason],
-        usage=pb.Usage(
-            prompt_tokens=running.prompt_tokens,
-            completion_tokens=running.completion_tokens,
-            cached_tokens=end.cached_tokens,
-        ),
-        timeline=end.timeline,
-    )
+def _response(answer: Answer, piece: Piece) -> pb.GenerateResponse:
+    response = pb.GenerateResponse(request_id=answer.id, text=piece.text, token_ids=piece.tokens)
+    if piece.finish is not None:
+        response.finish_reason = wire.FINISH_TO_PB[piece.finish]
+        response.usage.prompt_tokens = answer.prompt_tokens
+        response.usage.completion_tokens = answer.completion_tokens
+        response.usage.cached_tokens = answer.cached_tokens
+        response.timeline.CopyFrom(answer.timeline)
+    return response
 
 
 async def _write(context: Context, response: pb.GenerateResponse) -> None:

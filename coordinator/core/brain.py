@@ -4,7 +4,7 @@ a simulator is another."""
 from baton.errors import BatonError, Draining, NodeGone, Overloaded, Rejected, TooLong, Unavailable
 from baton.limits import ModelBounds
 from baton.pb.common_pb2 import Timeline
-from baton.types import Incarnation, Request, RequestId
+from baton.types import FinishReason, Incarnation, Request, RequestId
 from coordinator.core.counters import CLASS, INTERNAL, Counters
 from coordinator.core.identity import JoinInfo
 from coordinator.core.messages import Effect, Lost, NodeInput, PeerGone, Send
@@ -73,6 +73,13 @@ class Brain:
         record = self._table.records.get(request)
         if record is not None:
             self._table.end(record, error, now)
+        return self._effects(now)
+
+    def stop(self, request: RequestId, now: float) -> list[Effect]:
+        """End a request well: its client has all that it wants. A no-op after its end."""
+        record = self._table.records.get(request)
+        if record is not None:
+            self._table.end(record, FinishReason.STOP, now)
         return self._effects(now)
 
     def drain(self) -> None:

@@ -19,7 +19,6 @@ from baton.pb.common_pb2 import Ledger, Timeline
 from baton.pb.generation_pb2_grpc import GenerationStub
 from baton.types import FinishReason, RequestId, mint_id
 from coordinator import admin
-from coordinator.detokenizer import Detokenizer
 from coordinator.generation import Delta, Done, Event, Submission
 from coordinator.grpc_port import GrpcPort
 from coordinator.http import app
@@ -39,6 +38,7 @@ class FakeGeneration:
         self.id = RequestId(mint_id())
         self.submission = submission
         self.cancelled = asyncio.Event()
+        self.stopped = asyncio.Event()
         self.ended = False
         self._events: deque[Event | BatonError] = deque()
         self._filled = asyncio.Event()
@@ -57,6 +57,10 @@ class FakeGeneration:
         if not self.ended:
             self.cancelled.set()
             self.give(Cancelled("cancelled"))
+
+    def stop(self) -> None:
+        self.stopped.set()
+        self.give(done(FinishReason.STOP, cached=3))
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         while True:
@@ -145,15 +149,16 @@ class FakeReadiness:
             callback(*self.state())
 
 
-class GatedText:
+class GatedText(NoTokenizer):
     """A `Text` that tokenizes only while its gate is open."""
 
     def __init__(self) -> None:
+        super().__init__("")
         self.gate = asyncio.Event()
         self.asked = asyncio.Event()
         self.abandoned = asyncio.Event()
 
-    async def encode(self, text: str) -> tuple[int, ...]:
+    async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         self.asked.set()
         try:
             await self.gate.wait()
@@ -161,9 +166,6 @@ class GatedText:
             self.abandoned.set()
             raise
         return (1, 2, 3)
-
-    def detokenizer(self) -> Detokenizer:
-        return NoTokenizer("").detokenizer()
 
 
 @dataclass

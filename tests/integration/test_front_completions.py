@@ -3,8 +3,6 @@
 import json
 from typing import Any
 
-import pytest
-
 from baton.pb import common_pb2
 from baton.pb import generation_pb2 as pb
 from baton.types import FinishReason
@@ -154,11 +152,3 @@ async def test_models() -> None:
         assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [("demo", BOUNDS.max_context)]
         listed = await front.stub.ListModels(pb.ListModelsRequest())
         assert [(model.id, model.max_model_len) for model in listed.models] == [("demo", BOUNDS.max_context)]
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/detokenize"])
-async def test_what_is_not_built_says_so(path: str) -> None:
-    async with serving() as front:
-        response = await front.http.post(path, json={})
-        assert response.status_code == 501
-        assert response.json()["error"]["code"] == "not_available"
