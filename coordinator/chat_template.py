@@ -20,6 +20,7 @@ from baton.clock import Clock, steady
 from baton.errors import ConfigError, InvalidRequest
 from baton.limits import MAX_BODY_BYTES, MAX_MESSAGES
 
+ROLES = ("system", "developer", "user", "assistant", "tool")  # which of them a template takes is its own affair
 MAX_RENDERED = 2 * MAX_BODY_BYTES  # characters
 MAX_SECONDS = 10.0
 _MAX_REASON = 200
@@ -88,6 +89,12 @@ def check_messages(conversation: Conversation) -> None:
     count = len(conversation.messages)
     if not 1 <= count <= MAX_MESSAGES:
         raise InvalidRequest(f"messages has {count} messages: it must have 1 to {MAX_MESSAGES}", param="messages")
+    for place, message in enumerate(conversation.messages):
+        role = str(message["role"])
+        if role not in ROLES:
+            given = repr(role if len(role) <= 64 else role[:61] + "...")
+            allowed = ", ".join(ROLES)
+            raise InvalidRequest(f"messages[{place}].role is {given}: it must be one of {allowed}", param="messages")
 
 
 class _Endless(Exception):

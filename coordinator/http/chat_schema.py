@@ -10,8 +10,6 @@ from coordinator.chat_template import Conversation
 from coordinator.http.decoding import Body, cut
 from coordinator.http.fields import Shared
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Of a message's content. One type is served, `text`; the other fields are those of OpenAI's other types."""
@@ -133,9 +131,6 @@ def conversation(messages: list[Message] | None, add_generation_prompt: bool | N
 
 def _shown(where: str, message: Message) -> dict[str, object]:
     """As the template sees it. Fields that were not given are not there."""
-    if message.role not in _ROLES:
-        roles = ", ".join(_ROLES)
-        raise InvalidRequest(f"{where}.role is {cut(message.role)!r}: it must be one of {roles}", param="messages")
     for field, accepted in message.no_ops.items():
         if getattr(message, field) not in (None, *accepted):
             raise InvalidRequest(f"{where}.{field} is given: not available, leave it out", param="messages")
