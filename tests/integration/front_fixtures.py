@@ -19,7 +19,7 @@ from baton.pb.common_pb2 import Ledger, Timeline
 from baton.pb.generation_pb2_grpc import GenerationStub
 from baton.types import FinishReason, RequestId, mint_id
 from coordinator import admin
-from coordinator.generation import Delta, Done, Event, Submission
+from coordinator.generation import Delta, Done, Event, PromptScores, Submission
 from coordinator.grpc_port import GrpcPort
 from coordinator.http import app
 from coordinator.http.listener import Listener, bind
@@ -49,7 +49,7 @@ class FakeGeneration:
                 return
             if len(self._events) >= BUFFER:
                 event = SlowReader(f"more than {BUFFER} steps unread")
-            self.ended = not isinstance(event, Delta)
+            self.ended = not isinstance(event, Delta | PromptScores)
             self._events.append(event)
         self._filled.set()
 
