@@ -75,7 +75,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     coordinator: Annotated[str, _help("HOST:PORT of the coordinator's cluster port")] = ""
     name: Annotated[str, _help("Name of this node; minted when empty")] = ""
     listen: Annotated[str, _help("HOST:PORT of this node's transfer socket; port 0 is ephemeral")] = "127.0.0.1:0"
-    advertise: Annotated[str, _help("HOST or HOST:PORT that peers dial for this node; else that of --listen")] = ""
+    advertise: Annotated[
+        str, _help("HOST or HOST:PORT that peers dial, or auto: as seen by the coordinator; else that of --listen")
+    ] = ""
     health_port: Annotated[int, Meta(ge=-1, le=65535), _help("gRPC health port of a node; -1 is none")] = 0
     host_id: Annotated[str, _help("Nodes of equal host id share memory; proven by a file when empty")] = ""
     segment_dir: Annotated[str, _help("Folder of shared-memory segments")] = "/dev/shm"

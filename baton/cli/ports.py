@@ -59,13 +59,14 @@ def hold(host: str, port: int, flag: str) -> socket.socket:
 def endpoints(config: Config) -> Endpoints:
     """Of a configuration with real port numbers. A wildcard host is dialled at its loopback address."""
     return Endpoints(
-        http=_address(config.host, config.port),
-        grpc=_address(config.host, config.grpc_port),
-        admin=_address(config.admin_host, config.admin_port),
-        cluster=_address(config.cluster_host, config.cluster_port),
+        http=address(config.host, config.port),
+        grpc=address(config.host, config.grpc_port),
+        admin=address(config.admin_host, config.admin_port),
+        cluster=address(config.cluster_host, config.cluster_port),
     )
 
 
-def _address(host: str, port: int) -> str:
+def address(host: str, port: int) -> str:
+    """Where this machine dials what listens on `host`."""
     host = _WILDCARDS.get(host, host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

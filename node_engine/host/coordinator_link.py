@@ -27,7 +27,7 @@ from node_engine.core import messages
 TOKEN_METADATA = "baton-cluster-token"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between dials
 # A pool of its own: else a new channel is given the connection of the last one, which may lead nowhere any more.
-_OPTIONS = (*LINK_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+_OPTIONS = (*LINK_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
 _REFUSED_CODES = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED})
 
 

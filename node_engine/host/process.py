@@ -24,6 +24,7 @@ from node_engine.core.messages import Command
 from node_engine.core.scheduler import Scheduler, SchedulerLimits
 from node_engine.core.sequence import SequenceState
 from node_engine.core.step import Engine
+from node_engine.host.advertise import advertised
 from node_engine.host.compute import ComputeThread, WhenIdle
 from node_engine.host.coordinator_link import CoordinatorLink
 from node_engine.host.engines import build_engine, cache_blocks
@@ -43,6 +44,9 @@ async def host_node(config: Config, role: Role, make_role: MakeRole, stop: async
     name = NodeName(config.name or f"{role.value}-{mint_id(32)}")
     log.configure(config.log_level, config.log_format, node=name)
     engine = await asyncio.to_thread(build_engine, config)
+    config = await advertised(config, stop)
+    if stop.is_set():
+        return
     folder, block_bytes = Path(config.segment_dir), engine.layout.block_bytes
     segments.sweep(folder)
     size = segments.segment_bytes(cache_blocks(config, block_bytes) * block_bytes, block_bytes)

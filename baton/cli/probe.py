@@ -1,0 +1,82 @@
+"""`python -m baton.cli.probe coordinator|node`: one health check of a process on this machine.
+
+It reads the settings that the process reads (BATON_* and --config), so a container's health check needs no address and
+no token of its own. Prints why not. Exit codes: 0 healthy, 1 not healthy, 2 wrong usage, 3 nobody answers.
+"""
+
+import argparse
+import http.client
+import json
+import sys
+from collections.abc import Sequence
+
+from baton.cli.client import CHANNEL_OPTIONS
+from baton.cli.errors import Bad, Unreachable, exit_code
+from baton.cli.ports import address, endpoints
+from baton.config import Config, resolve
+from baton.errors import BatonError, ConfigError
+from baton.exposure import host_part
+
+TIMEOUT = 4.0  # seconds
+_MAX_BODY = 1 << 16
+
+
+def probe_coordinator(config: Config, timeout: float = TIMEOUT) -> None:
+    """Ask /readyz of the admin port. Raises Bad with the coordinator's reason, or Unreachable."""
+    where = endpoints(config).admin
+    headers = {"authorization": f"Bearer {config.admin_token}"} if config.admin_token else {}
+    connection = http.client.HTTPConnection(where, timeout=timeout)
+    try:
+        connection.request("GET", "/readyz", headers=headers)
+        with connection.getresponse() as answer:
+            body = answer.read(_MAX_BODY)
+    except (OSError, http.client.HTTPException) as error:
+        raise Unreachable(f"no coordinator answers at {where}: {error}") from None
+    finally:
+        connection.close()
+    if answer.status != http.client.OK:
+        raise Bad(_reason(body) or f"/readyz answers {answer.status}")
+
+
+def probe_node(config: Config, timeout: float = TIMEOUT) -> None:
+    """Ask the node's gRPC health service. Raises Bad, Unreachable, or ConfigError without a fixed port."""
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    if config.health_port < 1:
+        raise ConfigError(f"health_port is {config.health_port}: a probe needs a fixed one", param="health_port")
+    where = address(host_part(config.listen), config.health_port)
+    with grpc.insecure_channel(where, options=CHANNEL_OPTIONS) as channel:
+        try:
+            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
+        except grpc.RpcError as error:
+            raise Unreachable(f"no node answers at {where}: {error.code().name}") from None
+    if answer.status != health_pb2.HealthCheckResponse.SERVING:
+        raise Bad(f"the node at {where} is {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}")
+
+
+PROBES = {"coordinator": probe_coordinator, "node": probe_node}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m baton.cli.probe", description=(__doc__ or "").splitlines()[2])
+    parser.add_argument("kind", choices=PROBES)
+    kind = parser.parse_args(argv).kind
+    try:
+        PROBES[kind](resolve({}))
+    except BatonError as error:
+        sys.stderr.write(f"{error}\n")
+        return exit_code(error)
+    return 0
+
+
+def _reason(body: bytes) -> str:
+    """The message of an error in OpenAI's shape, "" if it is none."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""The health check of containers: exit codes, and why not."""
+
+import asyncio
+import http.server
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+import pytest
+from msgspec import structs
+
+from baton.cli import probe
+from baton.cli.errors import Bad, Unreachable
+from baton.config import Config
+from baton.errors import ConfigError
+from node_engine.host.health import HealthPort
+
+TOKEN = "operator"
+
+
+class Readyz(http.server.BaseHTTPRequestHandler):
+    status, body = 200, b"{}"
+
+    def do_GET(self) -> None:
+        allowed = self.path == "/readyz" and self.headers["authorization"] == f"Bearer {TOKEN}"
+        self.send_response(self.status if allowed else 401)
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+@contextmanager
+def admin_port(status: int, body: bytes = b"{}") -> Iterator[Config]:
+    """A coordinator's admin port, and settings that lead there as a container's do."""
+    handler = type("Handler", (Readyz,), {"status": status, "body": body})
+    with http.server.HTTPServer(("127.0.0.1", 0), handler) as served:
+        thread = threading.Thread(target=served.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield Config(admin_host="0.0.0.0", admin_port=served.server_port, admin_token=TOKEN)
+        finally:
+            served.shutdown()
+            thread.join()
+
+
+def test_a_ready_coordinator() -> None:
+    with admin_port(200) as config:
+        probe.probe_coordinator(config)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b'{"error": {"message": "not ready: no decode node"}}', "not ready: no decode node"),
+        (b"<html>", "/readyz answers 503"),
+        (b'{"error": "x"}', "/readyz answers 503"),
+        (b"[1]", "/readyz answers 503"),
+    ],
+)
+def test_a_coordinator_that_is_not_ready_says_why(body: bytes, told: str) -> None:
+    with admin_port(503, body) as config, pytest.raises(Bad) as caught:
+        probe.probe_coordinator(config)
+    assert str(caught.value) == told
+
+
+def test_a_wrong_token_is_not_healthy() -> None:
+    with admin_port(200) as config, pytest.raises(Bad, match="401"):
+        probe.probe_coordinator(structs.replace(config, admin_token="other"))
+
+
+def test_a_coordinator_that_is_gone() -> None:
+    with admin_port(200) as config:
+        pass
+    with pytest.raises(Unreachable, match=r"no coordinator answers at 127\.0\.0\.1:"):
+        probe.probe_coordinator(config)
+
+
+@asynccontextmanager
+async def node() -> AsyncIterator[tuple[HealthPort, Config]]:
+    health = HealthPort(Config(health_port=0))
+    await health.start()
+    try:
+        yield health, Config(listen="0.0.0.0:50053", health_port=health.port)
+    finally:
+        await health.stop()
+
+
+async def asked(config: Config) -> None:
+    """On a thread, because the node's answer needs this loop."""
+    await asyncio.to_thread(probe.probe_node, config)
+
+
+async def test_a_node_serves_leaves_and_is_gone() -> None:
+    async with node() as (health, config):
+        await asked(config)
+        await health.leaving()
+        with pytest.raises(Bad, match="NOT_SERVING"):
+            await asked(config)
+    with pytest.raises(Unreachable, match=r"no node answers at 127\.0\.0\.1:"):
+        await asked(config)
+
+
+@pytest.mark.parametrize("port", [0, -1])
+def test_a_node_without_a_fixed_port_cannot_be_asked(port: int) -> None:
+    with pytest.raises(ConfigError, match="a probe needs a fixed one"):
+        probe.probe_node(Config(health_port=port))
+
+
+def test_exit_codes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with admin_port(200) as config:
+        monkeypatch.setenv("BATON_ADMIN_PORT", str(config.admin_port))
+        monkeypatch.setenv("BATON_ADMIN_HOST", "0.0.0.0")
+        monkeypatch.setenv("BATON_ADMIN_TOKEN", TOKEN)
+        assert probe.main(["coordinator"]) == 0
+        monkeypatch.setenv("BATON_ADMIN_TOKEN", "other")
+        assert probe.main(["coordinator"]) == 1
+    assert probe.main(["coordinator"]) == 3
+    monkeypatch.setenv("BATON_HEALTH_PORT", "-1")
+    assert probe.main(["node"]) == 2
+    assert TOKEN not in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        probe.main(["pool"])

@@ -1,0 +1,227 @@
+"""docker-compose.yml as a document: it is one by the published schema, needs secrets and has none, and keeps what it
+promises about rights, sizes, ports and time."""
+
+import json
+import os
+import re
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from baton.config import Config
+from tests import dockerfile
+from tests.compose_file import Compose, MissingVariable, Service, dotenv, load, size, variables_in
+
+ROOT = Path(__file__).resolve().parents[3]
+FILE = ROOT / "docker-compose.yml"
+EXAMPLE = ROOT / ".env.example"
+DOCKERFILE = ROOT / "deploy" / "Dockerfile"
+SCHEMA = ROOT / "tests" / "data" / "compose-spec" / "compose-spec.json"
+SECRETS = {"BATON_API_KEY": "a" * 8, "BATON_CLUSTER_TOKEN": "c" * 8, "BATON_ADMIN_TOKEN": "o" * 8}
+PROFILES = ("gpu", "observability")
+MARGIN = 5.0  # seconds beside the drain: open calls, transfer plane, interpreter
+
+
+def compose(**variables: str) -> Compose:
+    return load(FILE, {**SECRETS, **variables})
+
+
+def all_services() -> list[Service]:
+    return compose().started(*PROFILES)
+
+
+def ours() -> list[Service]:
+    return [service for service in all_services() if service.command[:1] == ("python",)]
+
+
+def nodes() -> list[Service]:
+    return [service for service in ours() if service.name != "coordinator"]
+
+
+def ids(services: list[Service]) -> list[str]:
+    return [service.name for service in services]
+
+
+# the document
+
+
+def validator() -> Any:
+    return jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text()))
+
+
+@pytest.mark.parametrize("variables", [{}, {"BATON_PREFILL": "3", "BATON_DECODE": "4", "BATON_KV_MEMORY": "1GiB"}])
+def test_it_is_a_compose_file(variables: dict[str, str]) -> None:
+    assert [error.message for error in validator().iter_errors(compose(**variables).raw)] == []
+
+
+def test_a_misspelt_key_is_seen() -> None:
+    raw = dict(compose().raw)
+    raw["services"] = {**raw["services"], "decode": {**raw["services"]["decode"], "stop_grace": "1s"}}
+    assert len(list(validator().iter_errors(raw))) == 1
+
+
+def test_plain_up_starts_one_of_each_on_cpus() -> None:
+    started = {service.name: service for service in compose().started()}
+    assert {name: service.replicas for name, service in started.items()} == {
+        "coordinator": 1,
+        "prefill": 1,
+        "decode": 1,
+    }
+    assert all("BATON_DEVICE" not in service.environ for service in started.values())
+    assert {service.environ.get("BATON_TRANSPORT") for service in started.values()} == {None, "zmq"}
+
+
+def test_replicas_come_from_variables() -> None:
+    wanted = compose(BATON_PREFILL="2", BATON_DECODE="3")
+    assert (wanted.services["prefill"].replicas, wanted.services["decode"].replicas) == (2, 3)
+    assert wanted.services["coordinator"].environ["BATON_PREFILL"] == "2"
+    on_gpus = compose(BATON_PREFILL="2", BATON_DECODE="3", **dotenv(ROOT / "deploy" / "gpu.env"))
+    assert [on_gpus.services[name].replicas for name in ("prefill", "decode", "prefill-gpu", "decode-gpu")] == [
+        0,
+        0,
+        2,
+        3,
+    ]
+    assert on_gpus.services["coordinator"].environ["BATON_PREFILL"] == "2"
+
+
+def test_gpu_nodes_reserve_a_gpu() -> None:
+    for name in ("prefill-gpu", "decode-gpu"):
+        service = compose().services[name]
+        assert service.profiles == {"gpu"}
+        assert service.environ["BATON_DEVICE"] == "cuda"
+        (device,) = service.raw["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+        assert service.raw["build"]["target"] == "cuda"
+
+
+def test_environments_hold_settings_only() -> None:
+    fields = {f"BATON_{field.upper()}" for field in Config.__struct_fields__}
+    for service in ours():
+        named = {name for name in service.raw["environment"] if name.startswith("BATON_")}
+        assert named <= fields, service.name
+
+
+# secrets
+
+
+@pytest.mark.parametrize("missing", SECRETS)
+@pytest.mark.parametrize("value", [None, ""])
+def test_it_does_not_start_without_secrets(missing: str, value: str | None) -> None:
+    variables = {name: secret for name, secret in SECRETS.items() if name != missing}
+    with pytest.raises(MissingVariable, match=rf"^{missing} is not set. Make .env with 'sh deploy/new-env.sh'$"):
+        load(FILE, variables if value is None else {**variables, missing: value})
+
+
+def test_each_process_gets_only_the_secrets_it_needs() -> None:
+    for service in nodes():
+        assert {name for name in SECRETS if name in service.environ} == {"BATON_CLUSTER_TOKEN"}
+    holders = {s.name for s in all_services() if SECRETS["BATON_ADMIN_TOKEN"] in s.environ.values()}
+    assert holders == {"coordinator", "prometheus", "grafana"}
+    words = [word for service in all_services() for word in (*service.command, *service.raw.get("entrypoint", ()))]
+    assert not any(secret in word for secret in SECRETS.values() for word in words)
+
+
+def test_the_example_names_every_variable_and_its_default() -> None:
+    text = FILE.read_text()
+    passed_on = {name for s in ours() for name, value in s.raw["environment"].items() if value is None}
+    example = dict(re.findall(r"^#?([A-Z_]+)=(.*)$", EXAMPLE.read_text(), re.MULTILINE))
+    assert example.keys() == variables_in(text) | passed_on
+    assert {name for name, value in example.items() if not value and name not in passed_on} == SECRETS.keys()
+    plain = dict(re.findall(r"\$\{(\w+):-([^${}]*)\}", text))
+    assert {name: example[name] for name in plain} == plain
+    set_so = {name: value for name, value in example.items() if value and name not in passed_on}
+    assert compose(**set_so).raw == compose().raw
+
+
+def test_new_secrets_are_made_once_and_kept_private(tmp_path: Path) -> None:
+    (tmp_path / "deploy").mkdir()
+    for name in (".env.example", "deploy/new-env.sh"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    made = tmp_path / ".env"
+    run = ("sh", str(tmp_path / "deploy" / "new-env.sh"))
+    subprocess.run(run, check=True, capture_output=True)
+    found = dotenv(made)
+    assert stat.S_IMODE(made.stat().st_mode) == 0o600
+    assert found.keys() == SECRETS.keys()
+    assert len(set(found.values())) == 3
+    assert all(re.fullmatch(r"[0-9a-f]{64}", value) for value in found.values())
+    load(FILE, found)
+    again = subprocess.run(run, check=False, capture_output=True, text=True)
+    assert (again.returncode, dotenv(made)) == (1, found)
+    assert "is there already" in again.stderr
+
+
+# rights
+
+
+@pytest.mark.parametrize("service", all_services(), ids=ids(all_services()))
+def test_containers_have_few_rights(service: Service) -> None:
+    raw = service.raw
+    assert raw["read_only"] is True
+    assert raw["cap_drop"] == ["ALL"]
+    assert "cap_add" not in raw
+    assert raw["security_opt"] == ["no-new-privileges:true"]
+    assert not raw.keys() & {"privileged", "network_mode", "pid", "ipc", "user"}
+    assert not any("docker.sock" in mount.source for mount in service.mounts)
+    assert all(mount.read_only for mount in service.mounts if mount.kind == "bind")
+    assert raw["restart"] == "unless-stopped"
+    assert {"max-size", "max-file"} <= raw["logging"]["options"].keys()
+    assert raw["healthcheck"]["test"][0] == "CMD"
+
+
+def test_ports_are_published_to_this_machine_only() -> None:
+    published = [port for service in all_services() for port in service.raw.get("ports", ())]
+    assert sorted(port.split(":")[-1] for port in published) == ["3000", "50051", "8000", "9000", "9090"]
+    assert all(port.startswith("127.0.0.1:") for port in published)
+
+
+def test_nodes_have_a_network_of_their_own_without_a_way_out() -> None:
+    assert compose().raw["networks"]["cluster"] == {"internal": True}
+    assert all(service.raw["networks"] == ["cluster"] for service in nodes())
+
+
+# time and memory
+
+
+@pytest.mark.parametrize("service", ours(), ids=ids(ours()))
+def test_the_grace_covers_a_drain(service: Service) -> None:
+    assert service.stop_grace >= float(service.environ["BATON_DRAIN_TIMEOUT"]) + MARGIN
+    assert float(service.environ["BATON_DRAIN_TIMEOUT"]) == Config().drain_timeout
+
+
+def test_nodes_start_before_the_coordinator_and_outlive_it() -> None:
+    """It is ready when they are, so none of them may wait until it is healthy."""
+    order = ids(compose().started(*PROFILES))
+    assert all(order.index(node.name) < order.index("coordinator") for node in nodes())
+    for service in all_services():
+        for condition in service.raw.get("depends_on", {}).values():
+            assert condition == {"condition": "service_started", "required": False}
+
+
+def test_the_segment_volume_holds_the_caches_of_the_defaults() -> None:
+    options = dict(re.findall(r"(\w+)=(\w+)", compose().raw["volumes"]["segments"]["driver_opts"]["o"]))
+    by_default = [service for service in compose().started() if service.name != "coordinator"]
+    caches = sum(service.replicas * size(service.environ["BATON_KV_MEMORY"]) for service in by_default)
+    assert size(options["size"]) >= 2 * caches
+    assert f"{options['uid']}:{options['gid']}" == dockerfile.user(DOCKERFILE, "cpu")
+    assert options["mode"] == "0700"
+    for node in nodes():
+        assert node.environ["BATON_SEGMENT_DIR"] in {
+            mount.target for mount in node.mounts if mount.source == "segments"
+        }
+        assert size(node.raw["shm_size"]) > size(node.environ["BATON_KV_MEMORY"])
+
+
+def test_files_that_are_mounted_exist() -> None:
+    for service in all_services():
+        for mount in service.mounts:
+            if mount.kind == "bind" and mount.source != "./models":
+                assert (ROOT / mount.source).is_dir(), mount
+            if mount.kind == "volume":
+                assert mount.source in compose().raw["volumes"]
+    assert os.access(ROOT / "deploy" / "new-env.sh", os.R_OK)
