@@ -5,12 +5,12 @@ import importlib.metadata
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
-from baton.errors import BatonError, Unavailable
+from baton.errors import BatonError
 from coordinator.auth import BearerKey
-from coordinator.http import errors
+from coordinator.http import errors, openapi
 from coordinator.http.boundary import Boundary, authorization
+from coordinator.http.information import add_information
 from coordinator.http.routes import add_routes
 from coordinator.intake import Intake
 from coordinator.readiness import Readiness
@@ -36,7 +36,8 @@ def build(intake: Intake, readiness: Readiness, api_key: str) -> FastAPI:
     app.add_exception_handler(BatonError, errors.on_baton_error)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
     add_routes(app, intake)
-    _add_information(app, intake, readiness)
+    add_information(app, intake, readiness, app.version)
+    app.openapi = lambda: openapi.document(app.version)  # type: ignore[method-assign]
     return app
 
 
@@ -45,23 +46,3 @@ def version() -> str:
         return importlib.metadata.version("baton-serve")
     except importlib.metadata.PackageNotFoundError:
         return "0+source"
-
-
-def _add_information(app: FastAPI, intake: Intake, readiness: Readiness) -> None:
-    async def models() -> Response:
-        name, max_model_len = intake.served()
-        model = {"id": name, "object": "model", "created": 0, "owned_by": "baton", "max_model_len": max_model_len}
-        return JSONResponse({"object": "list", "data": [model]})
-
-    async def health() -> Response:
-        ready, reason = readiness.state()
-        if not ready:
-            raise Unavailable(f"not ready: {reason}", retry_after=1.0)
-        return JSONResponse({"status": "ok"})
-
-    async def about() -> Response:
-        return JSONResponse({"version": version()})
-
-    app.add_api_route("/v1/models", models, methods=["GET"])
-    app.add_api_route("/health", health, methods=["GET"])
-    app.add_api_route("/version", about, methods=["GET"])

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import re
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import msgspec
 
@@ -98,9 +98,3 @@ def _explain(reason: str, body: bytes) -> InvalidRequest:
 
 def cut(text: str) -> str:
     return text if len(text) <= 64 else text[:61] + "..."
-
-
-def json_schema(kind: type[Body]) -> dict[str, Any]:
-    """Of a body, for OpenAPI."""
-    schema, parts = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
-    return {"schema": schema[0], "parts": parts}

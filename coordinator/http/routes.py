@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import msgspec
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,6 +15,7 @@ from coordinator.http.completion_schema import CompletionRequest
 from coordinator.http.completion_shape import CompletionShape
 from coordinator.http.connection import read_body
 from coordinator.http.decoding import Decoder, Kind
+from coordinator.http.information import json_response
 from coordinator.http.token_schema import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 from coordinator.intake import Intake
 
@@ -44,7 +44,7 @@ def add_routes(app: FastAPI, intake: Intake) -> None:
             intake.check_model(body.model)
             text, tokens = await intake.tokenize(body.wording, body.add_special_tokens, left)
         pieces = [text.piece(token) for token in tokens] if body.return_token_strs else None
-        return _json(Tokens(len(tokens), intake.served()[1], tokens, pieces))
+        return json_response(Tokens(len(tokens), intake.served()[1], tokens, pieces))
 
     async def detokenize(request: Request) -> Response:
         with intake.refusals.counted():
@@ -52,7 +52,7 @@ def add_routes(app: FastAPI, intake: Intake) -> None:
             intake.check_model(body.model)
             if body.tokens is None:
                 raise InvalidRequest("tokens is missing: it must be token ids", param="tokens")
-            return _json(DetokenizedText(await intake.detokenize(body.tokens, left)))
+            return json_response(DetokenizedText(await intake.detokenize(body.tokens, left)))
 
     app.add_api_route("/v1/completions", completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"])
@@ -75,7 +75,3 @@ def _wanted_time(request: Request) -> float | None:
         return float(text)
     except ValueError:
         raise InvalidRequest(f"{TIMEOUT_HEADER} is {text[:64]!r}: it must be seconds", param=TIMEOUT_HEADER) from None
-
-
-def _json(answer: msgspec.Struct) -> Response:
-    return Response(msgspec.json.encode(answer), media_type="application/json")
