@@ -15,6 +15,7 @@ from benchmarks.report import Row, reproduced_by, write_json
 
 # Each module has HELP, add_arguments(parser) and main(options, console, command) -> rows; it prints its own results.
 COMMANDS = {
+    "coordinator": "benchmarks.coordinator",
     "engine": "benchmarks.engine",
     "kernels": "benchmarks.kernels",
     "links": "benchmarks.links",

@@ -5,7 +5,7 @@ Nothing here decides anything.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from baton import log
@@ -15,13 +15,14 @@ from baton.errors import BatonError, Cancelled, Draining, Rejected, SlowReader
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import CoordinatorMessage
 from baton.types import Incarnation, Request, RequestId, mint_id
-from coordinator.core.brain import Brain
+from coordinator.core.brain import Arrival, Brain
 from coordinator.core.counters import CLASS
 from coordinator.core.identity import JoinInfo
 from coordinator.core.messages import (
     Admit,
     Effect,
     Emit,
+    EmitPromptScores,
     End,
     Finished,
     Heartbeat,
@@ -34,7 +35,7 @@ from coordinator.core.messages import (
 from coordinator.core.placement import LeastLoaded
 from coordinator.core.registry import Registry
 from coordinator.core.requests import Settings
-from coordinator.generation import Delta, Done, Submission
+from coordinator.generation import Delta, Done, PromptScores, Submission
 from coordinator.node_messages import order_to_pb, welcome
 from coordinator.stream import MAX_UNREAD, Stream
 
@@ -83,24 +84,25 @@ class Dispatcher:
 
     async def submit(self, submission: Submission, *, internal: bool = False) -> Stream:
         """See `Generator.submit`. `internal` requests are counted in a class of their own."""
-        request = Request(
-            id=RequestId(mint_id()),
-            prompt=submission.prompt,
-            sampling=submission.sampling,
-            timeout=submission.timeout,
-            cache_salt=submission.cache_salt,
-            choice=submission.choice,
-        )
-        effects = self.brain.submit(request, self.clock(), internal=internal)
-        stream = self._streams[request.id] = Stream(request.id, self._client_gone, self._client_content)
+        (stream,) = await self.submit_all([submission], internal=internal)
+        return stream
+
+    async def submit_all(self, submissions: Sequence[Submission], *, internal: bool = False) -> list[Stream]:
+        """See `Generator.submit_all`."""
+        arrivals = _arrivals(submissions)
+        effects = self.brain.submit_all(arrivals, self.clock(), internal=internal)
+        streams = [Stream(arrival.request.id, self._client_gone, self._client_content) for arrival in arrivals]
+        self._streams.update((stream.id, stream) for stream in streams)
         self._idle.clear()
         self._carry_out(effects)
         try:
-            await stream.admitted()
-        except asyncio.CancelledError:
-            stream.cancel()
+            for stream in streams:
+                await stream.admitted()
+        except BaseException:  # cancelled, or one of them was not admitted: then none is
+            for stream in streams:
+                stream.cancel()
             raise
-        return stream
+        return streams
 
     def count_rejection(self, error: Rejected) -> None:
         """For what a front door refuses before it submits; `submit` counts its own."""
@@ -173,10 +175,14 @@ class Dispatcher:
 
     def _carry_out_one(self, effect: Effect) -> None:
         match effect:
-            case Emit(request, tokens):
+            case Emit(request, tokens, scores):
                 stream = self._streams.get(request)
-                if stream is not None and not stream.push(Delta(tokens)):
+                if stream is not None and not stream.push(Delta(tokens, scores)):
                     self._cancel(request, SlowReader(f"the client left more than {MAX_UNREAD} tokens unread"))
+            case EmitPromptScores(request, scores):
+                stream = self._streams.get(request)
+                if stream is not None:
+                    stream.push_prompt(PromptScores(scores))
             case Send(node, message):
                 link = self.links.get(node)
                 if link is not None:
@@ -230,3 +236,22 @@ class Dispatcher:
     def _tick(self) -> None:
         self._timer = None
         self._carry_out(self.brain.tick(self.clock()))
+
+
+def _arrivals(submissions: Sequence[Submission]) -> list[Arrival]:
+    """With ids, and those of one prompt one after another: see `Generator.submit_all`."""
+    found: list[Arrival] = []
+    leader: Request | None = None
+    for submission in submissions:
+        request = Request(
+            id=RequestId(mint_id()),
+            prompt=submission.prompt,
+            sampling=submission.sampling,
+            timeout=submission.timeout,
+            cache_salt=submission.cache_salt,
+            choice=submission.choice,
+        )
+        if leader is None or request.choice <= leader.choice or request.prompt != leader.prompt:
+            leader = request
+        found.append(Arrival(request, submission.after or (leader.id if leader is not request else None)))
+    return found

@@ -4,7 +4,7 @@ A generation ends exactly once: with `Done`, or by raising a BatonError out of t
 nothing more. Leaving the iteration early without `cancel()` is a programming error.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -88,4 +88,10 @@ class Generator(Protocol):
     async def submit(self, submission: Submission) -> Generation:
         """Admit a request. Raises Overloaded when the queue is full, Unavailable when no node could serve it for 1 s,
         Draining at shutdown, InvalidRequest/TooLong when it could never fit."""
+        ...
+
+    async def submit_all(self, submissions: Sequence[Submission]) -> Sequence[Generation]:
+        """Admit all of them, in this order, or none: `submit`'s errors, and then nothing is held. Without an `after` of
+        its own, a submission comes after the one before it that has the same prompt and the first of its choices. If
+        the caller is cancelled meanwhile, so are they."""
         ...

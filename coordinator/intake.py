@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 from coordinator.answer import Answer, Choice, Echo
 from coordinator.ask import Ask, Prompt, check, check_timeout, to_submission, worded
 from coordinator.chat_template import Conversation
-from coordinator.generation import Generation, Generator, Submission
+from coordinator.generation import Generator, Submission
 from coordinator.refusals import Refusals
 from coordinator.telling import Teller
 from coordinator.tokenizer import Text
@@ -59,7 +59,8 @@ class Intake:
         then nothing is held."""
         with self.refusals.counted(), worded(ask.wording):
             text, firsts, echoes = await self._prepare(ask)
-        generations = await self._submit(firsts, ask.n)
+        submissions = [choice for first in firsts for choice in _choices(first, ask.n)]
+        generations = await self._generator.submit_all(submissions)
         if ask.client_id is not None:
             _log.info("request", request=generations[0].id, client_request=ask.client_id)
         return Answer(
@@ -116,22 +117,13 @@ class Intake:
         scored = ask.logprobs is not None
         return text, firsts, [await _echo(text, wording, prompt, placed=scored) for wording, prompt in echoed]
 
-    async def _submit(self, firsts: Sequence[Submission], n: int) -> list[Generation]:
-        """`n` choices for each of `firsts`, in the order of their indices. All are admitted or none is."""
-        admitted: list[Generation] = []
-        try:
-            for first in firsts:
-                leader = await self._generator.submit(first)
-                admitted.append(leader)
-                sampling = replace(first.sampling, prompt_logprobs=None)
-                for number in range(1, n):
-                    other = replace(first, sampling=sampling, choice=first.choice + number, after=leader.id)
-                    admitted.append(await self._generator.submit(other))
-        except BaseException:
-            for generation in admitted:
-                generation.cancel()
-            raise
-        return admitted
+
+def _choices(first: Submission, n: int) -> Iterator[Submission]:
+    """The scores of the prompt are the same for all."""
+    yield first
+    sampling = replace(first.sampling, prompt_logprobs=None)
+    for number in range(1, n):
+        yield replace(first, sampling=sampling, choice=first.choice + number)
 
 
 async def _encode(text: Text, wording: Prompt | Conversation, *, special: bool | None = None) -> tuple[int, ...]:

@@ -127,7 +127,12 @@ class NodeLink:
             if message.incarnation != incarnation:
                 counters.dropped_messages["stale"] += 1
                 return
-            report = input_from_pb(message)
+            try:
+                report = input_from_pb(message)
+            except ValueError as error:
+                _log.warning("a message makes no sense", error=str(error))
+                counters.dropped_messages["damaged"] += 1
+                return
             if report is not None:
                 self._dispatcher.receive(incarnation, report)
             elif message.HasField("ledger"):

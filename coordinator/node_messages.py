@@ -52,10 +52,15 @@ def _admitted(message: pb.Admitted) -> m.Admitted:
     return m.Admitted(key, message.computed_tokens, message.cached_tokens, message.received_tokens)
 
 
+def _prompt_scores(message: pb.PromptScores) -> m.PromptScores:
+    return m.PromptScores(wire.key_from_pb(message.key), message.first, tuple(map(wire.score_from_pb, message.scores)))
+
+
 _INPUTS: dict[str, Callable[[Any], m.NodeInput]] = {
     "heartbeat": lambda message: m.Heartbeat(message.stats),
     "reserved": _reserved,
     "refused": lambda message: m.Refused(wire.key_from_pb(message.key), message.needed, message.free),
+    "prompt_scores": _prompt_scores,
     "tokens": lambda message: m.Tokens(tuple(map(wire.token_from_pb, message.tokens))),
     "failed": lambda message: m.AttemptFailed(wire.key_from_pb(message.key), wire.error_from_pb(message.error)),
     "prefill_ended": _prefill_ended,

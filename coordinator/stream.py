@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 from baton.errors import BatonError
 from baton.types import RequestId
-from coordinator.generation import Delta, Done, Event
+from coordinator.generation import Delta, Done, Event, PromptScores
 
 MAX_UNREAD = 1024  # tokens that a slow reader may leave behind
 
@@ -41,6 +41,11 @@ class Stream:
 
     def admit(self) -> None:
         self._admitted = True
+        self._wake.set()
+
+    def push_prompt(self, scores: PromptScores) -> None:
+        """Comes once, so it does not count as unread."""
+        self._events.append(scores)
         self._wake.set()
 
     def push(self, delta: Delta) -> bool:

@@ -14,5 +14,5 @@ def register(app: typer.Typer) -> None:
 
 
 def bench(context: typer.Context) -> None:
-    """Measure: `baton bench serve|transfer|engine|all`."""
+    """Measure: `baton bench serve|transfer|coordinator|engine|all`."""
     os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *context.args])

@@ -1,7 +1,10 @@
 """The whole brain behind one door: inputs with the time, effects in order. Its shell is `coordinator/dispatcher.py`;
 a simulator is another."""
 
-from baton.errors import BatonError, Draining, NodeGone, Overloaded, Rejected, TooLong, Unavailable
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.errors import BatonError, Draining, InvalidRequest, NodeGone, Overloaded, Rejected, TooLong, Unavailable
 from baton.limits import ModelBounds
 from baton.pb.common_pb2 import Timeline
 from baton.types import FinishReason, Incarnation, Request, RequestId
@@ -13,6 +16,15 @@ from coordinator.core.record import RequestState
 from coordinator.core.registry import Node, Registry
 from coordinator.core.reports import Reports
 from coordinator.core.requests import UNSERVED_PATIENCE, RequestTable, Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that comes in. `after`: one of the same prompt, on whose decode node it needs no prefill; a request
+    that is not here, has another prompt or another salt is no reason to wait."""
+
+    request: Request
+    after: RequestId | None = None
 
 
 class Brain:
@@ -28,12 +40,20 @@ class Brain:
     def submit(self, request: Request, now: float, *, internal: bool = False) -> list[Effect]:
         """Take a request in. `Admit` follows at once, or when nodes that can serve it have come; else it ends with
         Unavailable after `UNSERVED_PATIENCE`. Raises Draining, Overloaded, Unavailable or TooLong, counted."""
+        return self.submit_all([Arrival(request)], now, internal=internal)
+
+    def submit_all(self, arrivals: Sequence[Arrival], now: float, *, internal: bool = False) -> list[Effect]:
+        """Take all of them in, in this order, or none of them: `submit`'s errors, each counted once, and InvalidRequest
+        if the queue could never hold so many."""
         try:
-            self._require_admissible(request, now)
+            self._require_room(len(arrivals), now)
+            for arrival in arrivals:
+                self._require_fit(arrival.request)
         except Rejected as error:
             self.counters.rejected[error.code, INTERNAL if internal else CLASS] += 1
             raise
-        self._table.add(request, now, internal=internal)
+        for arrival in arrivals:
+            self._table.add(arrival.request, now, internal=internal, after=arrival.after)
         return self._effects(now)
 
     def join(self, info: JoinInfo, incarnation: Incarnation, now: float) -> list[Effect]:
@@ -164,15 +184,22 @@ class Brain:
         self._table.out += [Send(other, PeerGone(node.incarnation)) for other in self.registry.nodes]
         self._table.lose_node(node.incarnation, error, now)
 
-    def _require_admissible(self, request: Request, now: float) -> None:
+    def _require_room(self, count: int, now: float) -> None:
         if self._draining:
             raise Draining("the cluster is stopping and takes no new requests")
-        waiting = len(self._table.queue)
-        if waiting >= self._settings.max_queue:
+        waiting, limit = len(self._table.queue), self._settings.max_queue
+        if count > limit:
+            raise InvalidRequest(
+                f"{count} outputs are asked for at once, the limit is {limit} (--max-queue)", param="n"
+            )
+        if waiting + count > limit:
+            more = f", {count} more would come" if count > 1 else ""
             raise Overloaded(
-                f"{waiting} requests are waiting, the limit is {self._settings.max_queue} (--max-queue)",
+                f"{waiting} requests are waiting{more}, the limit is {limit} (--max-queue)",
                 retry_after=self._table.queue.retry_after(now),
             )
+
+    def _require_fit(self, request: Request) -> None:
         bounds = self.bounds()
         tokens = len(request.prompt) + request.sampling.max_tokens
         if tokens > bounds.max_context:

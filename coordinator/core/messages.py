@@ -17,6 +17,7 @@ from baton.types import (
     RequestId,
     Ticket,
     TokenEvent,
+    TokenScore,
     Work,
 )
 
@@ -46,6 +47,15 @@ class Tokens:
     """What one step produced, of all sequences; a sequence's tokens stand together and in order."""
 
     events: tuple[TokenEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Of the prompt's tokens `first` .. `first + len(scores)`, from the node that computes the prompt, in order."""
+
+    key: AttemptKey
+    first: int
+    scores: tuple[TokenScore, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +101,18 @@ class Leaving:
     reason: str
 
 
-NodeInput = Reserved | Refused | Tokens | AttemptFailed | PrefillEnded | HandedOff | Admitted | Heartbeat | Leaving
+NodeInput = (
+    Reserved
+    | Refused
+    | PromptScores
+    | Tokens
+    | AttemptFailed
+    | PrefillEnded
+    | HandedOff
+    | Admitted
+    | Heartbeat
+    | Leaving
+)
 
 # what nodes are told
 
@@ -144,8 +165,19 @@ class Admit:
 
 @dataclass(frozen=True, slots=True)
 class Emit:
+    """`scores`: one for each token if the request asks for them, else none."""
+
     request: RequestId
     tokens: tuple[int, ...]
+    scores: tuple[TokenScore, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EmitPromptScores:
+    """All of them, once, before the first Emit."""
+
+    request: RequestId
+    scores: tuple[TokenScore, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,4 +218,4 @@ class Lost:
     error: BatonError
 
 
-Effect = Send | Admit | Emit | End | Replaced | Lost
+Effect = Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost

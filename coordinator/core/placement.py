@@ -16,13 +16,15 @@ PREFILL_ATTEMPTS = 2  # one computes, the next is there when it ends
 @dataclass(frozen=True, slots=True)
 class Demand:
     """What an attempt needs. `tokens` of context, `blocks` for them and a little growth. `avoid`: nodes of its last
-    failed attempt, taken only if there is no other."""
+    failed attempt, taken only if there is no other. `holder`: a decode node whose cache has the whole context, so that
+    there it needs no prefill."""
 
     tokens: int
     blocks: int
     prefill: bool
     decode: bool
     avoid: frozenset[Incarnation] = frozenset()
+    holder: Incarnation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +71,15 @@ class Placement(Protocol):
 
 
 class LeastLoaded:
-    """The prefill node with the fewest tokens to compute; the decode node with the smallest share of its sequences
-    taken, then the most room. Ties go to the node that was given work longest ago."""
+    """The decode node that holds the context, alone, if it has room. Else the prefill node with the fewest tokens to
+    compute, and the decode node with the smallest share of its sequences taken, then the most room. Ties go to the node
+    that was given work longest ago."""
 
     def choose(self, demand: Demand, nodes: Sequence[NodeView]) -> Choice | None:
         prefill = decode = None
+        holder = next((node for node in nodes if node.incarnation == demand.holder), None)
+        if holder is not None and holder.takes_decode(demand):
+            return Choice(None, holder.incarnation)
         if demand.prefill:
             able = [node for node in nodes if node.role is Role.PREFILL and node.takes_prefill(demand)]
             if not able:

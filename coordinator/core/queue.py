@@ -3,6 +3,7 @@
 A request too big for the room there is now must not block small ones behind it, and must not be starved by them. So
 placement may look past it, at most `SCAN` places deep; each request placed over its head is counted, and after
 `MAX_BYPASS` of them nobody behind it is offered until it is placed. A request that is placed again goes to the head.
+One that is held keeps its place in line, is not offered, and nobody waits for it.
 """
 
 from collections import OrderedDict, deque
@@ -18,6 +19,7 @@ _MIN_RETRY, _MAX_RETRY = 1.0, 60.0  # seconds
 class WaitingQueue:
     def __init__(self) -> None:
         self._bypassed: OrderedDict[RequestId, int] = OrderedDict()  # in order of the queue
+        self._held: set[RequestId] = set()
         self._departures: deque[float] = deque(maxlen=_RECENT)
 
     def __len__(self) -> int:
@@ -30,13 +32,23 @@ class WaitingQueue:
         self._bypassed[request] = 0
         self._bypassed.move_to_end(request, last=False)
 
+    def hold(self, request: RequestId) -> None:
+        """Until `release`, or until it is pushed or removed."""
+        self._held.add(request)
+
+    def release(self, request: RequestId) -> None:
+        self._held.discard(request)
+
     def remove(self, request: RequestId) -> None:
         self._bypassed.pop(request, None)
+        self._held.discard(request)
 
     def candidates(self) -> list[RequestId]:
         """Who may be placed next, in order of preference."""
         found: list[RequestId] = []
         for request, bypassed in self._bypassed.items():
+            if request in self._held:
+                continue
             found.append(request)
             if bypassed >= MAX_BYPASS or len(found) == SCAN:
                 break
@@ -47,7 +59,7 @@ class WaitingQueue:
         for ahead in self._bypassed:
             if ahead == request:
                 break
-            self._bypassed[ahead] += 1
+            self._bypassed[ahead] += ahead not in self._held
         del self._bypassed[request]
         self._departures.append(now)
 

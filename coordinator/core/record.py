@@ -16,7 +16,7 @@ any of the first four ------ its reader has all that it wants ------------------
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.types import AttemptKey, Incarnation, Request
+from baton.types import AttemptKey, Incarnation, Request, RequestId, TokenEvent, TokenScore
 from coordinator.core.messages import Admitted, PrefillEnded
 from coordinator.core.sources import Sources
 from coordinator.core.timeline import Marks
@@ -45,7 +45,8 @@ _NEXT: dict[RequestState, frozenset[RequestState]] = {
 
 @dataclass(slots=True)
 class Attempt:
-    """One try. `legs` are the nodes that still work on it; `prefill` and `decode` those that it was given to."""
+    """One try. `legs` are the nodes that still work on it; `prefill` and `decode` those that it was given to.
+    `prompt_scores` are those that have come, `held` tokens of decode that wait for the rest of them."""
 
     key: AttemptKey
     prefill: Incarnation | None
@@ -54,14 +55,25 @@ class Attempt:
     ended: PrefillEnded | None = None
     admitted: Admitted | None = None
     handed_off: bool = False
+    committed: bool = False  # decode runs it
+    prompt_scores: list[TokenScore] = field(default_factory=list)
+    held: list[TokenEvent] = field(default_factory=list)
     transport: str = ""
     counted: bool = False  # its prompt tokens are in the books
     answer_by: float | None = None  # decode must have said Reserved or Refused by then
 
+    @property
+    def computes(self) -> Incarnation | None:
+        """The node that computes the prompt, and so its scores."""
+        return self.prefill or self.decode
+
 
 @dataclass(slots=True)
 class Record:
-    """`admit_by` is set while nobody could serve the request: it is not accepted yet. Times on the brain's clock."""
+    """`admit_by` is set while nobody could serve the request: it is not accepted yet. Times on the brain's clock.
+
+    `followers` are requests of the same prompt that wait until this one's is in a decode node's cache; `holder` is that
+    node, for one which has waited. `prompt_scores` are complete, or None if they are not or nobody asked."""
 
     request: Request
     deadline: float
@@ -75,6 +87,9 @@ class Record:
     admit_by: float | None = None
     not_before: float | None = None  # it rests, out of the queue, after attempts that failed one upon the other
     avoid: frozenset[Incarnation] = frozenset()
+    followers: list[RequestId] = field(default_factory=list)
+    holder: Incarnation | None = None
+    prompt_scores: tuple[TokenScore, ...] | None = None
     sources: Sources | None = None
     replaced_because: str = ""
 
@@ -85,6 +100,11 @@ class Record:
     @property
     def context_tokens(self) -> int:
         return len(self.request.prompt) + len(self.emitted)
+
+    @property
+    def awaits_scores(self) -> bool:
+        """The prompt's scores were asked for and are not complete: nothing may be shown yet."""
+        return self.request.sampling.prompt_logprobs is not None and self.prompt_scores is None
 
     def to(self, state: RequestState) -> None:
         if state not in _NEXT[self.state]:

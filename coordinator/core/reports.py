@@ -7,8 +7,9 @@ from operator import attrgetter
 from typing import Any
 
 from baton.errors import BatonError, Cancelled, HandoffFailed, NodeFailed, Preempted, Stale
-from baton.types import FinishReason, Incarnation, TokenEvent
+from baton.types import FinishReason, Incarnation, TokenEvent, TokenScore
 from coordinator.core import messages as m
+from coordinator.core import scores
 from coordinator.core.record import Attempt, Record, RequestState
 from coordinator.core.registry import Registry
 from coordinator.core.requests import RequestTable
@@ -23,6 +24,7 @@ class Reports:
         self._handlers: dict[type, Callable[[Incarnation, Any, float], None]] = {
             m.Reserved: self._reserved,
             m.Refused: self._refused,
+            m.PromptScores: self._prompt_scores,
             m.Tokens: self._tokens,
             m.AttemptFailed: self._failed,
             m.PrefillEnded: self._prefill_ended,
@@ -48,7 +50,10 @@ class Reports:
         self._table.reserved(record, attempt, now)
         ticket = message.ticket
         if ticket is None:
-            if attempt.prefill is not None:
+            if attempt.prefill is not None and record.awaits_scores:
+                who = self._table.name(sender)
+                self._table.replace(record, Stale(f"node {who} left no prompt to compute, whose scores are asked"), now)
+            elif attempt.prefill is not None:
                 self._table.close_leg(attempt, attempt.prefill, Cancelled("decode holds the prompt already"))
         elif ticket.key != attempt.key or ticket.writer != attempt.prefill or ticket.decode.incarnation != sender:
             self._table.replace(record, Stale(f"ticket {ticket.id} is for another attempt or node"), now)
@@ -74,7 +79,12 @@ class Reports:
         self, record: Record, attempt: Attempt, sender: Incarnation, events: Sequence[TokenEvent], now: float
     ) -> None:
         """Tokens of one sequence in one message. What does not continue the output exactly does not get out."""
+        if record.awaits_scores:
+            self._hold(record, attempt, sender, events, now)
+            return
         fresh: list[int] = []
+        fresh_scores: list[TokenScore] = []
+        width = scores.width(record.request.sampling.logprobs, self._vocab_size)
         finish: FinishReason | None = None
         error: BatonError | None = None
         for event in events:
@@ -85,6 +95,11 @@ class Reports:
             if sender == attempt.prefill and event.finish is None:
                 error = Stale(f"prefill node {self._table.name(sender)} sent a token that ends nothing")
                 break
+            if width is not None:
+                if event.score is None or not scores.is_whole(event.score, width):
+                    error = Stale(f"node {self._table.name(sender)} sent token {event.index} without the score asked")
+                    break
+                fresh_scores.append(event.score)
             fresh.append(event.token)
             finish = event.finish
             if finish is None and expected + 1 >= record.request.sampling.max_tokens:
@@ -92,14 +107,52 @@ class Reports:
         if fresh:
             if record.state is not RequestState.STREAMING:
                 self._table.loads.heard_of(sender, attempt.key, computed=True)
-            if sender == attempt.decode:
-                self._table.committed(attempt)
-            self._table.emit(record, attempt, fresh, now)
+            if sender == attempt.decode and not attempt.committed:
+                self._table.committed(record, attempt)
+            self._table.emit(record, attempt, fresh, tuple(fresh_scores), now)
         if finish is not None:
             self._table.close_leg(attempt, sender)
             self._table.end(record, finish, now)
         elif error is not None:
             self._table.replace(record, error, now)
+
+    def _prompt_scores(self, sender: Incarnation, message: m.PromptScores, now: float) -> None:
+        found = self._table.current(message.key, sender)
+        if found is None:
+            return
+        record, attempt = found
+        if sender != attempt.computes or not record.awaits_scores:
+            self._unexpected()
+            return
+        try:
+            scores.collect(record, attempt, message, self._vocab_size)
+        except Stale as error:
+            self._table.replace(record, error, now)
+            return
+        self._table.loads.heard_of(sender, message.key)
+        self._table.last_progress = now
+        if attempt.committed:
+            self._table.committed(record, attempt)
+        if attempt.held and attempt.decode is not None and not record.awaits_scores:
+            held, attempt.held = attempt.held, []
+            self._tokens_of(record, attempt, attempt.decode, held, now)
+
+    def _hold(
+        self, record: Record, attempt: Attempt, sender: Incarnation, events: Sequence[TokenEvent], now: float
+    ) -> None:
+        """Tokens of decode, while the prompt's scores are still on their way from prefill."""
+        attempt.held += events
+        if sender == attempt.computes or len(attempt.held) > record.remaining:
+            self._table.replace(record, self._without_scores(record, attempt), now)
+            return
+        self._table.loads.heard_of(sender, attempt.key, computed=True)
+        self._table.committed(record, attempt)
+        self._table.last_progress = now
+
+    def _without_scores(self, record: Record, attempt: Attempt) -> Stale:
+        name = self._table.name(attempt.computes)
+        come, all_of_them = len(attempt.prompt_scores), len(record.request.prompt) - 1
+        return Stale(f"node {name} has computed the prompt and sent {come} of its {all_of_them} scores")
 
     def _failed(self, sender: Incarnation, message: m.AttemptFailed, now: float) -> None:
         found = self._table.current(message.key, sender)
@@ -131,6 +184,8 @@ class Reports:
         self._table.count_sources(record, attempt)
         self._table.placeable = True
         self._table.last_progress = now
+        if record.awaits_scores:
+            self._table.replace(record, self._without_scores(record, attempt), now)
 
     def _handed_off(self, sender: Incarnation, message: m.HandedOff, now: float) -> None:
         """Counts whenever it comes: decode's word is often faster, and a short answer may be over by now."""
@@ -142,7 +197,12 @@ class Reports:
             attempt.handed_off = True
             record.marks.mark("committed", now)
             record.marks.handoff = report
-            table.close_leg(attempt, sender)
+            if sender in attempt.legs:
+                table.close_leg(attempt, sender)
+                if record.awaits_scores:
+                    table.replace(record, self._without_scores(record, attempt), now)
+                else:
+                    table.committed(record, attempt)
             table.last_progress = now
         else:
             news = record is None and table.ended.add_handoff(key, report)
@@ -163,7 +223,7 @@ class Reports:
         attempt.admitted = message
         record.marks.mark("committed", now)
         self._table.loads.heard_of(sender, message.key)
-        self._table.committed(attempt)
+        self._table.committed(record, attempt)
         self._table.count_sources(record, attempt)
         self._table.last_progress = now
 
@@ -177,6 +237,11 @@ class Reports:
 
     def _leaving(self, sender: Incarnation, message: m.Leaving, now: float) -> None:
         self._registry.nodes[sender].leaving = True
+
+    @property
+    def _vocab_size(self) -> int:
+        bounds = self._registry.bounds()
+        return bounds.vocab_size if bounds is not None else 0
 
     def _unexpected(self) -> None:
         self._table.counters.dropped_messages["unexpected"] += 1

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from baton.errors import BatonError, Cancelled, DeadlineExceeded, NodeGone, Preempted, Rejected, Stalled, Unavailable
-from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, Role, Work
+from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, Role, TokenScore, Work
 from coordinator.core import sources
 from coordinator.core.counters import CLASS, INTERNAL, Counters
 from coordinator.core.loads import Loads
@@ -17,6 +17,7 @@ from coordinator.core.messages import (
     Cancel,
     Effect,
     Emit,
+    EmitPromptScores,
     End,
     Finished,
     GiveTicket,
@@ -71,10 +72,15 @@ class RequestTable:
         self.resting: set[RequestId] = set()  # failed more than once: out of the queue until their time has come
         self._unadmitted: set[RequestId] = set()
 
-    def add(self, request: Request, now: float, *, internal: bool) -> None:
+    def add(self, request: Request, now: float, *, internal: bool, after: RequestId | None = None) -> None:
         record = Record(request, now + request.timeout, Marks(now), internal)
+        if len(request.prompt) == 1:
+            record.prompt_scores = ()
         self.records[request.id] = record
         self.queue.push(request.id)
+        leader = self.records.get(after) if after is not None else None
+        if leader is not None:
+            self._follow(record, leader)
         record.admit_by = now + UNSERVED_PATIENCE
         self._unadmitted.add(request.id)
         self.timers.set(request.id, record.next_due())
@@ -143,6 +149,7 @@ class RequestTable:
             prefill=prefill,
             decode=not prefill or record.remaining > 1,
             avoid=record.avoid,
+            holder=record.holder,
         )
 
     def _place(self, record: Record, demand: Demand, choice: Choice, now: float) -> None:
@@ -155,7 +162,10 @@ class RequestTable:
             self.loads.place(node, key, demand.tokens, demand.blocks)
         record.to(RequestState.PLACED)
         record.marks.placed_at(now, self.name(prefill), self.name(decode))
-        left = replace(request, timeout=record.deadline - now)
+        sampling = request.sampling
+        if sampling.prompt_logprobs is not None and not record.awaits_scores:
+            sampling = replace(sampling, prompt_logprobs=None)  # so that it may use caches
+        left = replace(request, sampling=sampling, timeout=record.deadline - now)
         work = Work(key, left, tuple(record.emitted))
         if decode is not None:
             writer = self._registry.nodes[prefill].address if prefill is not None else None
@@ -179,22 +189,31 @@ class RequestTable:
         attempt.transport = ticket.ticket.transport
         self.out.append(Send(ticket.ticket.writer, ticket))
 
-    def committed(self, attempt: Attempt) -> None:
-        """Decode runs the attempt: the hand-off, if there was one, is over, and what happens to its writer from now on
-        is nothing to this request."""
-        if attempt.prefill is not None:
+    def committed(self, record: Record, attempt: Attempt) -> None:
+        """Decode runs the attempt, and its cache has the prompt. The hand-off, if there was one, is over, and what
+        happens to its writer from now on is nothing to this request, unless it owes the prompt's scores. Idempotent."""
+        if not attempt.committed:
+            attempt.committed = True
+            self._release(record, attempt.decode)
+        if attempt.prefill is not None and not record.awaits_scores:
             self.close_leg(attempt, attempt.prefill)
 
-    def emit(self, record: Record, attempt: Attempt, tokens: list[int], now: float) -> None:
+    def emit(
+        self, record: Record, attempt: Attempt, tokens: list[int], scores: tuple[TokenScore, ...], now: float
+    ) -> None:
         """`tokens` continue the output exactly."""
         if record.state is not RequestState.STREAMING:
+            if not record.emitted and record.prompt_scores is not None:
+                if record.request.sampling.prompt_logprobs is not None:
+                    self.out.append(EmitPromptScores(record.request.id, record.prompt_scores))
+                record.prompt_scores = ()
             record.to(RequestState.STREAMING)
             record.marks.mark("first_token", now)
             attempt.answer_by = None
         record.emitted += tokens
         self.counters.generated_tokens += 0 if record.internal else len(tokens)
         self.last_progress = now
-        self.out.append(Emit(record.request.id, tuple(tokens)))
+        self.out.append(Emit(record.request.id, tuple(tokens), scores))
 
     def count_sources(self, record: Record, attempt: Attempt, *, last: bool = False) -> None:
         """Once an attempt: when both nodes have reported, or with what is known at its end."""
@@ -239,6 +258,7 @@ class RequestTable:
             record.avoid = frozenset(node for node in blamed if node is not None)
             self._leave_attempt(record, attempt, error or Cancelled("the other node has no room"))
             self.out.append(Replaced(attempt.key, error.message if error is not None else "refused"))
+        record.holder = None
         record.replaced_because = error.code if error is not None else "refused"
         self.counters.replaced[record.replaced_because] += 1
         record.attempt = None
@@ -261,6 +281,7 @@ class RequestTable:
         del self.records[request]
         self.queue.remove(request)
         self.timers.clear(request)
+        self._release(record, None)
         self._unadmitted.discard(request)
         self.resting.discard(request)
         timeline = record.marks.timeline(now, record.attempts)
@@ -318,7 +339,31 @@ class RequestTable:
             return "there is no decode node"
         return "" if self.serviceable() else "there is no prefill node"
 
+    def _follow(self, record: Record, leader: Record) -> None:
+        """Wait, in line, until the leader's prompt is in a decode node's cache. One that asks for the prompt's scores
+        does not: somebody must compute them."""
+        ours, theirs = record.request, leader.request
+        if record.awaits_scores or (ours.prompt, ours.cache_salt) != (theirs.prompt, theirs.cache_salt):
+            return
+        if leader.attempt is not None and leader.attempt.committed:
+            record.holder = leader.attempt.decode
+        else:
+            leader.followers.append(ours.id)
+            self.queue.hold(ours.id)
+
+    def _release(self, leader: Record, holder: Incarnation | None) -> None:
+        """Those that follow wait no more: the prompt is on `holder`, or they are placed like any other."""
+        for request in leader.followers:
+            follower = self.records.get(request)
+            if follower is not None:
+                follower.holder = holder
+                self.queue.release(request)
+                self.placeable = True
+        leader.followers.clear()
+
     def _leave_attempt(self, record: Record, attempt: Attempt, reason: BatonError) -> None:
+        attempt.prompt_scores.clear()
+        attempt.held.clear()
         for node in sorted(attempt.legs):
             self.close_leg(attempt, node, reason)
         self.count_sources(record, attempt, last=True)

@@ -37,9 +37,9 @@ class Bench:
         self.dispatcher.on_change.append(self._changed.set)
         self.readiness.on_change.append(lambda ready, reason: self._changed.set())
 
-    async def until(self, condition: Callable[[], bool]) -> None:
+    async def until(self, condition: Callable[[], bool], patience: float = 5.0) -> None:
         """Wait for something that a node's coming, going or reporting brings about."""
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(patience):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()

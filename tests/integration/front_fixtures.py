@@ -4,7 +4,7 @@ import asyncio
 import json
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,7 +110,11 @@ class FakeBrain:
         return BOUNDS
 
     async def submit(self, submission: Submission) -> FakeGeneration:
-        self.submissions.append(submission)
+        (generation,) = await self.submit_all([submission])
+        return generation
+
+    async def submit_all(self, submissions: Sequence[Submission]) -> list[FakeGeneration]:
+        self.submissions += submissions
         self.waiting.set()
         try:
             await self.gate.wait()
@@ -119,10 +123,11 @@ class FakeBrain:
             raise
         if self.refusal is not None:
             raise self.refusal
-        generation = FakeGeneration(submission)
-        self.generations.put_nowait(generation)
-        self.script(generation)
-        return generation
+        generations = [FakeGeneration(submission) for submission in submissions]
+        for generation in generations:
+            self.generations.put_nowait(generation)
+            self.script(generation)
+        return generations
 
     def status(self) -> StatusResponse:
         return StatusResponse(ready=True, mode="disaggregated", model="demo", queued=2)

@@ -12,7 +12,7 @@ from baton.errors import NodeGone
 from baton.pb import generation_pb2 as pb
 from baton.types import TokenScore
 from coordinator.generation import Delta, PromptScores
-from tests.integration.front_fixtures import FakeGeneration, Front, count_up, done, grpc_error, overloaded, serving
+from tests.integration.front_fixtures import FakeGeneration, Front, count_up, done, grpc_error, serving
 from tests.integration.front_text import byte_level, byte_tokens, hello_tokenizer, ids_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -163,17 +163,6 @@ async def test_the_failure_of_one_choice_is_the_failure_of_all(front: Front) -> 
             assert generation.cancelled.is_set() == (number != 1)
     error = await grpc_error(front.stub.Generate(pb.GenerateRequest(token_ids={"ids": [1]}, n=3)))
     assert dict(error.trailing_metadata())["baton-error-code"] == "node_gone"
-
-
-async def test_all_choices_are_admitted_or_none(front: Front) -> None:
-    def script(generation: FakeGeneration) -> None:
-        front.brain.refusal = overloaded() if len(front.brain.submissions) == 2 else None
-
-    front.brain.script = script
-    response = await front.http.post("/v1/completions", json={"prompt": [1], "n": 3})
-    assert response.status_code == 429
-    while not front.brain.generations.empty():
-        assert front.brain.generations.get_nowait().cancelled.is_set()
 
 
 async def test_a_client_that_leaves_cancels_all_choices(front: Front) -> None:

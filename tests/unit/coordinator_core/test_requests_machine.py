@@ -2,12 +2,14 @@
 die and come back; clients that go away; time that runs out.
 
 The model knows what a client may see (each request's tokens in order, without a gap or a repeat, and one end) and which
-legs are open: opened by Submit or Prefill, closed by Cancel, by the node's own last word, or by its death.
+legs are open: opened by Submit or Prefill, closed by Cancel, by the node's own last word, or by its death. It also
+knows which prompt scores have come and where decode has committed: a prefill leg stays open until both have happened,
+and another choice of the prompt waits for the commit.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -24,14 +26,17 @@ from hypothesis.stateful import (
 
 from baton.errors import BatonError, HandoffFailed, InvalidRequest, LeaseExpired, Overloaded, Preempted, Stale
 from baton.pb.common_pb2 import HandoffReport
-from baton.types import AttemptKey, FinishReason, Incarnation, RequestId, TokenEvent
+from baton.types import AttemptKey, FinishReason, Incarnation, RequestId, TokenEvent, TokenScore
 from coordinator.core import messages as m
+from coordinator.core.record import RequestState
 from tests.unit.coordinator_core.world import DECODE, PREFILL, World, ticket_for
 
 ROLES = {"p0": PREFILL, "p1": PREFILL, "d0": DECODE, "d1": DECODE}
 Order = tuple[Incarnation, m.Submit | m.Prefill]
 Orders = MultipleResults[Order]
-Answer = m.Reserved | m.Refused | m.Tokens | m.AttemptFailed | m.PrefillEnded | m.HandedOff | m.Admitted
+Answer = (
+    m.Reserved | m.Refused | m.PromptScores | m.Tokens | m.AttemptFailed | m.PrefillEnded | m.HandedOff | m.Admitted
+)
 WRONG = -1  # a token that no honest node sends
 
 errors = st.sampled_from([LeaseExpired("late"), Preempted("no room"), Stale("old"), InvalidRequest("bad")])
@@ -41,11 +46,31 @@ def truth(request: RequestId, index: int) -> int:
     return (int(request[1:]) * 100 + index) % 997
 
 
+def score_of(request: RequestId, token: int, top: int | None) -> TokenScore | None:
+    return None if top is None else TokenScore(-float(token), ((token, -float(token)),) * top)
+
+
+def prompt_scores(request: RequestId, length: int, top: int) -> tuple[TokenScore, ...]:
+    return tuple(TokenScore(-float(index), ((index, 0.0),) * top) for index in range(1, length))
+
+
+@dataclass
+class Asked:
+    """What a request wants. `after` is set if it must wait for that one."""
+
+    prompt: int
+    max_tokens: int
+    logprobs: int | None
+    prompt_logprobs: int | None
+    after: RequestId | None = None
+
+
 class Client:
     """What one client has seen."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.prompt_scores: tuple[TokenScore, ...] | None = None
         self.end: m.End | None = None
 
 
@@ -56,7 +81,12 @@ class RequestTableMachine(RuleBasedStateMachine):
         super().__init__()
         self.world = World(max_queue=6, max_attempts=3)
         self.clients: defaultdict[RequestId, Client] = defaultdict(Client)
-        self.limits: dict[RequestId, int] = {}
+        self.asked: dict[RequestId, Asked] = {}
+        self.computes: dict[AttemptKey, Incarnation] = {}
+        self.scored: defaultdict[AttemptKey, int] = defaultdict(int)  # prompt scores that have come
+        self.held: defaultdict[AttemptKey, int] = defaultdict(int)  # tokens of decode that came before them
+        self.all_scored: set[RequestId] = set()
+        self.runs: set[AttemptKey] = set()  # committed on decode
         self.legs: set[tuple[Incarnation, AttemptKey]] = set()
         self.decodes: set[tuple[Incarnation, AttemptKey]] = set()
         self.alive: dict[str, Incarnation] = {}
@@ -81,19 +111,31 @@ class RequestTableMachine(RuleBasedStateMachine):
                     assert node in self.world.brain.registry.nodes
                     assert leg not in self.legs
                     assert list(order.work.emitted) == self.clients[order.work.key.request].tokens
+                    self.placed(order)
                     self.legs.add(leg)
+                    if isinstance(order, m.Prefill) or order.writer is None:
+                        self.computes[order.work.key] = node
                     if isinstance(order, m.Submit):
                         self.decodes.add(leg)
                     self.fresh.append((node, order))
                 case m.Send(node, m.Cancel(key, _)):
                     assert (node, key) in self.legs, "a leg was cancelled that was not open"
                     self.legs.remove((node, key))
-                case m.Emit(request, tokens):
-                    client = self.clients[request]
+                case m.EmitPromptScores(request, scores):
+                    client, asked = self.clients[request], self.asked[request]
+                    assert (client.end, client.prompt_scores, client.tokens) == (None, None, [])
+                    assert asked.prompt_logprobs is not None
+                    assert scores == prompt_scores(request, asked.prompt, asked.prompt_logprobs)
+                    client.prompt_scores = scores
+                case m.Emit(request, tokens, scores):
+                    client, asked = self.clients[request], self.asked[request]
+                    assert (client.prompt_scores is None) == (asked.prompt_logprobs is None)
+                    wanted = [score_of(request, token, asked.logprobs) for token in tokens]
+                    assert list(scores) == [score for score in wanted if score is not None]
                     assert client.end is None, "a token after the end"
                     client.tokens += tokens
                     assert client.tokens == [truth(request, index) for index in range(len(client.tokens))]
-                    assert len(client.tokens) <= self.limits[request]
+                    assert len(client.tokens) <= asked.max_tokens
                     for leg in self.decodes & self.legs:
                         if leg[0] == self.speaker and leg[1].request == request:
                             self.committed(leg[1])
@@ -102,6 +144,7 @@ class RequestTableMachine(RuleBasedStateMachine):
                     assert client.end is None, "a second end"
                     client.end = effect
                     assert effect.tokens == len(client.tokens)
+                    self.free(request)
                     if isinstance(result, m.Finished):
                         assert client.tokens
                     else:
@@ -124,29 +167,110 @@ class RequestTableMachine(RuleBasedStateMachine):
         if last_word:
             self.legs -= {(node, key) for key in keys}
         self.speaker = node
-        if isinstance(message, m.Admitted) and (node, message.key) in self.legs & self.decodes:
-            self.committed(message.key)
+        match message:
+            case m.Admitted(key) if (node, key) in self.legs & self.decodes:
+                self.committed(key)
+            case m.HandedOff(key) if is_open and node == self.computes.get(key):
+                self.committed(key)
+            case m.PromptScores(key, first, scores) if is_open:
+                self.scores_come(node, key, first, len(scores))
+            case m.Tokens(events) if is_open and self.awaits_scores(events[0].key.request):
+                self.tokens_come_early(node, events[0].key, len(events))
         before = len(self.world.effects)
         self.do(lambda: self.world.say(node, message))
         assert is_open or len(self.world.effects) == before
 
     def committed(self, key: AttemptKey) -> None:
-        """Decode runs it: the writer's leg is over without a cancel."""
-        self.legs = {leg for leg in self.legs if leg[1] != key or leg in self.decodes}
+        """Decode runs it: those that wait for its prompt may go on, and the writer's leg is over without a cancel,
+        unless the prompt's scores are still to come."""
+        self.runs.add(key)
+        self.free(key.request)
+        if not self.awaits_scores(key.request):
+            self.legs = {leg for leg in self.legs if leg[1] != key or leg in self.decodes}
+
+    def free(self, request: RequestId) -> None:
+        for asked in self.asked.values():
+            if asked.after == request:
+                asked.after = None
+
+    def awaits_scores(self, request: RequestId) -> bool:
+        asked = self.asked[request]
+        return asked.prompt_logprobs is not None and asked.prompt > 1 and request not in self.all_scored
+
+    def placed(self, order: m.Submit | m.Prefill) -> None:
+        request, asked = order.work.request, self.asked[order.work.request.id]
+        assert asked.after is None, "placed before the request that it waits for"
+        wanted = asked.prompt_logprobs if self.awaits_scores(request.id) else None
+        assert request.sampling.prompt_logprobs == wanted
+        if isinstance(order, m.Submit) and order.writer is None:
+            assert request.choice, "only a further choice may do without prefill"
+            assert wanted is None, "who wants the prompt's scores needs prefill"
+
+    def scores_come(self, node: Incarnation, key: AttemptKey, first: int, count: int) -> None:
+        """Honest ones, from the node that computes the prompt: the next of them."""
+        if node != self.computes[key] or not self.awaits_scores(key.request) or first != self.scored[key] + 1:
+            return
+        self.scored[key] += count
+        if self.scored[key] == self.asked[key.request].prompt - 1:
+            self.all_scored.add(key.request)
+            if key in self.runs:
+                self.committed(key)
+
+    def tokens_come_early(self, node: Incarnation, key: AttemptKey, count: int) -> None:
+        self.held[key] += count
+        if node != self.computes[key] and self.held[key] <= self.asked[key.request].max_tokens:
+            self.committed(key)
 
     # clients and time
 
-    @rule(target=orders, prompt=st.integers(1, 120), max_tokens=st.integers(1, 6), timeout=st.floats(1.0, 40.0))
-    def submit(self, prompt: int, max_tokens: int, timeout: float) -> Orders:
+    @rule(
+        target=orders,
+        prompt=st.one_of(st.integers(1, 3), st.integers(1, 120)),
+        max_tokens=st.integers(1, 6),
+        timeout=st.floats(1.0, 40.0),
+        logprobs=st.sampled_from([None, None, 0, 2]),
+        prompt_logprobs=st.sampled_from([None, None, 0, 2]),
+    )
+    def submit(
+        self, prompt: int, max_tokens: int, timeout: float, logprobs: int | None, prompt_logprobs: int | None
+    ) -> Orders:
+        self.submits(Asked(prompt, max_tokens, logprobs, prompt_logprobs), timeout, None)
+        return self.new_orders()
+
+    @rule(
+        target=orders,
+        number=st.integers(1, 20),
+        max_tokens=st.integers(1, 6),
+        timeout=st.floats(1.0, 40.0),
+        prompt_logprobs=st.sampled_from([None, None, None, 0]),
+    )
+    def submit_another_choice(
+        self, number: int, max_tokens: int, timeout: float, prompt_logprobs: int | None
+    ) -> Orders:
+        leader = RequestId(f"r{number}")
+        if leader in self.asked:
+            asked = Asked(self.asked[leader].prompt, max_tokens, None, prompt_logprobs)
+            state = self.world.brain.state(leader)
+            key = max((key for key in self.computes if key.request == leader), default=None)
+            committed = state is not None and state is not RequestState.QUEUED and key in self.runs
+            if state is not None and not committed and (prompt_logprobs is None or asked.prompt == 1):
+                asked.after = leader
+            self.submits(asked, timeout, leader)
+        return self.new_orders()
+
+    def submits(self, asked: Asked, timeout: float, after: RequestId | None) -> None:
+        """`after` as the client says it; `asked.after` if it must wait."""
+
         def act() -> None:
-            self.limits[RequestId(f"r{self.world._requests + 1}")] = max_tokens
+            self.asked[RequestId(f"r{self.world._requests + 1}")] = asked
+            choice = 0 if after is None else 1
+            scores = {"logprobs": asked.logprobs, "prompt_logprobs": asked.prompt_logprobs}
             try:
-                self.world.submit(prompt, max_tokens, timeout)
+                self.world.submit(asked.prompt, asked.max_tokens, timeout, after=after, choice=choice, **scores)
             except Overloaded:
-                del self.limits[RequestId(f"r{self.world._requests}")]
+                del self.asked[RequestId(f"r{self.world._requests}")]
 
         self.do(act)
-        return self.new_orders()
 
     @rule(target=orders, number=st.integers(1, 20))
     def cancel(self, number: int) -> Orders:
@@ -226,12 +350,41 @@ class RequestTableMachine(RuleBasedStateMachine):
         key = told.work.key
         start = len(self.clients[key.request].tokens)
         finish = FinishReason.STOP if stop or isinstance(told, m.Prefill) else None
-        events = [TokenEvent(key, index, truth(key.request, index)) for index in range(start, start + count)]
+        top = self.asked[key.request].logprobs if key.request in self.asked else None
+        tokens = [truth(key.request, index) for index in range(start, start + count)]
+        events = [
+            TokenEvent(key, start + n, token, score=score_of(key.request, token, top)) for n, token in enumerate(tokens)
+        ]
         if isinstance(told, m.Prefill):
             events = events[:1]
         if finish is not None:
             events[-1] = replace(events[-1], finish=finish)
         self.say(node, m.Tokens(tuple(events)))
+        return self.new_orders()
+
+    @rule(target=orders, order=orders, count=st.sampled_from([1, 2, 120]))
+    def its_prompt_is_scored(self, order: Order, count: int) -> Orders:
+        key, asked = order[1].work.key, self.asked[order[1].work.key.request]
+        scores = prompt_scores(key.request, asked.prompt, asked.prompt_logprobs or 0)
+        come = self.scored[key]
+        if scores[come:]:
+            self.say(order[0], m.PromptScores(key, come + 1, scores[come : come + count]))
+        return self.new_orders()
+
+    @rule(target=orders, order=orders, first=st.integers(0, 200))
+    def its_prompt_is_scored_wrongly(self, order: Order, first: int) -> Orders:
+        key = order[1].work.key
+        if first != self.scored[key] + 1:
+            self.say(order[0], m.PromptScores(key, first, (TokenScore(WRONG),)))
+        return self.new_orders()
+
+    @rule(target=orders, order=orders, top=st.sampled_from([None, 1, 3]))
+    def it_leaves_the_score_out(self, order: Order, top: int | None) -> Orders:
+        node, told = order
+        key = told.work.key
+        if self.asked[key.request].logprobs is not None:
+            index, finish = len(self.clients[key.request].tokens), FinishReason.STOP
+            self.say(node, m.Tokens((TokenEvent(key, index, WRONG, finish, score_of(key.request, 1, top)),)))
         return self.new_orders()
 
     @rule(target=orders, order=orders, offset=st.sampled_from([-3, -1, 1, 5]))
@@ -270,7 +423,7 @@ class RequestTableMachine(RuleBasedStateMachine):
         brain = self.world.brain
         for node in brain.registry.nodes:
             assert brain.placed_on(node) == len([leg for leg in self.legs if leg[0] == node]), node
-        open_requests = {request for request in self.limits if self.clients[request].end is None}
+        open_requests = {request for request in self.asked if self.clients[request].end is None}
         assert set(brain.active()) == open_requests
         assert {leg[1].request for leg in self.legs} <= open_requests
         assert brain.queued + brain.running == len(open_requests)
@@ -278,7 +431,7 @@ class RequestTableMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """With no help from any node, every request ends, and nothing is left."""
         self.do(lambda: self.world.advance(41.0))
-        assert all(self.clients[request].end is not None for request in self.limits)
+        assert all(self.clients[request].end is not None for request in self.asked)
         assert self.legs == set()
         assert self.world.placed() == 0
         assert self.world.brain.queued == 0

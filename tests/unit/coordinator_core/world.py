@@ -21,10 +21,11 @@ from baton.types import (
     Ticket,
     TicketId,
     TokenEvent,
+    TokenScore,
 )
 from baton.wire import PROTOCOL_VERSION
 from coordinator.core import messages as m
-from coordinator.core.brain import Brain
+from coordinator.core.brain import Arrival, Brain
 from coordinator.core.identity import JoinInfo
 from coordinator.core.placement import LeastLoaded
 from coordinator.core.registry import Registry
@@ -78,13 +79,37 @@ class World:
         return incarnation
 
     def submit(
-        self, prompt: int = 20, max_tokens: int = 4, timeout: float = 60.0, *, internal: bool = False
+        self, prompt: int = 20, max_tokens: int = 4, timeout: float = 60.0, *, internal: bool = False, **fields: Any
     ) -> RequestId:
+        """`after`, `choice` and `cache_salt` among `fields`; the others are sampling parameters."""
+        arrival = self.arrival(prompt, max_tokens, timeout, **fields)
+        self._note(self.brain.submit_all([arrival], self.now, internal=internal))
+        return arrival.request.id
+
+    def submit_all(self, *arrivals: Arrival) -> None:
+        self._note(self.brain.submit_all(arrivals, self.now))
+
+    def arrival(
+        self,
+        prompt: int = 20,
+        max_tokens: int = 4,
+        timeout: float = 60.0,
+        *,
+        after: RequestId | None = None,
+        choice: int = 0,
+        cache_salt: bytes = b"",
+        **sampling: Any,
+    ) -> Arrival:
         self._requests += 1
-        request = RequestId(f"r{self._requests}")
-        asked = Request(request, tuple(range(1, prompt + 1)), SamplingParams(max_tokens), timeout)
-        self._note(self.brain.submit(asked, self.now, internal=internal))
-        return request
+        request = Request(
+            id=RequestId(f"r{self._requests}"),
+            prompt=tuple(range(1, prompt + 1)),
+            sampling=SamplingParams(max_tokens, **sampling),
+            timeout=timeout,
+            cache_salt=cache_salt,
+            choice=choice,
+        )
+        return Arrival(request, after)
 
     def say(self, node: Incarnation, message: m.NodeInput) -> list[m.Effect]:
         return self._note(self.brain.receive(node, message, self.now))
@@ -113,9 +138,18 @@ class World:
         return self.say(node, m.Reserved(key, ticket, 0))
 
     def token(
-        self, node: Incarnation, key: AttemptKey, index: int, token: int = 7, finish: FinishReason | None = None
+        self,
+        node: Incarnation,
+        key: AttemptKey,
+        index: int,
+        token: int = 7,
+        finish: FinishReason | None = None,
+        score: TokenScore | None = None,
     ) -> list[m.Effect]:
-        return self.say(node, m.Tokens((TokenEvent(key, index, token, finish),)))
+        return self.say(node, m.Tokens((TokenEvent(key, index, token, finish, score),)))
+
+    def prompt_scores(self, node: Incarnation, key: AttemptKey, first: int, *scores: TokenScore) -> list[m.Effect]:
+        return self.say(node, m.PromptScores(key, first, scores))
 
     def prefill_ended(self, node: Incarnation, key: AttemptKey, computed: int = 20, cached: int = 0) -> None:
         self.say(node, m.PrefillEnded(key, computed, cached))
@@ -151,6 +185,11 @@ class World:
             if isinstance(effect, m.Emit) and effect.request == request
             for token in effect.tokens
         ]
+
+    def shown(self, request: RequestId) -> list[m.Emit | m.EmitPromptScores]:
+        """What its client was sent, in order."""
+        sent = [effect for effect in self.effects if isinstance(effect, m.Emit | m.EmitPromptScores)]
+        return [effect for effect in sent if effect.request == request]
 
     def ends(self, request: RequestId) -> list[m.End]:
         return [effect for effect in self.effects if isinstance(effect, m.End) and effect.request == request]

@@ -1,0 +1,213 @@
+"""`coordinator`: what the coordinator itself costs, with nodes that answer at once and compute nothing.
+
+Coordinator, nodes and clients are processes of their own; the coordinator has a core to itself where there are two.
+Throughput is tokens per second of the coordinator's own CPU time, over 64 streams by default, so that what shares the
+machine spoils nothing. The time to first token is the client's, one stream at a time: the nodes' own part of it is
+small, and is counted as the coordinator's.
+"""
+
+import argparse
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import msgspec
+from rich.console import Console
+
+from baton.cli import health, plan, ports
+from baton.config import Config
+from baton.errors import NodeFailed
+from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
+from benchmarks import http_stream
+from benchmarks.models import NARROW, build
+from benchmarks.percentiles import percentile
+from benchmarks.report import Row, print_rows, row
+
+HELP = "tokens a second that the coordinator carries, and what it adds to the time to first token"
+THROUGHPUT_LIMIT = 3000.0  # tokens per second of one core, at least
+TTFT_LIMIT = 5.0  # milliseconds, median, at most
+FRONTS = ("http", "grpc")
+_START_TIMEOUT = 60.0  # seconds
+_PROMPT = list(range(1, 65))
+_SHORT = 4  # tokens of an answer whose first token is timed
+_WARM_UP = 10  # requests
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One stream: seconds to its first token, and its tokens."""
+
+    ttft: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """`busy` and `wall` in seconds, of the coordinator and of the clock, while `tokens` were streamed."""
+
+    tokens: int
+    busy: float
+    wall: float
+    ttft: list[float]
+
+
+Ask = Callable[[int], Awaitable[Seen]]  # one stream of so many tokens
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--front", choices=(*FRONTS, "all"), default="all")
+    parser.add_argument("--streams", type=int, default=64, help="at a time (default 64)")
+    parser.add_argument("--tokens", type=int, default=1000, help="of each stream (default 1000)")
+    parser.add_argument("--step-ms", type=float, default=0.0, help="between the nodes' steps (default 0)")
+    parser.add_argument("--ttft-requests", type=int, default=200, help="whose first token is timed (default 200)")
+
+
+async def run(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
+    rows: list[Row] = []
+    folder, failed = Path(tempfile.mkdtemp(prefix="baton-bench-")), True
+    try:
+        model = await asyncio.to_thread(build, folder / "narrow", NARROW)
+        async with _started(folder, model, options.step_ms / 1e3) as (where, pid):
+            for front in FRONTS if options.front == "all" else (options.front,):
+                async with _asking(front, where) as ask:
+                    figures = await _measure(ask, pid, options)
+                rows += to_rows(front, figures, command)
+        failed = False
+    finally:
+        if failed:
+            console.print(f"what the coordinator and the nodes said is in {folder / 'log'}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    return rows
+
+
+async def _measure(ask: Ask, pid: int, options: argparse.Namespace) -> Figures:
+    for _ in range(_WARM_UP):
+        await ask(_SHORT)
+    ttft = [(await ask(_SHORT)).ttft for _ in range(options.ttft_requests)]
+    began, busy = time.perf_counter(), cpu_seconds(pid)
+    seen = await asyncio.gather(*(ask(options.tokens) for _ in range(options.streams)))
+    tokens = sum(one.tokens for one in seen)
+    if tokens != options.streams * options.tokens:
+        raise NodeFailed(f"{tokens} tokens came, {options.streams * options.tokens} were asked for")
+    return Figures(tokens, cpu_seconds(pid) - busy, time.perf_counter() - began, ttft)
+
+
+def to_rows(front: str, figures: Figures, command: str) -> list[Row]:
+    prefix, ttft = f"coordinator/{front}", [seconds * 1e3 for seconds in figures.ttft]
+    return [
+        row(f"{prefix}/throughput", figures.tokens / figures.busy, "tokens/core-s", command, THROUGHPUT_LIMIT),
+        row(f"{prefix}/cost", figures.busy / figures.tokens * 1e6, "us/token", command),
+        row(f"{prefix}/wall", figures.tokens / figures.wall, "tokens/s", command),
+        row(f"{prefix}/ttft_added_p50", percentile(ttft, 50), "ms", command, TTFT_LIMIT),
+        row(f"{prefix}/ttft_added_p99", percentile(ttft, 99), "ms", command),
+    ]
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of all threads of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# the processes
+
+
+@asynccontextmanager
+async def _started(folder: Path, model: Path, step: float) -> AsyncIterator[tuple[ports.Endpoints, int]]:
+    """A coordinator that serves `model` with instant nodes; where it is, and its pid."""
+    wanted = Config(model=str(model), port=0, grpc_port=0, admin_port=0, drain_timeout=5.0, log_level="warning")
+    config, held = ports.hold_all(plan.complete(wanted)[0])
+    where = ports.endpoints(config)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    spec = plan.children(config, where, environ=environ, cores=1, supervisor=os.getpid())[0]
+    cores = sorted(os.sched_getaffinity(0))
+    log = (folder / "log").open("wb")
+    nodes = ["benchmarks.instant_nodes", where.cluster, "--vocabulary", str(NARROW.vocabulary), "--step", str(step)]
+    coordinator = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", spec.module), env=spec.environ, stdout=log, stderr=log
+    )
+    instant = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", *nodes), env=spec.environ, stdout=log, stderr=log
+    )
+    try:
+        os.sched_setaffinity(coordinator.pid, cores[:1])
+        if len(cores) > 1:
+            os.sched_setaffinity(0, cores[1:])
+            os.sched_setaffinity(instant.pid, cores[1:])
+        async with asyncio.timeout(_START_TIMEOUT):
+            await health.serving(where.grpc)
+        yield where, coordinator.pid
+    finally:
+        os.sched_setaffinity(0, cores)
+        for process in (instant, coordinator):
+            if process.returncode is None:
+                process.terminate()
+            await process.wait()
+        log.close()
+        for one in held:
+            one.close()
+
+
+# the clients
+
+
+@asynccontextmanager
+async def _asking(front: str, where: ports.Endpoints) -> AsyncIterator[Ask]:
+    if front == "http":
+        target = http_stream.parse_url(f"http://{where.http}")
+        yield lambda tokens: _by_http(target, tokens)
+    else:
+        async with grpc.aio.insecure_channel(where.grpc) as channel:
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            yield lambda tokens: _by_grpc(stub, tokens)
+
+
+async def _by_http(target: http_stream.Target, tokens: int) -> Seen:
+    """As cheap for this side as it can be: only the last event, which has the usage, is looked into."""
+    body = msgspec.json.encode(
+        {
+            "prompt": _PROMPT,
+            "max_tokens": tokens,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    )
+    headers = {"Content-Type": "application/json"}
+    began, first, tail = time.perf_counter(), 0.0, b""
+    async with http_stream.request(target, "POST", "/v1/completions", headers, body) as response:
+        if response.status != 200:
+            raise NodeFailed(f"status {response.status}: {(await response.body()).decode(errors='replace')}")
+        async for piece in response.pieces():
+            first = first or time.perf_counter()
+            tail = tail[-2048:] + piece
+    events = tail.split(b"data: ")
+    if events[-1].strip() != b"[DONE]":
+        raise NodeFailed(f"a stream ended without [DONE]: {events[-1].decode(errors='replace')}")
+    return Seen(first - began, msgspec.json.decode(events[-2])["usage"]["completion_tokens"])
+
+
+async def _by_grpc(stub: generation_pb2_grpc.GenerationStub, tokens: int) -> Seen:
+    request = generation_pb2.GenerateRequest(
+        token_ids=common_pb2.TokenIds(ids=_PROMPT), max_tokens=tokens, ignore_eos=True
+    )
+    began, first, count = time.perf_counter(), 0.0, 0
+    async for answer in stub.Generate(request, timeout=_START_TIMEOUT):
+        first = first or time.perf_counter()
+        count += len(answer.token_ids)
+    return Seen(first - began, count)
+
+
+def main(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
+    rows = asyncio.run(run(options, console, command))
+    print_rows(console, f"coordinator: {options.streams} streams", rows)
+    return rows

@@ -1,0 +1,213 @@
+"""`python -m benchmarks.instant_nodes`: a prefill and a decode node that compute nothing and answer at once.
+
+They speak the node link with its real codec, so that what is left of a request's time is the coordinator's. Decode
+sends one message a step, with a token of every sequence, as a real one does; steps follow each other after `--step`
+seconds, or as fast as the stream takes them. It ends with the coordinator.
+"""
+
+import argparse
+import asyncio
+import os
+import sys
+import time
+from collections import deque
+from typing import Any
+
+import grpc
+
+from baton import link_codec, wire
+from baton.kv_layout import KVLayout
+from baton.limits import LINK_OPTIONS
+from baton.pb import cluster_pb2 as pb
+from baton.pb import common_pb2
+from baton.types import Role, mint_id
+from coordinator.node_link import TOKEN_KEY
+
+_LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
+_SEQUENCES = 4096
+_BLOCKS = 1 << 20
+_CONTEXT = 1 << 16
+_RETRY = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100))  # it may start after us
+
+
+class Node:
+    """One stream to the coordinator. What is sent goes out in order; a heartbeat when nothing else does."""
+
+    def __init__(self, role: Role, vocabulary: int) -> None:
+        self._role = role
+        self._vocabulary = vocabulary
+        self._incarnation = ""
+        self._unsent: deque[pb.NodeMessage] = deque()
+        self._wake = asyncio.Event()
+
+    async def run(self, address: str, token: str) -> None:
+        async with grpc.aio.insecure_channel(address, options=(*LINK_OPTIONS, *_RETRY)) as channel:
+            await channel.channel_ready()
+            call = link_codec.dial(channel, metadata=((TOKEN_KEY, token),) if token else ())
+            await call.write(pb.NodeMessage(join=self._join()))
+            welcome = (await call.read()).welcome
+            self._incarnation = welcome.incarnation
+            writing = asyncio.create_task(self._write(call, welcome.heartbeat_seconds))
+            try:
+                while (message := await call.read()) is not grpc.aio.EOF:
+                    self.told(message)
+            except grpc.RpcError:
+                pass  # the coordinator has ended: so do we
+            finally:
+                writing.cancel()
+
+    def told(self, message: pb.CoordinatorMessage) -> None:
+        raise NotImplementedError
+
+    def say(self, **report: Any) -> None:
+        self._unsent.append(pb.NodeMessage(incarnation=self._incarnation, **report))
+        self._wake.set()
+
+    async def _write(self, call: Any, heartbeat: float) -> None:
+        numbers = link_codec.Numbers()
+        while True:
+            while self._unsent:
+                message = self._unsent.popleft()
+                numbers.stamp(message)
+                await call.write(message)
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(heartbeat):
+                    await self._wake.wait()
+            except TimeoutError:
+                stats = pb.NodeStats(blocks_total=_BLOCKS, blocks_free=_BLOCKS)
+                self.say(heartbeat=pb.Heartbeat(stats=stats))
+
+    def _join(self) -> pb.Join:
+        return pb.Join(
+            protocol_version=wire.PROTOCOL_VERSION,
+            name=f"instant-{self._role.value}",
+            role=self._role.value,
+            host_id="bench",
+            transfer_endpoint=f"tcp://127.0.0.1:1#{self._role.value}",
+            pid=os.getpid(),
+            model_digest="00" * 32,
+            layout=wire.layout_to_pb(_LAYOUT),
+            num_blocks=_BLOCKS,
+            max_num_seqs=_SEQUENCES,
+            max_batched_tokens=_CONTEXT,
+            max_model_len=_CONTEXT,
+            vocab_size=self._vocabulary,
+            engine="model",
+        )
+
+
+class InstantPrefill(Node):
+    """Has computed a prompt when it is told to, and handed it over when the ticket comes."""
+
+    def __init__(self, vocabulary: int, decode: "InstantDecode") -> None:
+        super().__init__(Role.PREFILL, vocabulary)
+        self._decode = decode
+
+    def told(self, message: pb.CoordinatorMessage) -> None:
+        if message.HasField("prefill"):
+            work = message.prefill.work
+            self.say(prefill_ended=pb.PrefillEnded(key=work.key, computed_tokens=len(work.prompt.ids)))
+            if message.prefill.alone:
+                token = pb.Token(key=work.key, index=len(work.emitted.ids), finish=common_pb2.FINISH_REASON_LENGTH)
+                self.say(tokens=pb.Tokens(tokens=[token]))
+        elif message.HasField("ticket"):
+            key = message.ticket.ticket.key
+            self._decode.start(key)
+            report = common_pb2.HandoffReport(transport="none", bytes=1, slabs=1)
+            self.say(handed_off=pb.HandedOff(key=key, report=report))
+
+
+class InstantDecode(Node):
+    """Grants a ticket when it is asked, and then sends a token of every sequence each step."""
+
+    def __init__(self, vocabulary: int, step: float) -> None:
+        super().__init__(Role.DECODE, vocabulary)
+        self._step = step
+        self._asked: dict[str, pb.Work] = {}
+        self._running: dict[str, tuple[pb.AttemptKey, list[int]]] = {}  # next index, last index
+        self._some = asyncio.Event()
+
+    def told(self, message: pb.CoordinatorMessage) -> None:
+        if message.HasField("submit"):
+            work = message.submit.work
+            self._asked[work.key.request_id] = work
+            if message.submit.HasField("writer"):
+                self.say(reserved=pb.Reserved(key=work.key, ticket=self._ticket(message.submit)))
+            else:
+                self.start(work.key)
+        elif message.HasField("cancel"):
+            self._asked.pop(message.cancel.key.request_id, None)
+            self._running.pop(message.cancel.key.request_id, None)
+
+    def start(self, key: pb.AttemptKey) -> None:
+        """The hand-off has committed."""
+        work = self._asked.pop(key.request_id, None)
+        if work is not None:
+            self.say(admitted=pb.Admitted(key=key, received_tokens=len(work.prompt.ids)))
+            sequence = (key, [len(work.emitted.ids), work.sampling.max_tokens - 1])
+            self._send([sequence])
+            if sequence[1][0] <= sequence[1][1]:
+                self._running[key.request_id] = sequence
+                self._some.set()
+
+    async def steps(self) -> None:
+        """For ever."""
+        due = time.monotonic()
+        while True:
+            if not self._running:
+                self._some.clear()
+                await self._some.wait()
+                due = time.monotonic()
+            due += self._step
+            await asyncio.sleep(max(0.0, due - time.monotonic()))
+            if not self._unsent:  # the stream has taken the last step
+                self._send(list(self._running.values()))
+                self._running = {name: one for name, one in self._running.items() if one[1][0] <= one[1][1]}
+
+    def _send(self, sequences: list[tuple[pb.AttemptKey, list[int]]]) -> None:
+        tokens = pb.Tokens()
+        for key, place in sequences:
+            index, last = place
+            finish = common_pb2.FINISH_REASON_LENGTH if index == last else common_pb2.FINISH_REASON_UNSPECIFIED
+            tokens.tokens.add(key=key, index=index, token=index * 7 % self._vocabulary, finish=finish)
+            place[0] += 1
+        self.say(tokens=tokens)
+
+    def _ticket(self, submit: pb.Submit) -> pb.Ticket:
+        me = pb.Peer(name="instant-decode", incarnation=self._incarnation, host_id="bench", transfer_endpoint="none")
+        return pb.Ticket(
+            id=mint_id(),
+            key=submit.work.key,
+            decode=me,
+            writer=submit.writer.incarnation,
+            offsets=[0],
+            num_tokens=len(submit.work.prompt.ids),
+            ttl_seconds=10.0,
+            transport="none",
+            segment="none",
+            fence=1,
+        )
+
+
+async def run(address: str, token: str, vocabulary: int, step: float) -> None:
+    """Until the coordinator ends."""
+    decode = InstantDecode(vocabulary, step)
+    prefill = InstantPrefill(vocabulary, decode)
+    stepping = asyncio.create_task(decode.steps())
+    await asyncio.gather(prefill.run(address, token), decode.run(address, token))
+    stepping.cancel()
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.instant_nodes", description=__doc__)
+    parser.add_argument("address", help="HOST:PORT of the coordinator's cluster port")
+    parser.add_argument("--vocabulary", type=int, default=512)
+    parser.add_argument("--step", type=float, default=0.0, help="seconds (default 0)")
+    options = parser.parse_args(arguments)
+    asyncio.run(run(options.address, os.environ.get("BATON_CLUSTER_TOKEN", ""), options.vocabulary, options.step))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

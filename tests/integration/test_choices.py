@@ -1,0 +1,157 @@
+"""Choices of one prompt and scores, through the coordinator and its link: real nodes, and scripted ones."""
+
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton import wire
+from baton.cli import plan
+from baton.cli.ports import Endpoints
+from baton.config import Config
+from baton.errors import Overloaded, Unavailable
+from baton.pb import cluster_pb2 as pb
+from baton.types import FinishReason, SamplingParams, TokenEvent, TokenScore
+from coordinator.generation import Delta, Done, PromptScores, Submission
+from tests.fakes import FakeNode
+from tests.integration.coordinator_bench import Bench, collect, coordinator
+from tests.models import build_model
+
+PROMPT = tuple(range(3, 123))
+SAMPLED = SamplingParams(max_tokens=12, temperature=1.0, seed=77, ignore_eos=True)
+START = 60.0  # seconds that nodes may take to join
+
+
+@asynccontextmanager
+async def node_processes(bench: Bench, folder: Path, **settings: Any) -> AsyncIterator[None]:
+    """One prefill and one decode node, each a process, joined to the bench's coordinator."""
+    config, _ = plan.complete(Config(kv_memory="16MiB", state_dir=str(folder), segment_dir=str(folder), **settings))
+    where = Endpoints(http="", grpc="", admin="", cluster=bench.address)
+    specs = plan.children(config, where, environ=os.environ, cores=2, supervisor=os.getpid())
+    logs = [(folder / f"{spec.name}.log").open("wb") for spec in specs]
+    processes = [
+        await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", spec.module), env=spec.environ, stdout=log, stderr=subprocess.STDOUT
+        )
+        for spec, log in zip(specs, logs, strict=True)
+        if spec.name != plan.COORDINATOR
+    ]
+    try:
+        await bench.until(lambda: len(bench.dispatcher.brain.registry.nodes) == len(processes), START)
+        yield
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            await process.wait()
+        for log in logs:
+            log.close()
+
+
+async def test_choices_share_one_prompt(tmp_path: Path) -> None:
+    model = build_model("llama", tmp_path)
+    async with coordinator(model=str(model)) as bench, node_processes(bench, tmp_path, model=str(model)):
+        choices = [Submission(PROMPT, SAMPLED, 30.0, choice=choice) for choice in range(4)]
+        answers = await asyncio.gather(*map(collect, await bench.dispatcher.submit_all(choices)))
+        counted = dict(bench.dispatcher.brain.counters.prompt_tokens)
+        assert counted["computed_prefill"] == len(PROMPT)
+        assert counted["computed_decode"] <= 3 * 16, "no more than what does not fill a block"
+        assert [done.timeline.prefill_node for _, done in answers] == ["prefill-0", "", "", ""]
+        assert bench.dispatcher.brain.counters.replaced == {}
+        alone = [
+            await collect(await bench.dispatcher.submit(replace(one, cache_salt=b"cold"), internal=True))
+            for one in choices
+        ]
+        assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in alone]
+        assert len({tokens for tokens, _ in answers}) == 4, "each choice draws noise of its own"
+
+
+async def test_a_list_of_prompts_and_their_choices(tmp_path: Path) -> None:
+    prompts = [PROMPT, tuple(range(500, 550)), (7, 8)]
+    submissions = [Submission(prompt, SAMPLED, 30.0, choice=choice) for prompt in prompts for choice in range(3)]
+    async with (
+        coordinator(engine="paced", model="paced") as bench,
+        node_processes(bench, tmp_path, engine="paced", paced_step_ms=0.5, paced_reread=True),
+    ):
+        answers = await asyncio.gather(*map(collect, await bench.dispatcher.submit_all(submissions)))
+        assert [len(tokens) for tokens, _ in answers] == [12] * 9
+        assert bench.dispatcher.brain.counters.prompt_tokens["computed_prefill"] == sum(map(len, prompts))
+        assert bench.dispatcher.brain.queued == bench.dispatcher.brain.running == 0
+
+
+async def test_what_cannot_come_in_whole_does_not_come_in() -> None:
+    async with coordinator(max_queue=4) as bench, bench.node("p0", "prefill"), bench.node("d0", "decode") as decode:
+        ask = [Submission(PROMPT, SAMPLED, 5.0, choice=choice) for choice in range(4)]
+        streams = await bench.dispatcher.submit_all(ask)
+        with pytest.raises(Overloaded):
+            await bench.dispatcher.submit_all(ask[:2])
+        assert bench.dispatcher.brain.active() == [stream.id for stream in streams]
+        await decode.die()
+        await bench.until(lambda: len(bench.dispatcher.brain.registry.nodes) == 1)
+        for stream in streams:
+            stream.cancel()
+        waiting = asyncio.create_task(bench.dispatcher.submit_all(ask))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await waiting
+        assert bench.dispatcher.brain.active() == []
+        with pytest.raises(Unavailable):
+            await bench.dispatcher.submit_all(ask)
+        assert bench.dispatcher.brain.active() == []
+
+
+HALF = TokenScore(-0.5, ((5, -0.25), (6, -0.5)))
+WHOLE = TokenScore(-1.0, ((7, -1.0), (8, -2.0)))
+
+
+async def answer_with_scores(prefill: FakeNode, decode: FakeNode) -> None:
+    """Decode's stream is the faster one: its token is there before the scores of the prompt."""
+    submit = await decode.order("submit")
+    await prefill.order("prefill")
+    key = submit.work.key
+    await decode.reserve(submit)
+    await prefill.order("ticket")
+    for index, finish in enumerate((None, FinishReason.LENGTH)):
+        token = TokenEvent(wire.key_from_pb(key), index, 5, finish, HALF)
+        await decode.send(tokens=pb.Tokens(tokens=[wire.token_to_pb(token)]))
+    await decode.heartbeat()
+    await asyncio.sleep(0.05)
+    for first, score in ((1, HALF), (2, WHOLE)):
+        scores = pb.PromptScores(key=key, first=first, scores=[wire.score_to_pb(score)])
+        await prefill.send(prompt_scores=scores)
+
+
+async def test_scores_arrive_as_they_were_sent() -> None:
+    async with (
+        coordinator() as bench,
+        bench.node("p0", "prefill") as prefill,
+        bench.node("d0", "decode") as decode,
+    ):
+        prefill.run(answer_with_scores(prefill, decode))
+        sampling = SamplingParams(max_tokens=2, logprobs=2, prompt_logprobs=2)
+        stream = await bench.dispatcher.submit(Submission((4, 5, 6), sampling, 10.0))
+        events = [event async for event in stream]
+        assert events[:2] == [PromptScores((HALF, WHOLE)), Delta((5, 5), (HALF, HALF))]
+        assert isinstance(events[2], Done)
+        assert len(events) == 3
+
+
+async def test_a_score_that_makes_no_sense_costs_the_node_its_stream() -> None:
+    async with coordinator() as bench, bench.node("p0", "prefill") as prefill, bench.node("d0", "decode"):
+        sampling = SamplingParams(max_tokens=2, prompt_logprobs=2)
+        await bench.dispatcher.submit(Submission((4, 5), sampling, 10.0))
+        key = (await prefill.order("prefill")).work.key
+        scores = wire.score_to_pb(HALF)
+        scores.top_ids.append(9)
+        await prefill.send(prompt_scores=pb.PromptScores(key=key, first=1, scores=[scores]))
+        await prefill.ended()
+        assert bench.dispatcher.brain.counters.dropped_messages == {"damaged": 1}

@@ -1,0 +1,44 @@
+"""What the coordinator's benchmark makes of what it saw, and whether its nodes serve."""
+
+import asyncio
+import os
+
+import pytest
+
+from baton.types import SamplingParams
+from benchmarks.coordinator import Figures, cpu_seconds, to_rows
+from benchmarks.instant_nodes import run
+from coordinator.generation import Submission
+from tests.integration.coordinator_bench import collect, coordinator
+
+
+def test_rows() -> None:
+    rows = to_rows("http", Figures(6000, busy=0.5, wall=2.0, ttft=[0.001, 0.002, 0.009]), "it")
+    assert {one.name: (one.value, one.limit) for one in rows} == {
+        "coordinator/http/throughput": (12_000.0, 3000.0),
+        "coordinator/http/cost": (pytest.approx(500 / 6), None),
+        "coordinator/http/wall": (3000.0, None),
+        "coordinator/http/ttft_added_p50": (2.0, 5.0),
+        "coordinator/http/ttft_added_p99": (pytest.approx(8.86), None),
+    }
+
+
+def test_cpu_time_is_this_process_s() -> None:
+    own = cpu_seconds(os.getpid())
+    times = os.times()
+    assert own == pytest.approx(times.user + times.system, abs=0.5)
+
+
+@pytest.mark.parametrize("step", [0.0, 0.001])
+async def test_instant_nodes_serve(step: float) -> None:
+    async with coordinator() as bench:
+        nodes = asyncio.create_task(run(bench.address, "", 100, step))
+        await bench.until(lambda: len(bench.dispatcher.brain.registry.nodes) == 2)
+        for count in (1, 2, 30):
+            asked = [Submission((1, 2, 3), SamplingParams(count), 10.0) for _ in range(3)]
+            answers = await asyncio.gather(*map(collect, await bench.dispatcher.submit_all(asked)))
+            assert [tokens for tokens, _ in answers] == [tuple(n * 7 % 100 for n in range(count))] * 3
+        assert bench.dispatcher.brain.counters.replaced == {}
+        assert bench.dispatcher.brain.running == 0
+        nodes.cancel()
+        await asyncio.gather(nodes, return_exceptions=True)
