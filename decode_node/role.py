@@ -11,21 +11,32 @@ Nothing of a ticket is looked at before its Commit. Every block of a ticket leav
 one of the plane's events, and by nothing else.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.block_hash import BlockHash, root_hash
 from baton.errors import BatonError, Cancelled, Incomplete, NodeFailed, NodeGone, Stale
 from baton.failpoints import FAILPOINTS
-from baton.limits import ModelBounds, check_prompt
-from baton.types import AttemptKey, Incarnation, PeerAddress, SegmentRef, Ticket, TicketId, TokenEvent, Work, mint_id
+from baton.types import (
+    AttemptKey,
+    Incarnation,
+    PeerAddress,
+    SegmentRef,
+    Ticket,
+    TicketId,
+    TokenEvent,
+    TokenScore,
+    Work,
+    mint_id,
+)
 from kv_transfer.plane import Fenced, InboundPlane, Lost, Sealed, SealInfo, Started
 from node_engine.core.messages import Cancel, Command, CoordinatorLost, Joined, PeerGone, Submit
-from node_engine.core.outcome import Dropped, Emitted, Failed, Outcome, PrefillCompleted
+from node_engine.core.outcome import Dropped, Emitted, Failed, Outcome, PrefillCompleted, PromptScored
 from node_engine.core.residency import Refusal
 from node_engine.core.sequence import Sequence
 from node_engine.core.step import StepBatch
-from node_engine.role import NodeParts
+from node_engine.role import NodeParts, check_work
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +114,8 @@ class DecodeRole:
         tokens: list[TokenEvent] = []
         for outcome in outcomes:
             match outcome:
+                case PromptScored(sequence, first, scores):
+                    self._report.prompt_scores(sequence.key, first, scores)
                 case Emitted(sequence, event):
                     if sequence.key in self._local:
                         self._admitted_locally(sequence)
@@ -131,7 +144,7 @@ class DecodeRole:
         engine = self._parts.engine
         try:
             FAILPOINTS.hit("decode.allocate.before")
-            check_prompt(work.context, ModelBounds(engine.vocab_size, engine.max_model_len + 1, 1 << 62))
+            check_work(work, engine)
             root = root_hash(engine.model_digest, self._layout, work.request.cache_salt)
             survey = self._scheduler.survey(work, root)
             if writer is None or survey.lacking == 1:
@@ -194,7 +207,7 @@ class DecodeRole:
         except BatonError as error:
             self._plane.revoke(ticket, error)
             return
-        outcomes = self._scheduler.adopt(key, (token,))
+        outcomes = self._scheduler.adopt(key, (token,), seal.score)
         self._plane.commit(ticket)
         FAILPOINTS.hit("decode.commit.after")
         del self._arrivals[ticket], self._tickets[key]
@@ -205,10 +218,13 @@ class DecodeRole:
         FAILPOINTS.hit("decode.first_token.after")
 
     def _first_token(self, work: Work, seal: SealInfo) -> int:
-        """The token that prefill drew. Raises Incomplete unless the seal continues this attempt by exactly one."""
+        """The token that prefill drew. Raises Incomplete unless the seal continues this attempt by exactly one, scored
+        as the request asks."""
         *before, token = seal.emitted or (-1,)
         if tuple(before) != work.emitted or not 0 <= token < self._parts.engine.vocab_size:
             raise Incomplete(f"the seal of {work.key} carries {len(seal.emitted)} tokens after {len(work.emitted)}")
+        if not _is_due(seal.score, work.request.sampling.logprobs, self._parts.engine.vocab_size):
+            raise Incomplete(f"the score in the seal of {work.key} is not what logprobs asks for")
         return token
 
     def _lost(self, ticket: TicketId, error: BatonError, fenced: bool) -> None:
@@ -248,3 +264,15 @@ class DecodeRole:
         if incarnation is not None:
             self._report.incarnation = incarnation
             self._plane.rejoin(incarnation)
+
+
+def _is_due(score: TokenScore | None, wanted: int | None, vocab_size: int) -> bool:
+    """Whether `score` is what `logprobs=wanted` asks for, and one that a model can give."""
+    if score is None or wanted is None:
+        return score is None and wanted is None
+    logprobs = (score.logprob, *(logprob for _, logprob in score.top))
+    return (
+        len(score.top) == min(wanted, vocab_size)
+        and all(0 <= token < vocab_size for token, _ in score.top)
+        and all(math.isfinite(logprob) and logprob <= 0.0 for logprob in logprobs)
+    )

@@ -13,6 +13,10 @@ pattern; the mismatch goes into the digest. **Wrong KV therefore gives wrong tok
 model would do, and the comparison with `paced_reference` has to notice. The whole context is read when a sequence is
 first seen (after a hand-off or a cache hit) or does not go on where it stopped; other steps read its last block only,
 or with `reread` all of it whenever a block is full: that finds what was written into a block after it was checked.
+
+Scores are made up from the same digest, so that they too are wrong where KV is wrong, and the same in every run: the
+token that the digest gives is the most likely, those numbered after it follow in order, and each is e**(-1/8) times as
+likely as the one before. They are no distribution. Of the sampling fields only `forbidden` changes a token.
 """
 
 import hashlib
@@ -27,7 +31,8 @@ import numpy.typing as npt
 from baton.clock import Clock, steady
 from baton.errors import ConfigError
 from baton.kv_layout import KVLayout
-from node_engine.core.step import OnLayer, SampleSpec, SequenceId, Slice, StepBatch
+from baton.types import TokenScore
+from node_engine.core.step import Computed, OnLayer, SampleSpec, ScoreSpec, SequenceId, Slice, StepBatch
 
 PACED_LAYOUT = KVLayout(num_layers=4, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 
@@ -125,7 +130,7 @@ class PacedEngine:
         self._seen_limit = num_blocks  # a live sequence has at least one block
         self._seen.clear()
 
-    def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[int | None, ...]:
+    def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[Computed, ...]:
         began, seconds = self._clock(), self._costs.seconds(batch)
         for source, destination in batch.copies:
             self._kv[destination] = self._kv[source]
@@ -142,13 +147,31 @@ class PacedEngine:
             if on_layer is not None:
                 on_layer(layer)
         last = digests[new.ends - 1].tolist()
+        computed = [self._drawn(digest, each.sample) for digest, each in zip(last, batch.slices, strict=True)]
+        for place, each in enumerate(batch.slices):
+            if each.scoring is not None:
+                after = digests[new.starts[place] : new.ends[place]].tolist()
+                computed[place] = computed[place]._replace(prompt_scores=self._scores(after, each.start, each.scoring))
+        return tuple(computed)
+
+    def _drawn(self, digest: int, sample: SampleSpec | None) -> Computed:
+        if sample is None:
+            return Computed()
+        token, top = self._draw(digest, sample.position, sample.forbidden), sample.params.logprobs
+        return Computed(token, None if top is None else self._score(digest, sample.position, token, top))
+
+    def _scores(self, digests: Sequence[int], start: int, scoring: ScoreSpec) -> tuple[TokenScore, ...]:
+        """`digests` are those after the tokens at positions `start` ..; of the last there may be none to score."""
         return tuple(
-            None if each.sample is None else self._draw(digest, each.sample)
-            for each, digest in zip(batch.slices, last, strict=True)
+            self._score(digest, position, token, scoring.top)
+            for position, (digest, token) in enumerate(zip(digests, scoring.targets, strict=False), start + 1)
         )
 
-    def _draw(self, digest: int, sample: SampleSpec) -> int:
-        return _draw(digest, sample.position, self._vocab_size, self._eos, self._eos_probability, sample.forbidden)
+    def _draw(self, digest: int, position: int, forbidden: Sequence[int] = ()) -> int:
+        return _draw(digest, position, self._vocab_size, self._eos, self._eos_probability, forbidden)
+
+    def _score(self, digest: int, position: int, token: int, top: int) -> TokenScore:
+        return _score(digest, self._draw(digest, position), token, top, self._vocab_size)
 
     # KV
 
@@ -245,6 +268,34 @@ def paced_reference(
         digest = (digest + _mix_int(token + (position << 32))) & _MASK
         tokens.append(token)
     return tokens[len(prompt) :]
+
+
+def paced_scores(
+    tokens: Sequence[int],
+    top: int,
+    vocab_size: int = 32000,
+    *,
+    eos_token_ids: tuple[int, ...] = (0,),
+    eos_probability: float = 0.0,
+) -> list[TokenScore]:
+    """The scores that a PacedEngine of that vocabulary gives `tokens[1:]`, prompt or output, each after all tokens
+    before it."""
+    digest, found = 0, []
+    for position in range(1, len(tokens)):
+        digest = (digest + _mix_int(tokens[position - 1] + (position - 1 << 32))) & _MASK
+        best = _draw(digest, position, vocab_size, eos_token_ids, eos_probability, ())
+        found.append(_score(digest, best, tokens[position], top, vocab_size))
+    return found
+
+
+def _score(digest: int, best: int, token: int, top: int, vocab_size: int) -> TokenScore:
+    """Made up (see the module), in numbers that float32 has."""
+
+    def logprob(rank: int) -> float:
+        return -(rank + 1 + (digest & 15) / 16) / 8
+
+    likely = (((best + rank) % vocab_size, logprob(rank)) for rank in range(min(top, vocab_size)))
+    return TokenScore(logprob((token - best) % vocab_size), tuple(likely))
 
 
 def _draw(

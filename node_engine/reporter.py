@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from baton import wire
 from baton.errors import BatonError
 from baton.pb import cluster_pb2, common_pb2
-from baton.types import AttemptKey, Incarnation, Ticket, TokenEvent
+from baton.types import AttemptKey, Incarnation, Ticket, TokenEvent, TokenScore
 from node_engine.core.ledger import Ledger
+
+_SCORES_PER_MESSAGE = 4096  # about 1 MiB with 20 alternatives each
 
 
 class Reporter:
@@ -29,6 +31,16 @@ class Reporter:
     def tokens(self, events: Sequence[TokenEvent]) -> None:
         message = cluster_pb2.Tokens(tokens=[wire.token_to_pb(event) for event in events])
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, tokens=message))
+
+    def prompt_scores(self, key: AttemptKey, first: int, scores: Sequence[TokenScore]) -> None:
+        """Of the prompt's tokens `first` .. `first + len(scores)`."""
+        for begin in range(0, len(scores), _SCORES_PER_MESSAGE):
+            message = cluster_pb2.PromptScores(
+                key=wire.key_to_pb(key),
+                first=first + begin,
+                scores=[wire.score_to_pb(score) for score in scores[begin : begin + _SCORES_PER_MESSAGE]],
+            )
+            self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, prompt_scores=message))
 
     def failed(self, key: AttemptKey, error: BatonError) -> None:
         message = cluster_pb2.AttemptFailed(key=wire.key_to_pb(key), error=wire.error_to_pb(error))

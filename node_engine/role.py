@@ -7,8 +7,9 @@ from typing import Protocol
 
 from baton.clock import Clock
 from baton.config import Config
+from baton.limits import ModelBounds, check_prompt, check_sampling
 from baton.segment import Segment
-from baton.types import NodeName
+from baton.types import NodeName, Work
 from node_engine.core.block_pool import BlockPool
 from node_engine.core.messages import Command
 from node_engine.core.outcome import Outcome
@@ -31,6 +32,14 @@ class NodeParts:
     report: Reporter
     clock: Clock
     emit: Callable[[object], None]  # puts an event of the role's own on the compute thread's inbox; thread-safe
+
+
+def check_work(work: Work, engine: Engine) -> None:
+    """Raises Rejected for ids and numbers that the model has no room for. The coordinator has checked them; but what
+    indexes a node's memory is checked by the node."""
+    bounds = ModelBounds(engine.vocab_size, engine.max_model_len + 1, 1 << 62)
+    check_prompt(work.context, bounds)
+    check_sampling(work.request.sampling, len(work.request.prompt), bounds)
 
 
 class RolePolicy(Protocol):

@@ -18,15 +18,14 @@ from dataclasses import dataclass, field
 from baton.block_hash import root_hash
 from baton.errors import BatonError, Cancelled, HandoffFailed, NodeFailed, Preempted, Stale
 from baton.failpoints import FAILPOINTS
-from baton.limits import ModelBounds, check_prompt
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import AttemptKey, BlockIndex, Incarnation, Work
 from kv_transfer.plane import Aborted, Committed, LayerLanded, OutboundPlane, OutboundReport, SealInfo
 from node_engine.core.messages import Cancel, Command, CoordinatorLost, GiveTicket, Joined, PeerGone, Prefill
-from node_engine.core.outcome import Dropped, Emitted, Failed, Outcome, PrefillCompleted
+from node_engine.core.outcome import Dropped, Emitted, Failed, Outcome, PrefillCompleted, PromptScored
 from node_engine.core.sequence import Sequence, pin_label
 from node_engine.core.step import StepBatch
-from node_engine.role import NodeParts
+from node_engine.role import NodeParts, check_work
 
 
 @dataclass(slots=True, eq=False)
@@ -161,6 +160,8 @@ class PrefillRole:
     def deliver(self, outcomes: Iterable[Outcome]) -> None:
         for outcome in outcomes:
             match outcome:
+                case PromptScored(sequence, first, scores):
+                    self._report.prompt_scores(sequence.key, first, scores)
                 case PrefillCompleted(sequence, _):
                     self._prefilled(sequence, outcome)
                 case Dropped(sequence):
@@ -189,7 +190,7 @@ class PrefillRole:
                 raise early
             FAILPOINTS.hit("prefill.allocate.before")
             engine = self._parts.engine
-            check_prompt(work.context, ModelBounds(engine.vocab_size, engine.max_model_len + 1, 1 << 62))
+            check_work(work, engine)
             root = root_hash(engine.model_digest, self._layout, work.request.cache_salt)
             self._scheduler.add(work, root, hand_off=True)
             if alone:
@@ -213,7 +214,7 @@ class PrefillRole:
             return
         try:
             FAILPOINTS.hit("prefill.seal.before")
-            self._plane.seal(sequence.key, SealInfo(sequence.output))
+            self._plane.seal(sequence.key, SealInfo(sequence.output, outcome.event.score))
             FAILPOINTS.hit("prefill.seal.after")
         except BatonError as error:
             self._end(sequence.key, error, tell=True)

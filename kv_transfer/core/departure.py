@@ -322,12 +322,15 @@ class Departure:
 
     def _seal_frame(self) -> frames.ToDecode:
         assert self.pending_seal is not None
+        score = self.pending_seal.score
         return frames.Seal(
             *self._ids,
             slabs=self.sent.bit_count(),
             size=self.bytes_sent,
             digest=self.digest,
             emitted=self.pending_seal.emitted,
+            logprob=score.logprob if score else None,
+            top=score.top if score else (),
         )
 
     def _end_if_idle(self) -> list[Output]:

@@ -3,15 +3,17 @@
 from dataclasses import dataclass
 
 from baton.errors import BatonError
-from baton.types import AttemptKey, TicketId
+from baton.types import AttemptKey, TicketId, TokenScore
 
 
 @dataclass(frozen=True, slots=True)
 class SealInfo:
-    """What Seal carries beside the manifest: the tokens of this request's output so far. All else derives from the
-    Request, so that a decode-to-decode move can use the same message."""
+    """What Seal carries beside the manifest: the tokens of this request's output so far, and the score of the last of
+    them if the request asks for scores. All else derives from the Request, so that a decode-to-decode move can use the
+    same message."""
 
     emitted: tuple[int, ...]
+    score: TokenScore | None = None
 
 
 @dataclass(frozen=True, slots=True)

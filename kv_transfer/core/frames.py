@@ -11,6 +11,8 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 from msgspec import Meta
 
+from baton.limits import MAX_LOGPROBS
+from baton.types import TokenScore
 from kv_transfer.core.slabs import Rectangle
 
 PROTOCOL_VERSION: Final = 1
@@ -23,6 +25,7 @@ Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Size = Annotated[int, Meta(ge=0, le=2**48)]
 Digest = Annotated[int, Meta(ge=0)]  # MessagePack has no integers beyond 64 bits
 Token = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Logprob = Annotated[float, Meta(le=0)]  # NaN and infinity are left to the role
 Text = Annotated[str, Meta(max_length=512)]
 Code = Annotated[str, Meta(max_length=64)]
 
@@ -68,12 +71,18 @@ class Write(Frame, frozen=True, tag="write"):
 
 class Seal(Frame, frozen=True, tag="seal"):
     """Everything was written. The manifest: how many slabs and bytes, and an order-free digest over every
-    Write."""
+    Write. `logprob` and `top` are the score of the last token of `emitted`, if the request asks for scores."""
 
     slabs: Count
     size: Size
     digest: Digest
     emitted: Annotated[tuple[Token, ...], Meta(max_length=1 << 21)]
+    logprob: Logprob | None
+    top: Annotated[tuple[tuple[Token, Logprob], ...], Meta(max_length=MAX_LOGPROBS)]
+
+    @property
+    def score(self) -> TokenScore | None:
+        return None if self.logprob is None else TokenScore(self.logprob, self.top)
 
 
 class Abort(Frame, frozen=True, tag="abort"):

@@ -160,7 +160,7 @@ class Landing:
             return self._lose(Incomplete(f"sealed with {self.arrived.bit_count()} of {self.grid.slabs} slabs landed"))
         if (frame.slabs, frame.size, frame.digest) != (self.grid.slabs, self.bytes_landed, self.digest):
             return self._lose(Incomplete(f"the manifest ({frame.slabs} slabs, {frame.size} bytes) is not what landed"))
-        self.seal_info = SealInfo(frame.emitted)
+        self.seal_info = SealInfo(frame.emitted, frame.score)
         self.state = LandingState.SEALING
         return self._try_to_seal()
 

@@ -7,9 +7,10 @@
                                       +--release_ticket--> FREE
                                       +--quarantine------> QUARANTINED --fenced--> FREE
 
-After its last release a block is CACHED if it is full, hashed and the only one with its content, else FREE. Every
-reference is held under an owner's label, once per (owner, block): releasing what one does not hold is an error, and
-the ledger can name everybody. Running out of blocks is an answer (None); an illegal transition is a LedgerError.
+After its last release a block is CACHED if it is sealed (full, or the end of somebody's context) and the only one with
+its content, else FREE. Every reference is held under an owner's label, once per (owner, block): releasing what one
+does not hold is an error, and the ledger can name everybody. Running out of blocks is an answer (None); an illegal
+transition is a LedgerError.
 
 Eviction is least recently used first. `release` takes a sequence's blocks in table order and retires them last first,
 and whoever holds a block holds its whole prefix; so a parent retires after its children and is evicted after them: no
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from baton.block_hash import block_hash
 from baton.types import BlockIndex, TicketId
 from node_engine.core.block_accounts import BlockAccounts
 from node_engine.core.hash_chain import HashChain
@@ -143,20 +145,24 @@ class BlockPool:
         """How many tokens `match_prefix` would cover with whole blocks; takes no reference."""
         return len(self._find_blocks(chain, max_tokens)) * self.block_size
 
-    def seal_block(self, block: BlockIndex, chain: HashChain, number: int) -> None:
-        """`block` is full, computed and committed, and is logical block `number` of `chain`: make it findable.
+    def seal_block(self, block: BlockIndex, chain: HashChain, number: int, length: int | None = None) -> None:
+        """`block` is logical block `number` of `chain`, computed and committed: make it findable. With `length` only
+        its first tokens, so many: its owner goes on writing behind them, and seals the block again when it is full.
 
         Of blocks with equal content the first stays the one that is found; a CACHED one makes way for one in use.
         """
         if self.state(block) is not BlockState.IN_USE:
             raise LedgerError(f"block {block} is {self.state(block).value}: only a block in use is sealed")
+        tokens = chain.block_tokens(number)[:length]
         if block in self.index:
-            raise LedgerError(f"block {block} was sealed before")
-        name = chain.name(number)
+            if len(self.index.entry(block).tokens) >= len(tokens):
+                raise LedgerError(f"block {block} was sealed before")
+            self.index.remove(block)
+        name = chain.name(number) if length is None else block_hash(chain.parent(number), tokens)
         twins = self.index.twins(name)
         if twins and self.state(twins[0]) is BlockState.CACHED:
             self._evict(twins[0])
-        self.index.add(block, IndexedBlock(name, chain.parent(number), chain.block_tokens(number)))
+        self.index.add(block, IndexedBlock(name, chain.parent(number), tokens))
 
     # hand-offs
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from baton.errors import BatonError
-from baton.types import TokenEvent
+from baton.types import TokenEvent, TokenScore
 from node_engine.core.sequence import Sequence
 from node_engine.core.step import StepBatch
 
@@ -14,6 +14,16 @@ class Emitted:
 
     sequence: Sequence
     event: TokenEvent
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """Scores of the prompt's tokens `first` .. `first + len(scores)`, in order and without a gap from 1 on. They come
+    before what else the same step made of the sequence."""
+
+    sequence: Sequence
+    first: int
+    scores: tuple[TokenScore, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +38,7 @@ class PrefillCompleted:
 @dataclass(frozen=True, slots=True)
 class Dropped:
     """A speculative sequence lost its blocks and is WAITING again. Nothing that was announced of it is valid any
-    more: the hand-off has to be aborted; it will start over."""
+    more: the hand-off has to be aborted; it will start over, with its prompt's scores."""
 
     sequence: Sequence
 
@@ -41,7 +51,7 @@ class Failed:
     error: BatonError
 
 
-Outcome = Emitted | PrefillCompleted | Dropped | Failed
+Outcome = Emitted | PromptScored | PrefillCompleted | Dropped | Failed
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ class Residency:
 
     def survey(self, sequence: Sequence) -> tuple[int, Refusal | None]:
         """Tokens of the context that are not here, and why it cannot be admitted now. Nothing is kept."""
-        match = self._pool.match_prefix(sequence.chain, sequence.context_len - 1, sequence.owner)
+        match = self._pool.match_prefix(sequence.chain, sequence.reusable_tokens, sequence.owner)
         needed = self.blocks_for(sequence.context_len) - len(match.blocks)
         fits = self.unclaimed_slots > 0 and needed <= self.unclaimed_blocks
         refusal = None if fits else Refusal(needed, self.unclaimed_blocks, self.unclaimed_slots)
@@ -93,7 +93,7 @@ class Residency:
     def admit(self, sequence: Sequence) -> bool:
         """Give a WAITING sequence every block of its context; the prefix that is here already is not computed
         again."""
-        match = self._pool.match_prefix(sequence.chain, sequence.context_len - 1, sequence.owner)
+        match = self._pool.match_prefix(sequence.chain, sequence.reusable_tokens, sequence.owner)
         needed = self.blocks_for(sequence.context_len) - len(match.blocks)
         fresh = self._allocate(sequence, needed)
         covered, partial = match.num_tokens, match.partial
@@ -115,7 +115,7 @@ class Residency:
         """Match the prefix that is here and reserve the rest of a new sequence's context for another node to write.
         Never waits, and takes nothing that waiting sequences are entitled to."""
         slots, limit = self.unclaimed_slots, self.unclaimed_blocks
-        match = self._pool.match_prefix(sequence.chain, sequence.context_len - 1, sequence.owner, allow_partial=False)
+        match = self._pool.match_prefix(sequence.chain, sequence.reusable_tokens, sequence.owner, allow_partial=False)
         needed = self.blocks_for(sequence.context_len) - len(match.blocks)
         limit = min(limit, self.free_blocks)  # what was matched is not to be had any more
         promised = self._pool.reserve(needed, ticket, sequence.owner) if slots and needed <= limit else None
@@ -136,10 +136,15 @@ class Residency:
         self.seal(sequence)
 
     def seal(self, sequence: Sequence) -> None:
-        """Make every block that has become full findable."""
-        for number in range(sequence.num_sealed, sequence.num_computed // self._pool.block_size):
+        """Make every block that has become full findable, and the end of the context in a block that has not: another
+        choice of the same prompt then finds all of it."""
+        size = self._pool.block_size
+        for number in range(sequence.num_sealed, sequence.num_computed // size):
             self._pool.seal_block(sequence.block_table[number], sequence.chain, number)
             sequence.num_sealed = number + 1
+        if sequence.num_computed == sequence.context_len and sequence.context_len % size:
+            number, length = divmod(sequence.context_len, size)
+            self._pool.seal_block(sequence.block_table[number], sequence.chain, number, length)
 
     def grow(self, sequence: Sequence) -> bool:
         """Make room for the KV of a RUNNING sequence's next token. False if it waits, or is no more."""
@@ -172,8 +177,7 @@ class Residency:
     def drop(self, sequence: Sequence) -> None:
         """Back to WAITING without blocks: prefill starts over."""
         self._give_back(sequence)
-        del sequence.tokens[sequence.context_len :]
-        sequence.num_computed = sequence.num_cached = sequence.num_sealed = 0
+        sequence.restart()
         self._table.move(sequence, WAITING)
         self._dropped.add(sequence.key)
         self.outcomes.append(Dropped(sequence))

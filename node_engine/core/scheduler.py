@@ -5,7 +5,7 @@ boundaries (except a prompt's last), the firm before the speculative, first come
 are allocated at admission, so that a half-computed prompt never waits for memory; a running sequence grows block by
 block.
 
-    for ever:  plan = next_step();  sampled = engine.run(plan.batch);  outcomes = update(plan.batch, sampled)
+    for ever:  plan = next_step();  computed = engine.run(plan.batch);  outcomes = update(plan.batch, computed)
 
 Every other method may be called at any time, also between `next_step` and `update`: a sequence that ends there takes
 no further part, but its blocks return in `update`, because until then the engine may be writing them.
@@ -17,16 +17,16 @@ from itertools import count
 
 from baton.block_hash import BlockHash
 from baton.errors import ConfigError, OutOfBlocks, TooLong
-from baton.types import AttemptKey, TicketId, TokenEvent, Work
+from baton.types import AttemptKey, TicketId, TokenEvent, TokenScore, Work
 from node_engine.core.block_pool import BlockPool
 from node_engine.core.finish import finish_reason, forbidden_ids
 from node_engine.core.hash_chain import HashChain
 from node_engine.core.ledger import LedgerError
-from node_engine.core.outcome import Emitted, Outcome, PrefillCompleted, StepPlan
+from node_engine.core.outcome import Emitted, Outcome, PrefillCompleted, PromptScored, StepPlan
 from node_engine.core.residency import Refusal, Residency
 from node_engine.core.sequence import Sequence, SequenceState
 from node_engine.core.sequence_table import SequenceTable
-from node_engine.core.step import SampleSpec, SequenceId, Slice, StepBatch
+from node_engine.core.step import Computed, SampleSpec, SequenceId, Slice, StepBatch
 
 WAITING, PREFILLING, HANDING_OFF = SequenceState.WAITING, SequenceState.PREFILLING, SequenceState.HANDING_OFF
 AWAITING_KV, RUNNING = SequenceState.AWAITING_KV, SequenceState.RUNNING
@@ -138,15 +138,16 @@ class Scheduler:
         self._table.move(sequence, AWAITING_KV)
         return sequence
 
-    def adopt(self, key: AttemptKey, sampled: tuple[int, ...] = ()) -> list[Outcome]:
+    def adopt(self, key: AttemptKey, sampled: tuple[int, ...] = (), score: TokenScore | None = None) -> list[Outcome]:
         """The hand-off is complete: commit its blocks and decode on. `sampled` is the first token, if the other node
-        has drawn it; without it the last token of the context is run here, as when a decode is continued."""
+        has drawn it, and `score` its score; without it the last token of the context is run here, as when a decode is
+        continued."""
         sequence = self._table.require(key, AWAITING_KV)
         if len(sampled) > 1:
             raise LedgerError(f"sequence {key}: {len(sampled)} tokens drawn elsewhere, at most 1 can be")
         self._residency.commit(sequence, sequence.context_len + len(sampled) - 1)
         self._table.move(sequence, RUNNING)
-        return [self._accept(sequence, token) for token in sampled]
+        return [self._accept(sequence, token, score) for token in sampled]
 
     def ticket_arrived(self, key: AttemptKey) -> None:
         """Somebody has promised room for this prefill: it is speculative no more."""
@@ -191,21 +192,23 @@ class Scheduler:
         outcomes = tuple(self._residency.take_outcomes())
         return StepPlan(self._launch(chosen) if chosen else None, outcomes)
 
-    def update(self, batch: StepBatch, sampled: SequenceOf[int | None]) -> list[Outcome]:
-        """The step has run: `sampled` holds a token per slice, None where none was asked for."""
+    def update(self, batch: StepBatch, computed: SequenceOf[Computed]) -> list[Outcome]:
+        """The step has run: `computed` is what each slice gave."""
         self._require_in_flight(batch)
         outcomes: list[Outcome] = []
-        for piece, token in zip(batch.slices, sampled, strict=True):
+        for piece, made in zip(batch.slices, computed, strict=True):
             sequence = self._computing[piece.sequence]
             if sequence.state not in (PREFILLING, RUNNING):
                 continue  # cancelled or stopped meanwhile
             sequence.num_computed += len(piece.tokens)
             self._residency.copy_done(sequence)
             self._residency.seal(sequence)
+            if piece.scoring is not None:
+                outcomes.append(PromptScored(sequence, piece.start + 1, made.prompt_scores))
             if piece.sample is not None:
-                if token is None:
+                if made.token is None:
                     raise LedgerError(f"sequence {sequence.key}: no token was drawn")
-                outcomes.append(self._accept(sequence, token))
+                outcomes.append(self._accept(sequence, made.token, made.score))
         self._land()
         return outcomes
 
@@ -273,10 +276,12 @@ class Scheduler:
         if end == len(sequence.tokens):
             params = sequence.work.request.sampling
             forbidden = forbidden_ids(params, self._eos, sequence.num_generated)
-            sample = SampleSpec(params, sequence.key.choice, end, forbidden)
-        return Slice(sequence.id, tuple(sequence.tokens[start:end]), start, sequence.block_table, sample)
+            counts = sequence.counted() if sequence.penalized else None
+            sample = SampleSpec(params, sequence.key.choice, end, forbidden, counts)
+        scoring = sequence.scoring(start, end) if sequence.scored else None
+        return Slice(sequence.id, tuple(sequence.tokens[start:end]), start, sequence.block_table, sample, scoring)
 
-    def _accept(self, sequence: Sequence, token: int) -> Outcome:
+    def _accept(self, sequence: Sequence, token: int, score: TokenScore | None) -> Outcome:
         """One more token of output, and what follows from it."""
         sequence.tokens.append(token)
         finish = finish_reason(
@@ -287,7 +292,7 @@ class Scheduler:
             num_generated=sequence.num_generated,
             num_tokens=len(sequence.tokens),
         )
-        event = TokenEvent(sequence.key, sequence.num_generated - 1, token, finish)
+        event = TokenEvent(sequence.key, sequence.num_generated - 1, token, finish, score)
         if sequence.hand_off:
             self._table.move(sequence, HANDING_OFF)
             return PrefillCompleted(sequence, event)

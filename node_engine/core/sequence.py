@@ -18,7 +18,8 @@ from enum import Enum
 from baton.types import AttemptKey, BlockIndex, TicketId, Work
 from node_engine.core.hash_chain import HashChain
 from node_engine.core.ledger import LedgerError
-from node_engine.core.step import SequenceId, Slice
+from node_engine.core.step import ScoreSpec, SequenceId, Slice
+from node_engine.core.token_counts import TokenCounts, penalizes
 
 
 class SequenceState(Enum):
@@ -76,9 +77,14 @@ class Sequence:
     copy: tuple[BlockIndex, BlockIndex] | None = None  # copy on write that the next step has to make
     owner: str = ""
     turn: int = 0  # counts arrivals and tickets in one order
+    penalized: bool = False
+    scored: bool = False  # its prompt is
+    counts: TokenCounts | None = None  # as of the last token drawn, of a sequence that is penalized
 
     def __post_init__(self) -> None:
         self.owner, self.turn = str(self.work.key), self.id
+        params = self.work.request.sampling
+        self.penalized, self.scored = penalizes(params), params.prompt_logprobs is not None
 
     @property
     def key(self) -> AttemptKey:
@@ -109,6 +115,32 @@ class Sequence:
         """Who goes first: the firm before the speculative, each in the order in which they became so. A ticket that
         comes late overtakes nobody who writes already: decode counts on those to go on."""
         return self.speculative, self.turn
+
+    @property
+    def reusable_tokens(self) -> int:
+        """Tokens at the beginning of the context whose KV may come from a cache: all but the last, whose logits give
+        the next token. None if the prompt is to be scored: that takes the logits of every position."""
+        return 0 if self.scored else self.context_len - 1
+
+    def counted(self) -> TokenCounts:
+        """What penalties count, brought up to the present. Tokens are counted once each."""
+        request = self.work.request
+        if self.counts is None:
+            self.counts = TokenCounts(request.prompt if request.sampling.repetition_penalty != 1.0 else ())
+        self.counts.add(self.tokens[len(request.prompt) + self.counts.num_output :])
+        return self.counts
+
+    def scoring(self, start: int, end: int) -> ScoreSpec | None:
+        """Which tokens of the prompt a slice of positions [start, end) has to score."""
+        request = self.work.request
+        top, targets = request.sampling.prompt_logprobs, request.prompt[start + 1 : end + 1]
+        return ScoreSpec(targets, top) if top is not None and targets else None
+
+    def restart(self) -> None:
+        """Forget what was computed and drawn here."""
+        del self.tokens[self.context_len :]
+        self.num_computed = self.num_cached = self.num_sealed = 0
+        self.counts = None
 
     def blocks_completed(self, piece: Slice) -> range:
         """Logical blocks of the context that `piece`, a slice of it, leaves final. Chunks end on block boundaries,

@@ -9,10 +9,11 @@ blocks   [block_table .............................. ]
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import NamedTuple, NewType, Protocol
 
 from baton.kv_layout import KVLayout
-from baton.types import BlockIndex, SamplingParams
+from baton.types import BlockIndex, SamplingParams, TokenScore
+from node_engine.core.token_counts import TokenCounts
 
 SequenceId = NewType("SequenceId", int)  # process-local, never reused
 
@@ -20,24 +21,46 @@ SequenceId = NewType("SequenceId", int)  # process-local, never reused
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
     """How to draw the token that follows a slice. `position` is the token's absolute index in prompt + output, which
-    with `seed` and `choice` fixes the noise. `forbidden` are ids that may not be drawn (EOS before min_tokens)."""
+    with `seed` and `choice` fixes the noise. `forbidden` are ids that may not be drawn (EOS before min_tokens).
+    `counts` is what the penalties count, None if `params` has none."""
 
     params: SamplingParams
     choice: int
     position: int
     forbidden: tuple[int, ...] = ()
+    counts: TokenCounts | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreSpec:
+    """Score the tokens of a prompt: `targets[i]` is the one that follows the slice's i-th token. `top` is how many of
+    the most likely ones to give beside each."""
+
+    targets: tuple[int, ...]
+    top: int
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
     """One sequence's share of a step: compute KV of `tokens` at positions start.. and, if `sample` is set, draw the
-    next token from the logits of the last one. `block_table` covers at least positions 0 .. start + len(tokens)."""
+    next token from the logits of the last one. `block_table` covers at least positions 0 .. start + len(tokens).
+    `scoring` asks for the scores of prompt tokens as well."""
 
     sequence: SequenceId
     tokens: tuple[int, ...]
     start: int
     block_table: Sequence[BlockIndex]
     sample: SampleSpec | None
+    scoring: ScoreSpec | None = None
+
+
+class Computed(NamedTuple):
+    """What a slice gave: the token drawn, if `sample` was set, with its score, if its `logprobs` is set, and a score
+    for each of `scoring.targets`."""
+
+    token: int | None = None
+    score: TokenScore | None = None
+    prompt_scores: tuple[TokenScore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +99,8 @@ class Engine(Protocol):
         """Adopt the cache memory: `num_blocks * layout.block_bytes` writable bytes, layout as in KVLayout."""
         ...
 
-    def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[int | None, ...]:
-        """One forward pass. Returns, per slice, the drawn token id, or None where `sample` was None.
+    def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[Computed, ...]:
+        """One forward pass. Returns what each slice gave.
 
         Raises OutOfMemory when the device has no memory left; the cache is then unchanged outside the batch's blocks.
         """

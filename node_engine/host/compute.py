@@ -105,11 +105,11 @@ class ComputeThread:
         try:
             FAILPOINTS.hit("decode.step.before")
             self._role.before_step(batch)
-            tokens = self._parts.engine.run(batch, self._role.on_layer)
+            computed = self._parts.engine.run(batch, self._role.on_layer)
             FAILPOINTS.hit("decode.step.after")
         except (BatonError, RuntimeError) as error:
             self._log.error("step failed", error=str(error), kind=type(error).__name__)
             self._role.step_failed(batch, error)
             return
-        outcomes = self._parts.scheduler.update(batch, tokens)
+        outcomes = self._parts.scheduler.update(batch, computed)
         self._role.after_step(batch, outcomes, self._clock() - started)

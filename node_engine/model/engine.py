@@ -9,13 +9,15 @@ import torch
 
 from baton.errors import ConfigError, OutOfMemory
 from baton.kv_layout import KVLayout
+from baton.types import TokenScore
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.paged_cache import PagedCache
 from kv_kernels.torch_kernels import TorchKernels
-from node_engine.core.step import OnLayer, StepBatch
+from node_engine.core.step import Computed, OnLayer, StepBatch
 from node_engine.model.config import ModelConfig, load_config
-from node_engine.model.plan import Planner
+from node_engine.model.plan import Planner, StepPlan
 from node_engine.model.sampler import sample
+from node_engine.model.scores import rows_at_once, scores
 from node_engine.model.transformer import Transformer
 from node_engine.model.weights import dummy_weights, load_weights
 
@@ -120,11 +122,11 @@ class ModelEngine:
         self._cache = PagedCache.over(self._kernels.adopt(arena, _DTYPES[layout.dtype]).view(shape))
         self._planner = Planner(self._kernels, self._cache)
 
-    def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[int | None, ...]:
+    def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[Computed, ...]:
         """One forward pass; see Engine.run. Raises OutOfMemory, and NodeFailed when logits are not finite."""
         if self._cache is None or self._planner is None:
             raise RuntimeError("run() before bind()")
-        tokens: list[int | None] = [None] * len(batch.slices)
+        computed = [Computed()] * len(batch.slices)
         with torch.inference_mode(), _memory_errors():
             if batch.copies:
                 source, target = torch.tensor(batch.copies, device=self._device).unbind(1)
@@ -134,12 +136,26 @@ class ModelEngine:
             plan = self._planner.plan(batch)
             if len(plan.begun):
                 self._kernels.clear_blocks(self._cache.arena, plan.begun)
-            logits = self._model.forward(plan, self._cache, on_layer)
-            if logits is not None:
-                for place, token in zip(plan.places, sample(logits, plan.samplers), strict=True):
-                    tokens[place] = token
+            hidden = self._model.forward(plan, self._cache, on_layer)
+            if hidden is not None and plan.samplers:
+                drawn = hidden.index_select(0, plan.draws) if plan.scored else hidden
+                for place, made in zip(plan.places, sample(self._model.logits(drawn), plan.samplers), strict=True):
+                    computed[place] = made
+            if hidden is not None and plan.scored:
+                self._score(hidden, plan, computed)
             self._kernels.synchronize()
-        return tuple(tokens)
+        return tuple(computed)
+
+    def _score(self, hidden: torch.Tensor, plan: StepPlan, computed: list[Computed]) -> None:  # hidden [tokens, hidden]
+        """Prompt tokens, in pieces: the logits of a long chunk over a large vocabulary would not fit."""
+        for rows in plan.scored:
+            targets, at_once = rows.spec.targets, rows_at_once(self.vocab_size)
+            found: list[TokenScore] = []
+            for begin in range(0, len(targets), at_once):
+                piece = targets[begin : begin + at_once]
+                logits = self._model.logits(hidden[rows.first + begin :][: len(piece)])
+                found += scores(logits.float(), piece, [rows.spec.top] * len(piece))
+            computed[rows.place] = computed[rows.place]._replace(prompt_scores=tuple(found))
 
 
 @contextmanager

@@ -9,19 +9,29 @@ import torch
 from kv_kernels.attention import Attend, Context
 from kv_kernels.paged_cache import PagedCache, Slots
 from kv_kernels.torch_kernels import TorchKernels
-from node_engine.core.step import SampleSpec, Slice, StepBatch
+from node_engine.core.step import SampleSpec, ScoreSpec, Slice, StepBatch
 
 Ints = npt.NDArray[np.int64]
 _REACH_STEP = 1024  # the causal mask grows by this many tokens
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """`spec.targets` follow the rows from `first` on; `place` is their slice's in the batch."""
+
+    first: int
+    spec: ScoreSpec
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """The step's tokens flattened: decode slices first, longest context first, then prefill chunks.
 
-    `sampled` are the rows whose logits are needed, `samplers` says how to draw from each, and `places` which
-    slice of the batch it answers. `attend` covers every row, `attend_sampled` the sampled rows alone (for the
-    last layer). `begun` are blocks that the step starts but does not fill.
+    `sampled` are the rows that are computed to the end: those to draw from, or all if a prompt is to be scored.
+    `draws` are the rows to draw from, `samplers` says how, and `places` which slice of the batch each answers. `scored`
+    are the rows whose next token is known and scored. `attend` covers every row, `attend_sampled` the sampled rows
+    alone (for the last layer). `begun` are blocks that the step starts but does not fill.
     """
 
     tokens: torch.Tensor  # int64 [tokens]
@@ -31,12 +41,14 @@ class StepPlan:
     attend: tuple[Attend, ...]
     attend_sampled: tuple[Attend, ...]
     sampled: torch.Tensor  # int64 [sampled]
+    draws: torch.Tensor  # int64 [draws]
     samplers: tuple[SampleSpec, ...]
     places: tuple[int, ...]
+    scored: tuple[ScoredRows, ...]
 
     @property
     def all_sampled(self) -> bool:
-        """Every row is sampled, in order: a step of decode slices alone."""
+        """Every row is computed to the end, in order: a step of decode slices alone, or one that scores a prompt."""
         return len(self.sampled) == len(self.tokens)
 
 
@@ -60,7 +72,13 @@ class Planner:
         positions = [np.arange(p.start, p.start + len(p.tokens), dtype=np.int64) for p in pieces]
         ends = np.cumsum([len(p.tokens) for p in pieces])
         drawn = [i for i, piece in enumerate(pieces) if piece.sample is not None]
-        attend, attend_sampled = self._attention(pieces, tables, drawn)
+        scored = tuple(
+            ScoredRows(int(end) - len(piece.tokens), piece.scoring, place)
+            for place, piece, end in zip(order, pieces, ends, strict=True)
+            if piece.scoring is not None
+        )
+        attend, attend_sampled = self._attention(pieces, tables, drawn, whole=bool(scored))
+        draws = self._tensor(ends[drawn] - 1)
         return StepPlan(
             tokens=self._tensor(np.concatenate([np.asarray(p.tokens, dtype=np.int64) for p in pieces])),
             positions=self._tensor(np.concatenate(positions)),
@@ -68,9 +86,11 @@ class Planner:
             begun=self._tensor(self._begun(pieces, tables)),
             attend=attend,
             attend_sampled=attend_sampled,
-            sampled=self._tensor(ends[drawn] - 1),
+            sampled=self._tensor(np.arange(ends[-1])) if scored else draws,
+            draws=draws,
             samplers=tuple(piece.sample for piece in pieces if piece.sample is not None),
             places=tuple(order[i] for i in drawn),
+            scored=scored,
         )
 
     def _context(self, piece: Slice) -> Context:
@@ -98,7 +118,7 @@ class Planner:
         return np.asarray(begun, dtype=np.int64)
 
     def _attention(
-        self, pieces: list[Slice], tables: list[Context], drawn: list[int]
+        self, pieces: list[Slice], tables: list[Context], drawn: list[int], *, whole: bool
     ) -> tuple[tuple[Attend, ...], tuple[Attend, ...]]:
         decoding = sum(len(piece.tokens) == 1 for piece in pieces)
         attend = list(self._kernels.plan_decode(self._cache, tables[:decoding], self._dtype))
@@ -107,7 +127,7 @@ class Planner:
             mask = self._causal_mask(context.length)
             attend.append(self._kernels.plan_prefill(self._cache, row, len(piece.tokens), context, mask))
             row += len(piece.tokens)
-        if drawn == list(range(row)):
+        if whole or drawn == list(range(row)):
             return tuple(attend), tuple(attend)
         sampled = self._kernels.plan_decode(self._cache, [tables[i] for i in drawn], self._dtype)
         return tuple(attend), tuple(sampled)

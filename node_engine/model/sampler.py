@@ -1,5 +1,19 @@
 """Drawing tokens: greedy, or Gumbel-max over the filtered distribution with counter-based noise.
 
+Logits of a row go through, in this order, each step only if the row asks for it:
+
+    repetition penalty       Keskar et al. 2019 (CTRL), over prompt and output; a positive logit is divided by it, any
+                             other multiplied, as Hugging Face and vLLM have it
+    frequency and presence   OpenAI's: less frequency_penalty for each time that the token is in the output, and less
+                             presence_penalty once if it is there at all
+    logit_bias               OpenAI's: added, so that no penalty scales it
+    forbidden                minus infinity. The best of what is now is the greedy answer
+    temperature              divides
+    min_p                    Nguyen et al. 2024: keeps what is at least min_p times as likely as the most likely
+    top_k, then top_p        of what min_p has left, as vLLM has it
+
+Scores are of the logits before any of this.
+
 Noise is a function of (seed, choice, absolute position, token id) and of nothing else, so that a request
 draws the same tokens alone or in a batch, resumed, and on any node. Gumbel-max rather than inversion of the
 cumulative distribution: logits that differ by rounding (another batch, another chunking) then change the
@@ -19,8 +33,9 @@ import torch
 
 from baton.errors import NodeFailed
 from baton.types import SamplingParams
-from node_engine.core.step import SampleSpec
+from node_engine.core.step import Computed, SampleSpec
 from node_engine.model.philox import WORD, Words, philox4x32
+from node_engine.model.scores import scores
 
 Floats = npt.NDArray[np.float32]
 TokenIds = npt.NDArray[np.int64]
@@ -31,12 +46,27 @@ _PER_COUNTER = 4  # token ids that share a counter, one word each
 def sample(
     logits: torch.Tensor,  # [rows, vocab], overwritten
     specs: Sequence[SampleSpec],  # one per row
-) -> list[int]:
-    """One token id per row. Raises NodeFailed when a row has no finite maximum: rather an error than a
-    guess."""
-    for row, spec in enumerate(specs):
-        if spec.forbidden:
-            logits[row, [token for token in spec.forbidden if token < logits.shape[1]]] = -math.inf
+) -> list[Computed]:
+    """One token per row, with its score where one is asked for. Raises NodeFailed when a row has no finite maximum:
+    rather an error than a guess."""
+    special = [row for row, spec in enumerate(specs) if _is_special(spec)]
+    if not special:
+        return [Computed(token) for token in _tokens(logits, specs)]
+    scored = [row for row in special if specs[row].params.logprobs is not None]
+    raw = logits[scored].float()
+    tokens = _tokens(_adjusted(logits, [(row, specs[row]) for row in special]), specs)
+    found = scores(raw, [tokens[row] for row in scored], [specs[row].params.logprobs or 0 for row in scored])
+    by_row = dict(zip(scored, found, strict=True))
+    return [Computed(token, by_row.get(row)) for row, token in enumerate(tokens)]
+
+
+def _is_special(spec: SampleSpec) -> bool:
+    """Whether it takes more than its temperature and filters: the rest of a batch pays nothing for those that do."""
+    params = spec.params
+    return spec.counts is not None or bool(spec.forbidden or params.logit_bias) or params.logprobs is not None
+
+
+def _tokens(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:  # logits [rows, vocab]
     best, argmax = logits.max(-1)
     if not bool(best.isfinite().all()):
         raise NodeFailed("logits are not finite: the model's weights or its KV cache are damaged")
@@ -49,8 +79,52 @@ def sample(
     return tokens
 
 
+def _adjusted(logits: torch.Tensor, rows: Sequence[tuple[int, SampleSpec]]) -> torch.Tensor:
+    """Penalties, bias and forbidden tokens applied to some rows of [rows, vocab], in place or, where arithmetic takes
+    it, to a copy in float32. Elementwise, so that a row's result does not depend on the others."""
+    counted = [(row, spec) for row, spec in rows if spec.counts is not None]
+    biased = [(row, spec.params.logit_bias) for row, spec in rows if spec.params.logit_bias]
+    if counted or biased:
+        logits = logits.float()
+    if counted:
+        _penalize(logits, counted)
+    for row, pairs in biased:
+        ids, biases = zip(*pairs, strict=True)
+        logits[row].index_add_(0, _on(logits, np.array(ids)), _on(logits, np.array(biases, np.float32)))
+    for row, spec in rows:
+        if spec.forbidden:
+            logits[row, [token for token in spec.forbidden if token < logits.shape[1]]] = -math.inf
+    return logits
+
+
+def _penalize(logits: torch.Tensor, rows: Sequence[tuple[int, SampleSpec]]) -> None:
+    """All rows' counted tokens at once: one gather, one scatter."""
+    counts = [spec.counts for _, spec in rows if spec.counts is not None]
+    lengths = [len(each.ids) for each in counts]
+
+    def per_token(values: Sequence[float], dtype: type = np.float32) -> torch.Tensor:
+        return _on(logits, np.repeat(np.array(values, dtype), lengths))
+
+    params = [spec.params for _, spec in rows]
+    places = (
+        per_token([row for row, _ in rows], np.int64),
+        _on(logits, np.concatenate([each.ids for each in counts])),
+    )
+    in_output = _on(logits, np.concatenate([each.in_output for each in counts]))
+    repetition = per_token([each.repetition_penalty for each in params])
+    values = logits[places]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= per_token([each.frequency_penalty for each in params]) * in_output
+    values -= per_token([each.presence_penalty for each in params]) * (in_output > 0)
+    logits[places] = values
+
+
+def _on(logits: torch.Tensor, values: npt.NDArray[np.int64] | Floats) -> torch.Tensor:
+    return torch.from_numpy(values).to(logits.device)
+
+
 def draw(logits: Floats, spec: SampleSpec) -> int:  # logits [vocab]
-    """Sample softmax(logits / temperature), restricted by top-k and then top-p."""
+    """Sample softmax(logits / temperature), restricted by min_p, then top-k, then top-p."""
     with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, as it should
         scaled = (logits - logits.max()) / np.float32(spec.params.temperature)
     floor = _floor(scaled, spec.params)
@@ -61,9 +135,12 @@ def draw(logits: Floats, spec: SampleSpec) -> int:  # logits [vocab]
 
 
 def _floor(scaled: Floats, params: SamplingParams) -> np.float32 | None:
-    """The lowest score that top-k and top-p leave, None for no bound. Scores equal to it are all kept, so
-    that the order in which a sort leaves equals is of no account."""
+    """The lowest score that min_p, top-k and top-p leave, None for no bound; the highest of `scaled` is 0. Scores
+    equal to it are all kept, so that the order in which a sort leaves equals is of no account."""
     floor = None
+    if params.min_p > 0.0:
+        floor = np.float32(math.log(params.min_p))
+        scaled = scaled[scaled >= floor]
     if 0 < params.top_k < len(scaled):
         floor = np.partition(scaled, -params.top_k)[-params.top_k]
         scaled = scaled[scaled >= floor]

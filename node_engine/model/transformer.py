@@ -21,7 +21,7 @@ class Transformer:
         self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(weights.embedding.device)
 
     def forward(self, plan: StepPlan, cache: PagedCache, on_layer: OnLayer | None = None) -> torch.Tensor | None:
-        """Compute the step's tokens, write their KV, return logits [sampled, vocab].
+        """Compute the step's tokens, write their KV, return what `logits` takes, [sampled, hidden].
 
         None when nothing is sampled: the last layer then ends once its KV is written. When only some rows
         are, all that follows the last layer's KV is computed for those alone.
@@ -36,7 +36,7 @@ class Transformer:
                 on_layer(index)
             attend = plan.attend
             if index == last and not plan.all_sampled:
-                if not plan.samplers:
+                if not len(plan.sampled):
                     return None
                 attend = plan.attend_sampled
                 query, hidden = query.index_select(0, plan.sampled), hidden.index_select(0, plan.sampled)
@@ -46,7 +46,10 @@ class Transformer:
             hidden = layer.output(attended.view(len(hidden), -1), hidden)
             normed = layer.mlp_norm(hidden)
             hidden = layer.down(self._kernels.silu_mul(layer.gate_up(normed)), hidden)
-        return self._weights.head(self._weights.norm(hidden))
+        return self._weights.norm(hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:  # [rows, hidden] -> [rows, vocab]
+        return self._weights.head(hidden)
 
     def _project(
         self,

@@ -107,7 +107,7 @@ class RawWriter:
 
     def seal(self, **wrong: int) -> None:
         slabs, size, digest = self._manifest
-        self.send(_changed(frames.Seal(*self.ids, slabs, size, digest, (17,)), wrong))
+        self.send(_changed(frames.Seal(*self.ids, slabs, size, digest, (17,), None, ()), wrong))
 
     def refused(self, code: str) -> None:
         answer = self.answer()

@@ -27,6 +27,7 @@ from baton.types import (
     SegmentRef,
     Ticket,
     TicketId,
+    TokenScore,
     mint_id,
 )
 from kv_transfer.factory import build_inbound, build_outbound
@@ -49,6 +50,7 @@ BACKENDS = ("memory", "shm", "zmq")
 QUICK = TransferSettings(ticket_ttl=5.0, progress_timeout=5.0, renew_interval=0.5, fence_retry=0.02, link_timeout=2.0)
 PATIENCE = 30.0  # seconds; only a failing test waits so long
 POISON = 0xA5
+SEAL = SealInfo((17,), TokenScore(-0.5, ((17, -0.5), (3, -1.25))))
 _PASSED_OVER = (LayerLanded, Started)
 
 E = TypeVar("E")
@@ -135,7 +137,7 @@ class Rig:
         ticket = self.granted(key, target, first_block)
         self.outbound.ticket(key, ticket)
         self.announce(key, source)
-        self.outbound.seal(key, SealInfo((17,)))
+        self.outbound.seal(key, SEAL)
         return key, ticket
 
     def finish(self, ticket: Ticket) -> Committed:

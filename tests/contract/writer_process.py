@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from baton import log
 from baton.failpoints import arm_from_environment
 from baton.types import AttemptKey, BlockIndex, Incarnation, Ticket
 from kv_transfer.factory import build_outbound
@@ -26,6 +27,7 @@ def source_arena(seed: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]"
 
 
 def main(folder: str, incarnation: str, seed: str) -> None:
+    log.configure("warning", "json")  # to standard error: what is said on the other one is the test's
     arm_from_environment()
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     plane = build_outbound(

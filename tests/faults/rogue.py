@@ -150,7 +150,7 @@ class Rogue:
 
     def seal(self, ticket: Ticket, **wrong: Any) -> frames.Seal:
         slabs = self.layout.num_layers * len(ticket.offsets)
-        return _but(frames.Seal(*_ids(ticket), slabs, slabs * self.layout.slab_bytes, 0, (7,)), wrong)
+        return _but(frames.Seal(*_ids(ticket), slabs, slabs * self.layout.slab_bytes, 0, (7,), None, ()), wrong)
 
 
 def _ids(ticket: Ticket) -> tuple[str, int, str, str]:

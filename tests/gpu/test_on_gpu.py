@@ -73,10 +73,10 @@ def generate(engine: ModelEngine, prompt: Sequence[int], count: int, chunk: int)
     while len(tokens) < len(prompt) + count:
         end = min(len(tokens), start + chunk)
         spec = SampleSpec(params, 0, end) if end == len(tokens) else None
-        (token,) = engine.run(StepBatch((Slice(SequenceId(0), tuple(tokens[start:end]), start, table, spec),)))
+        (made,) = engine.run(StepBatch((Slice(SequenceId(0), tuple(tokens[start:end]), start, table, spec),)))
         start = end
-        if token is not None:
-            tokens.append(token)
+        if made.token is not None:
+            tokens.append(made.token)
     return tokens[len(prompt) :]
 
 

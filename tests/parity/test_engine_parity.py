@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from baton.types import BlockIndex, SamplingParams
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.paged_cache import PagedCache
-from node_engine.core.step import OnLayer, SampleSpec, SequenceId, Slice, StepBatch
+from node_engine.core.step import Computed, OnLayer, SampleSpec, SequenceId, Slice, StepBatch
 from node_engine.model.config import load_config
 from node_engine.model.engine import ModelEngine
 from node_engine.model.plan import Planner
@@ -76,11 +76,11 @@ class Run:
         spec = SampleSpec(self.params, self.choice, end) if end == len(context) else None
         return Slice(SequenceId(id(self)), context[self.done : end], self.done, self.blocks, spec)
 
-    def take(self, piece: Slice, token: int | None) -> None:
+    def take(self, piece: Slice, made: Computed) -> None:
         self.done += len(piece.tokens)
-        assert (token is None) == (piece.sample is None)
-        if token is not None:
-            self.answer.append(token)
+        assert (made.token is None) == (piece.sample is None)
+        if made.token is not None:
+            self.answer.append(made.token)
 
 
 class Blocks:
@@ -97,8 +97,8 @@ def step(
     engine: ModelEngine, runs: Sequence[Run], limits: Sequence[int | None], on_layer: OnLayer | None = None
 ) -> None:
     pieces = [run.next_slice(limit) for run, limit in zip(runs, limits, strict=True)]
-    for run, piece, token in zip(runs, pieces, engine.run(StepBatch(tuple(pieces)), on_layer), strict=True):
-        run.take(piece, token)
+    for run, piece, made in zip(runs, pieces, engine.run(StepBatch(tuple(pieces)), on_layer), strict=True):
+        run.take(piece, made)
 
 
 def finish(engine: ModelEngine, runs: Sequence[Run], limits: Iterator[int] | None = None) -> None:
@@ -153,8 +153,8 @@ def test_a_full_hit_computes_its_last_token_in_a_copy(case: Case) -> None:
     finish(case.engine, [whole])
     hit = Run(clear.prompt, blocks.take(16 + NEW_TOKENS), done=15)
     piece = hit.next_slice()
-    [token] = case.engine.run(StepBatch((piece,), copies=((whole.blocks[0], hit.blocks[0]),)))
-    hit.take(piece, token)
+    [made] = case.engine.run(StepBatch((piece,), copies=((whole.blocks[0], hit.blocks[0]),)))
+    hit.take(piece, made)
     finish(case.engine, [hit])
     assert tuple(hit.answer) == clear.answer
 
@@ -206,8 +206,9 @@ def test_logits_equal_transformers(case: Case) -> None:
             piece = Slice(SequenceId(1), prompt[start:end], start, range(17), SampleSpec(GREEDY, 0, end))
             plan = planner.plan(StepBatch((piece,)))
             cache.arena[plan.begun] = 0.0
-            logits = model.forward(plan, cache)
-            assert logits is not None
+            hidden = model.forward(plan, cache)
+            assert hidden is not None
+            logits = model.logits(hidden)
             torch.testing.assert_close(logits[0], expected[end - 1], atol=1e-4, rtol=0.0)
 
 
@@ -258,8 +259,9 @@ def test_bf16_is_as_near_to_fp32_as_transformers_is(family: Family, tmp_path_fac
         expected, other = exact(ids).logits[0], half(ids).logits[0].float()
         for start, end in ((0, 90), *((i, i + 1) for i in range(90, 150))):
             piece = Slice(SequenceId(1), prompt[start:end], start, range(10), SampleSpec(GREEDY, 0, end))
-            logits = model.forward(planner.plan(StepBatch((piece,))), cache)
-            assert logits is not None
+            hidden = model.forward(planner.plan(StepBatch((piece,))), cache)
+            assert hidden is not None
+            logits = model.logits(hidden)
             mine.append(float((logits[0].float() - expected[end - 1]).square().mean()))
             theirs.append(float((other[end - 1] - expected[end - 1]).square().mean()))
     assert sum(mine) < 1.5 * sum(theirs)

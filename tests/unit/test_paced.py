@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,8 +12,8 @@ from baton.errors import ConfigError
 from baton.kv_layout import KVLayout
 from baton.types import BlockIndex, FinishReason, SamplingParams
 from node_engine.core.outcome import Emitted
-from node_engine.core.step import Engine, SampleSpec, SequenceId, Slice, StepBatch
-from node_engine.paced import FREE_OF_COST, PACED_LAYOUT, PacedCosts, PacedEngine, paced_reference
+from node_engine.core.step import Computed, Engine, SampleSpec, ScoreSpec, SequenceId, Slice, StepBatch
+from node_engine.paced import FREE_OF_COST, PACED_LAYOUT, PacedCosts, PacedEngine, paced_reference, paced_scores
 from tests.unit.node_core.nodes import VOCAB, Node, expected, work
 
 SIZE = PACED_LAYOUT.block_size
@@ -48,9 +49,9 @@ class Bench:
         return Slice(SequenceId(sequence), tuple(tokens), start, table or self.table, sample)
 
     def run(self, tokens: list[int], start: int, sequence: int = 0, table: list[BlockIndex] | None = None) -> int:
-        [token] = self.engine.run(StepBatch((self.slice(tokens, start, sequence, table),)))
-        assert token is not None
-        return token
+        [made] = self.engine.run(StepBatch((self.slice(tokens, start, sequence, table),)))
+        assert made.token is not None
+        return made.token
 
 
 def test_it_is_an_engine() -> None:
@@ -197,15 +198,51 @@ def test_many_sequences_in_one_step_do_not_mix() -> None:
     prompts = [PROMPT[number : number + 5 + 9 * number] for number in range(6)]
     tables = [[BlockIndex(10 * number + block) for block in range(4)] for number in range(6)]
     pieces = [bench.slice(prompt, 0, number, tables[number]) for number, prompt in enumerate(prompts)]
-    outputs = [[token] for token in engine.run(StepBatch(tuple(pieces)))]
+    outputs = [[made.token] for made in engine.run(StepBatch(tuple(pieces)))]
     for _ in range(5):
         pieces = [
             bench.slice([output[-1] or 0], len(prompt) + len(output) - 1, number, tables[number])
             for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
         ]
-        for output, token in zip(outputs, engine.run(StepBatch(tuple(pieces))), strict=True):
-            output.append(token)
+        for output, made in zip(outputs, engine.run(StepBatch(tuple(pieces))), strict=True):
+            output.append(made.token)
     assert outputs == [paced_reference(prompt, 6, VOCAB) for prompt in prompts]
+
+
+# scores
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_scores_are_the_references_unless_the_kv_is_wrong(damaged: bool) -> None:
+    bench = Bench()
+    bench.run(PROMPT[:40], 0)
+    if damaged:
+        bench.arena[5] ^= 1
+    params = SamplingParams(9, logprobs=3, prompt_logprobs=3)
+    piece = Slice(
+        SequenceId(1),
+        tuple(PROMPT[40:50]),
+        40,
+        bench.table,
+        SampleSpec(params, 0, 50),
+        ScoreSpec(tuple(PROMPT[41:50]), 3),
+    )
+    [made] = bench.engine.run(StepBatch((piece,)))
+    token = paced_reference(PROMPT[:50], 1, VOCAB)[0]
+    wanted = paced_scores([*PROMPT[:50], token], 3, VOCAB)[40:]
+    assert (made.prompt_scores == tuple(wanted[:-1])) != damaged
+    assert (made == Computed(token, wanted[-1], tuple(wanted[:-1]))) != damaged
+
+
+def test_scores_are_in_order_and_survive_float32() -> None:
+    for score in paced_scores(PROMPT, 20, 250_000):
+        logprobs = [score.logprob, *(logprob for _, logprob in score.top)]
+        assert all(logprob < 0 and np.float32(logprob) == logprob for logprob in logprobs)
+        assert logprobs[1:] == sorted(logprobs[1:], reverse=True)
+        assert len({token for token, _ in score.top}) == 20
+    drawn = paced_reference(PROMPT, 1, VOCAB)
+    last = paced_scores([*PROMPT, *drawn], 1, VOCAB)[-1]
+    assert last.top == ((drawn[0], last.logprob),), "what is drawn is the most likely"
 
 
 # pace
@@ -226,7 +263,7 @@ def test_time_is_spread_over_the_layers() -> None:
     bench = Bench(16)
     layers: list[tuple[int, float]] = []
     chunk = Slice(SequenceId(0), tuple(PROMPT[:32]), 0, bench.table, None)
-    assert engine.run(StepBatch((chunk,)), lambda layer: layers.append((layer, clock.now))) == (None,)
+    assert engine.run(StepBatch((chunk,)), lambda layer: layers.append((layer, clock.now))) == (Computed(),)
     total = 100e-6 + 32 * 10e-6
     assert [layer for layer, _ in layers] == [0, 1, 2, 3]
     assert [now for _, now in layers] == pytest.approx([total * (layer + 1) / 4 for layer in range(4)])
@@ -267,9 +304,8 @@ def test_eos_comes_by_its_probability_and_never_where_forbidden() -> None:
     seen: list[int | None] = []
     for length in range(1, 60):
         sample = SampleSpec(SamplingParams(9), 0, length, forbidden=(3, 5))
-        seen += bench.engine.run(
-            StepBatch((Slice(SequenceId(length), tuple(PROMPT[:length]), 0, bench.table, sample),))
-        )
+        piece = Slice(SequenceId(length), tuple(PROMPT[:length]), 0, bench.table, sample)
+        seen += [made.token for made in bench.engine.run(StepBatch((piece,)))]
     assert not {3, 5} & set(seen)
 
 
@@ -292,7 +328,7 @@ def test_forbidding_almost_everything_ends() -> None:
     engine = PacedEngine(FREE_OF_COST, vocab_size=4, eos_token_ids=(0,))
     engine.bind(memoryview(bench.arena), 8)
     sample = SampleSpec(SamplingParams(9), 0, 1, forbidden=(0, 1, 2))
-    assert engine.run(StepBatch((Slice(SequenceId(0), (1,), 0, bench.table, sample),))) == (3,)
+    assert engine.run(StepBatch((Slice(SequenceId(0), (1,), 0, bench.table, sample),))) == (Computed(3),)
 
 
 def test_other_layouts() -> None:

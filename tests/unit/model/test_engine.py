@@ -9,7 +9,7 @@ import torch
 
 from baton.errors import OutOfMemory
 from baton.types import BlockIndex, SamplingParams
-from node_engine.core.step import SampleSpec, SequenceId, Slice, StepBatch
+from node_engine.core.step import Computed, SampleSpec, SequenceId, Slice, StepBatch
 from node_engine.model.engine import ModelEngine
 from tests.models import build_model
 
@@ -63,9 +63,10 @@ def test_slices_that_are_not_sampled_draw_nothing(engine: ModelEngine) -> None:
     piece = STEP.slices[0]
     silent = Slice(SequenceId(2), (5,), 0, [BlockIndex(1)], None)
     first, second, third = engine.run(StepBatch((silent, piece, silent)))
-    assert (first, third) == (None, None)
+    assert (first, third) == (Computed(), Computed())
+    assert second.token is not None
     assert engine.run(STEP) == (second,)
-    assert engine.run(StepBatch((silent,))) == (None,)
+    assert engine.run(StepBatch((silent,))) == (Computed(),)
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ def test_greedy_is_argmax_and_forbidden_ids_are_never_drawn() -> None:
     best = int(logits[0].argmax())
     only = tuple(token for token in range(50) if token != 7)
     specs = [spec(params=GREEDY), spec(params=GREEDY, forbidden=(best, 10**6)), spec(forbidden=only)]
-    greedy, second, forced = sample(logits.clone(), specs)
+    greedy, second, forced = (made.token for made in sample(logits.clone(), specs))
     assert greedy == best
     assert second == int(logits[0].topk(2).indices[1])
     assert forced == 7

@@ -90,7 +90,8 @@ class Node:
         assert 0 < batch.num_tokens <= limits.max_batched_tokens
         assert len({piece.sequence for piece in batch.slices}) == len(batch.slices) <= limits.max_num_seqs
         assert len({destination for _, destination in batch.copies}) == len(batch.copies)
-        written: list[BlockIndex] = []
+        written: dict[BlockIndex, int] = {}  # and the first token of the block that is
+        copied = [each.copy[0] for each in self.scheduler.sequences() if each.copy is not None]
         for piece in batch.slices:
             sequence = self.scheduler.computing(piece.sequence)
             end = piece.start + len(piece.tokens)
@@ -98,11 +99,13 @@ class Node:
             assert len(piece.block_table) * BLOCK >= end
             assert (piece.sample is None) == (end < len(sequence.tokens))
             assert end % BLOCK == 0 or end >= sequence.context_len, "a chunk ends inside a block"
-            written += piece.block_table[piece.start // BLOCK : -(-end // BLOCK)]
-        for block in written:
-            assert self.pool.refs(block) == 1, "a shared block is written"
-            assert block not in self.pool.index, "a findable block is written"
-        assert len(set(written)) == len(written), "a block is written twice in a step"
+            for number in range(piece.start // BLOCK, -(-end // BLOCK)):
+                assert piece.block_table[number] not in written, "a block is written twice in a step"
+                written[piece.block_table[number]] = max(0, piece.start - number * BLOCK)
+        for block, first in written.items():
+            assert self.pool.refs(block) == 1 + copied.count(block), "a shared block is written"
+            found = len(self.pool.index.entry(block).tokens) if block in self.pool.index else 0
+            assert found <= first, "what others can find is written"
 
     def emitted(self, job: Work) -> list[int]:
         events = [each.event for each in self.outcomes if isinstance(each, Emitted) and each.event.key == job.key]

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 from baton.block_hash import BlockHash
 from baton.clock import FakeClock
 from baton.types import BlockIndex, TicketId
-from node_engine.core.block_pool import BlockPool
+from node_engine.core.block_pool import BlockPool, PartialHit
 from node_engine.core.hash_chain import HashChain
 from node_engine.core.ledger import BlockState, LedgerError
 from node_engine.core.prefix_index import common_beginning
@@ -151,6 +151,38 @@ def test_a_block_is_sealed_once() -> None:
     pool.seal_block(BlockIndex(0), chain, 0)
     with pytest.raises(LedgerError, match="sealed before"):
         pool.seal_block(BlockIndex(0), chain, 0)
+
+
+def test_a_beginning_is_found_and_then_the_whole() -> None:
+    pool = a_pool()
+    block, *_ = pool.allocate(2, "a") or ()
+    tokens = [1, 2, 3]
+    chain = HashChain(ROOT, tokens, SIZE)
+    pool.seal_block(block, chain, 0, 2)
+    for rest in ([3, 4], [9]):
+        match = pool.match_prefix(HashChain(ROOT, [1, 2, *rest], SIZE), 4, "b")
+        assert (match.blocks, match.partial) == ((), PartialHit(block, 2)), "the third token is nobody's business"
+        pool.release((block,), "b")
+    with pytest.raises(LedgerError, match="sealed before"):
+        pool.seal_block(block, chain, 0, 2)
+    tokens.append(4)
+    pool.seal_block(block, chain, 0)
+    assert pool.match_prefix(HashChain(ROOT, [1, 2, 3, 4], SIZE), 4, "b").blocks == (block,)
+    with pytest.raises(LedgerError, match="sealed before"):
+        pool.seal_block(block, chain, 0, 3)
+    pool.check()
+
+
+def test_a_beginning_is_kept_as_cache() -> None:
+    pool = a_pool(1)
+    block, *_ = pool.allocate(1, "a") or ()
+    pool.seal_block(block, HashChain(ROOT, [1, 2, 3], SIZE), 0, 3)
+    pool.release((block,), "a")
+    assert pool.state(block) is BlockState.CACHED
+    assert pool.match_prefix(HashChain(ROOT, [1, 2, 3, 4], SIZE), 4, "b").partial == PartialHit(block, 3)
+    pool.release((block,), "b")
+    assert pool.allocate(1, "c") == (block,)
+    assert len(pool.index) == 0
 
 
 # prefixes
@@ -351,7 +383,8 @@ class PoolMachine(RuleBasedStateMachine):
         while (whole + 1) * SIZE <= cap and tuple(tokens[: (whole + 1) * SIZE]) in there:
             whole += 1
         prefix, rest = tuple(tokens[: whole * SIZE]), tokens[whole * SIZE : cap]
-        children = [each[-SIZE:] for each in there if each[:-SIZE] == prefix]
+        begins = [(each, (len(each) - 1) // SIZE * SIZE) for each in there]
+        children = [each[begin:] for each, begin in begins if each[:begin] == prefix]
         return whole, max((common_beginning(child, rest) for child in children), default=0)
 
     @rule(holder=holders)
@@ -362,6 +395,15 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.seal_block(holder.table[number], holder.chain, number)
         self.content[holder.table[number]] = tuple(holder.tokens[: (number + 1) * SIZE])
         holder.sealed += 1
+
+    @rule(holder=holders)
+    def seal_beginning(self, holder: Holder) -> None:
+        """What there is of a block that is not full yet."""
+        number, length = divmod(len(holder.tokens), SIZE)
+        if length == 0 or number != holder.sealed or holder.table[number] in self.pool.index:
+            return
+        self.pool.seal_block(holder.table[number], holder.chain, number, length)
+        self.content[holder.table[number]] = tuple(holder.tokens)
 
     @rule(holder=holders, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=SIZE))
     def generate(self, holder: Holder, tokens: list[int]) -> None:

@@ -179,11 +179,18 @@ class Bench:
 
 
 def work(
-    prompt: Sequence[int], *, request: str = "r", attempt: int = 0, max_tokens: int = 4, emitted: Sequence[int] = ()
+    prompt: Sequence[int],
+    *,
+    request: str = "r",
+    attempt: int = 0,
+    choice: int = 0,
+    max_tokens: int = 4,
+    emitted: Sequence[int] = (),
+    **sampled: Any,
 ) -> Work:
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-    key = AttemptKey(RequestId(request), attempt, 0)
-    return Work(key, Request(key.request, tuple(prompt), sampling, 60.0), tuple(emitted))
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **sampled)
+    key = AttemptKey(RequestId(request), attempt, choice)
+    return Work(key, Request(key.request, tuple(prompt), sampling, 60.0, choice=choice), tuple(emitted))
 
 
 def tokens_of(message: Any) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.limits import MAX_LOGPROBS
 from kv_transfer.core import frames
 from kv_transfer.core.frames import BadFrame, decode_to_decode, decode_to_writer, encode
 
@@ -15,7 +16,7 @@ A_PICKLE = b"\x80\x04\x95\n\x00\x00\x00\x00\x00\x00\x00}\x94\x8c\x01a\x94K\x01s.
 TO_DECODE: list[frames.ToDecode] = [
     frames.Open(*IDS, 1, 24, 1 << 15, 1 << 25, "host"),
     frames.Write(*IDS, 3, 2, 0, 7, 0, 2, 14 << 15, 2**64 - 1, True),
-    frames.Seal(*IDS, 14, 14 << 15, 2**64 - 1, (5, 6)),
+    frames.Seal(*IDS, 14, 14 << 15, 2**64 - 1, (5, 6), -0.5, ((6, -0.25), (9, -1.0))),
     frames.Abort(*IDS, "cancelled", "the client left"),
     frames.Renew(*IDS),
 ]
@@ -105,12 +106,17 @@ def _too_much(name: str, value: Any) -> list[Any]:
     match value:
         case bool():
             return [None, "x", 2]
+        case float():
+            return [0.5, "x", b"x"]
         case int() if name in ("checksum", "digest"):
             return [-1, "x", 1.5, None]
         case int():
             return [-1, 2**63, "x", 1.5, None]
         case str():
             return ["x" * 600, 5, None, b"x"]
+        case list() if name == "top":
+            most = [[1, -1.0]] * (MAX_LOGPROBS + 1)
+            return [most, [[-1, -1.0]], [[2**40, -1.0]], [[1, 0.5]], [[1]], [[1, -1.0, -1.0]], [1], 5, None]
         case list():
             return [[-1], [2**40], ["x"], 5, None]
     raise AssertionError(f"{name} has no bad values yet")
