@@ -21,12 +21,14 @@ class Echo:
 
 @dataclass(slots=True)
 class Choice:
-    """`told` once its first piece is: until then, events wait in `early` for the scores of its prompt."""
+    """`told` once its first piece is: until then, events wait in `early` for the scores of its prompt. `plain` if from
+    then on each step is one piece, whatever it brings."""
 
     generation: Generation
     teller: Teller
     prompt: int  # its number among the request's prompts
     told: bool = False
+    plain: bool = False
     early: list[Event] = field(default_factory=list)
 
 
@@ -63,7 +65,11 @@ class Answer:
     async def pieces(self) -> AsyncIterator[Piece]:
         """The last piece of each choice has its `finish`. The first error of any choice is raised."""
         async for index, event in merged([choice.generation for choice in self.choices]):
-            for piece in self._pieces_of(self.choices[index], event):
+            choice = self.choices[index]
+            if choice.plain and type(event) is Delta:  # nearly all there is: no generators for these
+                yield choice.teller.whole(event)
+                continue
+            for piece in self._pieces_of(choice, event):
                 yield piece
         if not all(choice.told for choice in self.choices):
             raise AssertionError("the scores of a prompt never came")
@@ -95,6 +101,7 @@ class Answer:
 
     def _begin(self, choice: Choice, scores: Sequence[TokenScore | None]) -> Iterator[Piece]:
         choice.told = True
+        choice.plain = choice.teller.plain and not self.only_echo
         if self.echoes:
             echo = self.echoes[choice.prompt]
             yield choice.teller.echo(echo.text, self.prompts[choice.prompt], scores, echo.starts)

@@ -6,7 +6,8 @@ same tokens.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from baton.types import FinishReason, TokenScore
 from coordinator.detokenizer import Detokenizer
@@ -14,8 +15,7 @@ from coordinator.generation import Delta
 from coordinator.stop_strings import StopStrings
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """New text of a choice and its new tokens. With scores, each token has one (the first of a prompt has None) and
     `starts`, the place in the choice's whole text where its own begins. `echo` marks the prompt, given back."""
 
@@ -47,7 +47,7 @@ class Teller:
         self.stopped = False
         self._detokenizer = detokenizer
         self._stop = StopStrings(stop) if stop else None
-        self._whole_steps = self._stop is None and not scored
+        self.plain = self._stop is None and not scored  # then each step is one piece
         self._unsearched = unsearched
         self._received = self._shown = 0  # characters
         self._unshown = ""
@@ -65,9 +65,8 @@ class Teller:
     def tell(self, delta: Delta) -> Piece | None:
         """What a step brings to be shown, None if all of it is held back. After it, `stopped` tells whether a stop
         string is complete: then nothing more is shown."""
-        if self._whole_steps:
-            self.tokens += len(delta.tokens)
-            return Piece(self.index, self._detokenizer.add(delta.tokens), delta.tokens)
+        if self.plain:
+            return self.whole(delta)
         if self.stopped:
             return None
         scores = delta.scores or (None,) * len(delta.tokens)
@@ -77,6 +76,12 @@ class Teller:
             if self._hear(self._detokenizer.add((token,))):
                 break
         return self._show(bool(delta.scores))
+
+    def whole(self, delta: Delta) -> Piece:
+        """`tell`, where it is `plain`."""
+        tokens = delta.tokens
+        self.tokens += len(tokens)
+        return Piece(self.index, self._detokenizer.add(tokens), tokens)
 
     def rest(self) -> Piece | None:
         """What is left to show at the end of the generation: what was held back, and an unfinished character."""

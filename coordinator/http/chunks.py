@@ -20,14 +20,17 @@ class Chunks:
         self._head = b"data: " + encode(head)[:-1] + b',"choices":['
         self._opened = [self._head + b'{"index":%d,' % index for index in range(len(answer.choices))]
         self._closed = b'}],"usage":null}\n\n' if usage else b"}]}\n\n"
+        self._unfinished = b',"finish_reason":null' + self._closed
         self._usage = usage
         self._token_ids = token_ids
 
     def event(self, piece: Piece, content: bytes, logprobs: bytes) -> bytes:
         """`content` is the choice's own member, as `"text":"..."`; `logprobs` the value of that one."""
-        reason = b"null" if piece.finish is None else b'"%s"' % piece.finish.value.encode()
-        tokens = b',"token_ids":' + encode([] if piece.echo else piece.tokens) if self._token_ids else b""
         opened = self._opened[piece.index]
+        if piece.finish is None and not self._token_ids:
+            return b'%b%b,"logprobs":%b%b' % (opened, content, logprobs, self._unfinished)
+        reason = b"null" if piece.finish is None else b'"%b"' % piece.finish.value.encode()
+        tokens = b',"token_ids":' + encode([] if piece.echo else piece.tokens) if self._token_ids else b""
         return b'%b%b,"logprobs":%b,"finish_reason":%b%b%b' % (opened, content, logprobs, reason, tokens, self._closed)
 
     def last(self) -> bytes:
