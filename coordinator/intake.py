@@ -10,7 +10,7 @@ from baton import limits, log
 from baton.clock import Clock, steady
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 from coordinator.answer import Answer, Choice, Echo
-from coordinator.ask import Ask, Prompt, check, check_timeout, to_submission, worded
+from coordinator.ask import Ask, Defaults, Prompt, check, check_timeout, to_submission, worded
 from coordinator.chat_template import Conversation
 from coordinator.generation import Generator, Submission
 from coordinator.refusals import Refusals
@@ -31,6 +31,7 @@ class Intake:
         model: str,
         longest: float,
         refusals: Refusals,
+        defaults: Defaults | None = None,
         clock: Clock = steady,
     ) -> None:
         self.refusals = refusals
@@ -38,6 +39,7 @@ class Intake:
         self._model = model
         self._text = text
         self._longest = longest
+        self._defaults = defaults or Defaults()
         self._clock = clock
 
     def time_limit(self, wanted: float | None, name: str = "timeout") -> float:
@@ -112,7 +114,7 @@ class Intake:
         firsts = []
         for number, prompt in enumerate(prompts):
             with worded({"prompt": f"prompt[{number}]"} if len(prompts) > 1 else {}):
-                firsts.append(to_submission(ask, prompt, left, bounds))
+                firsts.append(to_submission(ask, prompt, left, bounds, self._defaults))
         echoed = zip(wordings, prompts, strict=True) if ask.echo else ()
         scored = ask.logprobs is not None
         return text, firsts, [await _echo(text, wording, prompt, placed=scored) for wording, prompt in echoed]
