@@ -30,8 +30,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Settings of every process. A process ignores what does not concern it."""
 
     # the model
-    model: Annotated[str, _help("Model folder in the Hugging Face format")] = ""
-    served_model_name: Annotated[str, _help("Name clients use; the folder's name by default")] = ""
+    model: Annotated[str, _help("Model folder in the Hugging Face format, or a hub id such as org/name")] = ""
+    served_model_name: Annotated[str, _help("Name clients use; the last part of --model by default")] = ""
     engine: Annotated[Literal["model", "paced"], _help("paced waits as a cost model says instead of computing")] = (
         "model"
     )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from baton import config_flags, runtime
 from baton.errors import ConfigError
 from baton.failpoints import arm_from_environment
+from baton.model_source import with_local_model
 from coordinator.assemble import coordinate
 
 FIELDS = (
@@ -26,6 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = config_flags.load(
             argv, prog="python -m coordinator", description="Baton's coordinator.", fields=FIELDS
         )
+        config = with_local_model(config, weights=False)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return runtime.EXIT_USAGE

@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from baton import limits
 from baton.errors import InvalidRequest, Rejected
+from baton.generation_defaults import GenerationDefaults
 from baton.limits import ModelBounds
 from baton.types import SamplingParams
 from coordinator.chat_template import Conversation
@@ -61,19 +62,6 @@ class Ask:
         return self.echo and self.max_tokens == 0
 
 
-@dataclass(frozen=True, slots=True)
-class Defaults:
-    """How a request is served where it says nothing. `longest_answer` bounds an answer in a conversation whose client
-    did not; None leaves the rest of the context."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    longest_answer: int | None = None
-
-
 def check(ask: Ask) -> None:
     """What can be said before the prompts are tokenized. Raises InvalidRequest."""
     if ask.prompts is None:
@@ -87,23 +75,24 @@ def prompts_of(ask: Ask) -> int:
 
 
 def to_submission(
-    ask: Ask, prompt: tuple[int, ...], timeout: float, bounds: ModelBounds, defaults: Defaults
+    ask: Ask, prompt: tuple[int, ...], timeout: float, bounds: ModelBounds, defaults: GenerationDefaults
 ) -> Submission:
-    """The first choice for one tokenized prompt; `timeout` is the seconds left. Raises InvalidRequest or TooLong."""
+    """The first choice for one tokenized prompt; `timeout` is the seconds left, `defaults` the model's own for what
+    the request does not say. Raises InvalidRequest or TooLong."""
     limits.check_prompt(prompt, bounds)
     sampling = SamplingParams(
         max_tokens=_max_tokens(ask, bounds.max_context - len(prompt), defaults),
-        temperature=_or(ask.temperature, defaults.temperature),
-        top_k=_or(ask.top_k, defaults.top_k),
-        top_p=_or(ask.top_p, defaults.top_p),
-        min_p=_or(ask.min_p, defaults.min_p),
+        temperature=_first(ask.temperature, defaults.temperature, 1.0),
+        top_k=_or(ask.top_k, min(defaults.top_k or 0, bounds.vocab_size)),
+        top_p=_first(ask.top_p, defaults.top_p, 1.0),
+        min_p=_first(ask.min_p, defaults.min_p, 0.0),
         seed=secrets.randbits(63) if ask.seed is None else ask.seed,
         min_tokens=_or(ask.min_tokens, 0),
         ignore_eos=_or(ask.ignore_eos, False),
         stop_token_ids=tuple(ask.stop_token_ids),
         presence_penalty=_or(ask.presence_penalty, 0.0),
         frequency_penalty=_or(ask.frequency_penalty, 0.0),
-        repetition_penalty=_or(ask.repetition_penalty, defaults.repetition_penalty),
+        repetition_penalty=_first(ask.repetition_penalty, defaults.repetition_penalty, 1.0),
         logit_bias=tuple(ask.logit_bias),
         logprobs=ask.logprobs,
         prompt_logprobs=ask.logprobs if ask.echo else None,
@@ -112,12 +101,12 @@ def to_submission(
     return Submission(prompt=prompt, sampling=sampling, timeout=timeout, choice=ask.first_choice)
 
 
-def _max_tokens(ask: Ask, room: int, defaults: Defaults) -> int:
+def _max_tokens(ask: Ask, room: int, defaults: GenerationDefaults) -> int:
     if ask.only_echo:
         return 1
     if ask.max_tokens is not None:
         return ask.max_tokens
-    usual = _or(defaults.longest_answer, room) if isinstance(ask.prompts, Conversation) else limits.DEFAULT_MAX_TOKENS
+    usual = _or(defaults.max_new_tokens, room) if isinstance(ask.prompts, Conversation) else limits.DEFAULT_MAX_TOKENS
     return min(usual, room)
 
 
@@ -150,3 +139,7 @@ def check_client_id(text: str | None) -> str | None:
 
 def _or(given: Value | None, default: Value) -> Value:
     return default if given is None else given
+
+
+def _first(given: Value | None, models: Value | None, default: Value) -> Value:
+    return _or(given, _or(models, default))

@@ -12,6 +12,7 @@ from prometheus_client import generate_latest
 from baton import link_codec, log
 from baton.config import Config, model_name
 from baton.errors import ConfigError
+from baton.generation_defaults import GenerationDefaults, load_generation_defaults
 from baton.limits import LINK_OPTIONS
 from baton.pb import cluster_pb2_grpc
 from baton.pb.cluster_pb2 import LedgerResponse, StatusResponse
@@ -57,6 +58,7 @@ class Coordinator:
             model=model_name(config),
             longest=config.request_timeout,
             refusals=refusals,
+            defaults=_defaults(config),
         )
         clients = app.build(intake, self._readiness, config.api_key)
         operators = admin.build(self, self._readiness, config.admin_token, refusals)
@@ -132,6 +134,13 @@ async def coordinate(config: Config, stop: asyncio.Event) -> None:
     """Run one coordinator until `stop` is set. Raises ConfigError for what a restart would not mend."""
     log.configure(config.log_level, config.log_format, node="coordinator")
     await Coordinator(config).run(stop)
+
+
+def _defaults(config: Config) -> GenerationDefaults:
+    """The model's own. Raises ConfigError."""
+    folder = Path(config.model)
+    known = config.engine == "model" and config.model and folder.is_dir()
+    return load_generation_defaults(folder) if known else GenerationDefaults()
 
 
 def _state_file(folder: str) -> Path:

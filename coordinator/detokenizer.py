@@ -79,7 +79,7 @@ class Vocabulary:
     def _find_anchor(self) -> tuple[int, str]:
         for token in range(self.backend.get_vocab_size()):
             text = self.backend.decode([token], skip_special_tokens=True)
-            if text.isascii() and text.isalnum() and not _BYTE_TOKEN.match(self.backend.id_to_token(token)):
+            if text.isascii() and text.isalnum() and not _BYTE_TOKEN.match(self.backend.id_to_token(token) or ""):
                 return token, text
         return 0, ""
 

@@ -9,8 +9,9 @@ from dataclasses import replace
 from baton import limits, log
 from baton.clock import Clock, steady
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
+from baton.generation_defaults import GenerationDefaults
 from coordinator.answer import Answer, Choice, Echo
-from coordinator.ask import Ask, Defaults, Prompt, check, check_timeout, to_submission, worded
+from coordinator.ask import Ask, Prompt, check, check_timeout, to_submission, worded
 from coordinator.chat_template import Conversation
 from coordinator.generation import Generator, Submission
 from coordinator.refusals import Refusals
@@ -31,7 +32,7 @@ class Intake:
         model: str,
         longest: float,
         refusals: Refusals,
-        defaults: Defaults | None = None,
+        defaults: GenerationDefaults | None = None,
         clock: Clock = steady,
     ) -> None:
         self.refusals = refusals
@@ -39,7 +40,7 @@ class Intake:
         self._model = model
         self._text = text
         self._longest = longest
-        self._defaults = defaults or Defaults()
+        self._defaults = defaults or GenerationDefaults()
         self._clock = clock
 
     def time_limit(self, wanted: float | None, name: str = "timeout") -> float:

@@ -11,14 +11,19 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
-Family = Literal["llama", "qwen2", "narrow"]
+Family = Literal["llama", "qwen2", "mistral", "qwen3", "mixed", "linear", "narrow"]
 VOCAB = 512
+WINDOW = 37  # of mistral and mixed: no multiple of a block
 MARGIN = 1e-3  # a greedy choice by less than this may fall either way under rounding
 END = "<|end|>"
 _CORPUS = (
@@ -46,8 +51,10 @@ def build_model(
 ) -> Path:
     """A folder under `root` with random weights and a tokenizer, built once per arguments.
 
-    `llama` has llama3 scaling and tied embeddings, `qwen2` biases and untied ones; `narrow` is a Llama of 24 thin
-    layers. In each, losing the KV of one layer of one block is likely to change a greedy answer.
+    `llama` has llama3 scaling and tied embeddings, `qwen2` biases and untied ones, `mistral` a window in every layer,
+    `qwen3` normalised queries and keys and heads wider than hidden_size / heads. `mixed` is a Qwen2 with a window in
+    every second layer, `linear` a Llama with linear scaling, `narrow` a Llama of 24 thin layers. In each, losing the KV
+    of one layer of one block is likely to change a greedy answer.
     """
     eos = "none" if eos_token_id is None else str(eos_token_id).replace(" ", "")
     folder = root / f"{family}-{dtype}-{eos}-{seed}"
@@ -59,6 +66,8 @@ def build_model(
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.1)
+        if name.endswith(("q_norm.weight", "k_norm.weight")):
+            torch.nn.init.uniform_(parameter, 0.5, 2.0)
     build_tokenizer(building)
     model.generation_config.eos_token_id = eos_token_id
     model.save_pretrained(building)
@@ -73,6 +82,7 @@ def _new_model(family: Family, eos_token_id: int | list[int] | None) -> PreTrain
         "pad_token_id": None,
         "eos_token_id": eos_token_id,
     }
+    small = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
     if family == "llama":
         scaling = {
             "rope_type": "llama3",
@@ -87,13 +97,22 @@ def _new_model(family: Family, eos_token_id: int | list[int] | None) -> PreTrain
         return LlamaForCausalLM(
             LlamaConfig(**common, **shape, **heads, rope_parameters=scaling, tie_word_embeddings=True)
         )
-    if family == "qwen2":
-        shape = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
-        return Qwen2ForCausalLM(Qwen2Config(**common, **shape, **heads, tie_word_embeddings=False))
-    shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 24, "head_dim": 32}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2}
-    return LlamaForCausalLM(LlamaConfig(**common, **shape, **heads, tie_word_embeddings=True))
+    if family == "narrow":
+        shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 24, "head_dim": 32}
+        return LlamaForCausalLM(LlamaConfig(**common, **shape, **small, tie_word_embeddings=True))
+    shape = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
+    if family == "linear":
+        scaling = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+        return LlamaForCausalLM(LlamaConfig(**common, **shape, **small, rope_parameters=scaling))
+    if family == "mistral":
+        return MistralForCausalLM(MistralConfig(**common, **shape, **small, sliding_window=WINDOW))
+    if family == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**common, **shape, **small, head_dim=24))
+    if family == "mixed":
+        windows = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}
+        kinds = ["sliding_attention", "full_attention"]
+        return Qwen2ForCausalLM(Qwen2Config(**common, **shape, **small, **windows, layer_types=kinds))
+    return Qwen2ForCausalLM(Qwen2Config(**common, **shape, **small, tie_word_embeddings=False))
 
 
 def build_tokenizer(folder: Path) -> None:
@@ -124,7 +143,8 @@ class Generated:
 def load_reference(folder: Path) -> PreTrainedModel:
     """The folder as transformers runs it, in the dtype of its weights."""
     kind = json.loads((folder / "config.json").read_text())["architectures"][0]
-    cls = {"LlamaForCausalLM": LlamaForCausalLM, "Qwen2ForCausalLM": Qwen2ForCausalLM}[kind]
+    classes = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+    cls = {each.__name__: each for each in classes}[kind]
     return cls.from_pretrained(folder, dtype="auto").eval()
 
 

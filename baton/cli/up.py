@@ -39,11 +39,13 @@ def up(
     from baton.cli import plan, ports, state
     from baton.cli.default_model import default_model
     from baton.cli.detach import detach as go_to_background
+    from baton.model_source import with_local_model
 
     plan.threads_per_node(settings.threads, 1, 1)  # a bad value is told before anything else happens
     config, notes = plan.complete(settings)
     if not config.model and config.engine == "model":
         config = msgspec.structs.replace(config, model=str(default_model(_note)))
+    config = with_local_model(config)
     for note in notes:
         _note(note)
     config, held = ports.hold_all(config)

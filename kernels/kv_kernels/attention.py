@@ -34,6 +34,17 @@ class Context:
 
     blocks: BlockTable
     length: int
+    hidden: int = 0  # of those, the first that lie behind the window of the oldest query; fewer than a block
+
+
+def within_window(context: Context, window: int | None, queries: int, block_size: int) -> Context:
+    """What the newest `queries` tokens of a whole context attend to when each sees itself and the `window` - 1 tokens
+    before it: blocks that none of them sees are left out."""
+    behind = 0 if window is None else max(0, context.length - queries + 1 - window)
+    if behind == 0:
+        return context
+    skipped = behind // block_size
+    return Context(context.blocks[skipped:], context.length - skipped * block_size, behind % block_size)
 
 
 def _page_rows(cache: PagedCache, tables: npt.NDArray[np.int64]) -> torch.Tensor:
@@ -59,7 +70,7 @@ class DecodeGroup:
     first: int  # queries first..last of the step
     last: int
     rows: torch.Tensor  # int64 [2 * sequences * kv_heads * blocks]
-    mask: torch.Tensor | None  # [sequences, 1, 1, tokens], 0 or -inf; None when nothing is padded
+    mask: torch.Tensor | None  # [sequences, 1, 1, tokens], 0 or -inf; None when nothing is hidden
 
     def __call__(self, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
         """The heads that share a KV head are folded into the query length: with query length 1 in bf16,
@@ -76,10 +87,13 @@ def _group(cache: PagedCache, first: int, contexts: Sequence[Context], dtype: to
     tokens = blocks * cache.block_size
     # Padding repeats the sequence's own blocks, so that it never reads a block of somebody else.
     tables = np.stack([np.resize(context.blocks, blocks) for context in contexts])
-    lengths = torch.tensor([context.length for context in contexts])
     mask = None
-    if int(lengths.min()) < tokens:
-        hidden = torch.arange(tokens) >= lengths[:, None]
+    windowed = any(context.hidden for context in contexts)
+    if windowed or min(context.length for context in contexts) < tokens:
+        place = torch.arange(tokens)
+        hidden = place >= torch.tensor([context.length for context in contexts])[:, None]
+        if windowed:
+            hidden |= place < torch.tensor([context.hidden for context in contexts])[:, None]
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
         mask = mask[:, None, None].to(cache.arena.device)
     return DecodeGroup(cache, first, first + len(contexts), _page_rows(cache, tables), mask)
@@ -87,7 +101,7 @@ def _group(cache: PagedCache, first: int, contexts: Sequence[Context], dtype: to
 
 def plan_decode(
     cache: PagedCache,
-    contexts: Sequence[Context],  # longest first; query i attends to contexts[i]
+    contexts: Sequence[Context],  # longest first, give or take a block; query i attends to contexts[i]
     dtype: torch.dtype,  # of the queries
 ) -> list[Attend]:
     """Attention of one query per sequence, for every layer of a step."""
@@ -110,16 +124,24 @@ def causal_mask(reach: int, dtype: torch.dtype, device: torch.device) -> torch.T
     return mask.to(device)
 
 
+def window_mask(window: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A causal_mask with reach window - 1 whose queries see themselves and the window - 1 tokens before them: row i is
+    open from column i to column i + window - 1."""
+    mask = causal_mask(window - 1, dtype, torch.device("cpu"))
+    return mask.add_(torch.full_like(mask, -math.inf).tril_(-1)).to(device)
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """Causal attention of one chunk over its paged prefix and itself; its own KV is in the arena already."""
+    """Causal attention of one chunk over its paged prefix and itself; its own KV is in the arena already. A tile sees
+    nothing that is further before it than the mask reaches."""
 
     cache: PagedCache
     first: int  # queries first..last of the step
     last: int
-    start: int  # position of query `first` in its sequence
+    start: int  # position of query `first` in the blocks that are read
     rows: torch.Tensor  # int64 [2 * kv_heads * blocks]
-    mask: torch.Tensor  # causal_mask with reach >= the context's length
+    mask: torch.Tensor  # causal_mask with reach >= the context's length, or window_mask
 
     def __call__(self, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
         key, value = _gather(self.cache, layer, self.rows, 1)
@@ -127,12 +149,12 @@ class PrefillChunk:
         for first in range(self.first, self.last, QUERY_TILE):
             last = min(self.last, first + QUERY_TILE)
             position = self.start + first - self.first
-            end = position + last - first
+            begin, end = max(0, position - reach), position + last - first
             attended = F.scaled_dot_product_attention(
                 query[first:last].transpose(0, 1)[None],
-                key[:, :, :end],
-                value[:, :, :end],
-                attn_mask=self.mask[: last - first, reach - position : reach - position + end],
+                key[:, :, begin:end],
+                value[:, :, begin:end],
+                attn_mask=self.mask[: last - first, reach - position + begin : reach - position + end],
                 enable_gqa=query.shape[1] != key.shape[1],
             )
             out[first:last].copy_(attended[0].transpose(0, 1))
@@ -143,7 +165,7 @@ def plan_prefill(
     first: int,
     count: int,
     context: Context,  # ends with the chunk's last token
-    mask: torch.Tensor,  # causal_mask with reach >= context.length
+    mask: torch.Tensor,  # causal_mask with reach >= context.length, or window_mask
 ) -> Attend:
     """Attention of queries first .. first + count, the newest of one sequence, for every layer of a step."""
     rows = _page_rows(cache, context.blocks[None])

@@ -20,3 +20,4 @@ class TorchKernels:
     plan_decode = staticmethod(attention.plan_decode)
     plan_prefill = staticmethod(attention.plan_prefill)
     causal_mask = staticmethod(attention.causal_mask)
+    window_mask = staticmethod(attention.window_mask)

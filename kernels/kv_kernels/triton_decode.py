@@ -26,7 +26,7 @@ def _split_kernel(
     query,  # [sequences, kv_heads * group, dim], rows of heads contiguous
     slab,  # [blocks, 2, kv_heads, block_size, dim], all but blocks contiguous
     tables,  # int64 [sequences, width]
-    lengths,  # int64 [sequences]
+    spans,  # int64 [sequences, 2]: where what the query sees begins, inside the first page, and ends
     sums,  # fp32 [sequences, kv_heads * group, splits, dim]: sum of exp(score - peak) * value
     stats,  # fp32 [sequences, kv_heads * group, splits, 2]: peak, sum of exp(score - peak)
     scale,
@@ -49,17 +49,18 @@ def _split_kernel(
     head = kv_head * GROUP + row
     row_ok, dim_ok = (row < GROUP)[:, None], (dim < DIM)[None, :]
     q = tl.load(query + sequence * query_stride + head[:, None] * DIM + dim[None, :], mask=row_ok & dim_ok, other=0.0)
-    length = tl.load(lengths + sequence)
+    start, end = tl.load(spans + sequence * 2), tl.load(spans + sequence * 2 + 1)
     peak = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     accumulated = tl.zeros([ROWS, DIMS], tl.float32)
     if UPCAST:
         q = q.to(tl.float32)
-    last = tl.minimum((split + 1) * PAGES, tl.cdiv(length, BLOCK_SIZE))
+    last = tl.minimum((split + 1) * PAGES, tl.cdiv(end, BLOCK_SIZE))
     for page in range(split * PAGES, last):
         block = tl.load(tables + sequence * width + page)
         key_page = slab + block * block_stride + kv_head * BLOCK_SIZE * DIM
-        inside = (slot < BLOCK_SIZE) & (page * BLOCK_SIZE + slot < length)
+        place = page * BLOCK_SIZE + slot
+        inside = (slot < BLOCK_SIZE) & (place >= start) & (place < end)
         cell, cell_ok = slot[:, None] * DIM + dim[None, :], inside[:, None] & dim_ok
         key = tl.load(key_page + cell, mask=cell_ok, other=0.0)
         value = tl.load(key_page + KV_HEADS * BLOCK_SIZE * DIM + cell, mask=cell_ok, other=0.0)
@@ -109,7 +110,7 @@ class TritonDecode:
 
     cache: PagedCache
     tables: torch.Tensor  # int64 [sequences, width], unused places 0
-    lengths: torch.Tensor  # int64 [sequences]
+    spans: torch.Tensor  # int64 [sequences, 2]
     upcast: bool
 
     def __call__(self, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
@@ -124,7 +125,7 @@ class TritonDecode:
             query,
             slab,
             self.tables,
-            self.lengths,
+            self.spans,
             sums,
             stats,
             dim**-0.5,
@@ -159,5 +160,5 @@ def plan_decode(
     tables = np.zeros((len(contexts), max(len(context.blocks) for context in contexts)), dtype=np.int64)
     for row, context in enumerate(contexts):
         tables[row, : len(context.blocks)] = context.blocks
-    lengths = torch.tensor([context.length for context in contexts], device=cache.arena.device)
-    return [TritonDecode(cache, torch.from_numpy(tables).to(cache.arena.device), lengths, upcast)]
+    spans = torch.tensor([(context.hidden, context.length) for context in contexts], device=cache.arena.device)
+    return [TritonDecode(cache, torch.from_numpy(tables).to(cache.arena.device), spans, upcast)]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from baton import config_flags, log, runtime
 from baton.errors import ConfigError
 from baton.failpoints import arm_from_environment
+from baton.model_source import with_local_model
 from baton.types import Role
 from node_engine.host.process import MakeRole, host_node
 
@@ -28,6 +29,7 @@ def launch(role: Role, make_role: MakeRole, argv: Sequence[str] | None = None) -
     try:
         arm_from_environment()
         config = config_flags.load(argv, prog=prog, description=f"A {role.value} node of Baton.", fields=NODE_FIELDS)
+        config = with_local_model(config)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return runtime.EXIT_USAGE

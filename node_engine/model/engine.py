@@ -120,7 +120,7 @@ class ModelEngine:
             )
         shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         self._cache = PagedCache.over(self._kernels.adopt(arena, _DTYPES[layout.dtype]).view(shape))
-        self._planner = Planner(self._kernels, self._cache)
+        self._planner = Planner(self._kernels, self._cache, self._config.windows)
 
     def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[Computed, ...]:
         """One forward pass; see Engine.run. Raises OutOfMemory, and NodeFailed when logits are not finite."""

@@ -1,12 +1,13 @@
 """From a step's slices to tensors: found once, used by every layer."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kv_kernels.attention import Attend, Context
+from kv_kernels.attention import Attend, Context, within_window
 from kv_kernels.paged_cache import PagedCache, Slots
 from kv_kernels.torch_kernels import TorchKernels
 from node_engine.core.step import SampleSpec, ScoreSpec, Slice, StepBatch
@@ -30,15 +31,15 @@ class StepPlan:
 
     `sampled` are the rows that are computed to the end: those to draw from, or all if a prompt is to be scored.
     `draws` are the rows to draw from, `samplers` says how, and `places` which slice of the batch each answers. `scored`
-    are the rows whose next token is known and scored. `attend` covers every row, `attend_sampled` the sampled rows
-    alone (for the last layer). `begun` are blocks that the step starts but does not fill.
+    are the rows whose next token is known and scored. `attend` covers every row, by layer; `attend_sampled` the sampled
+    rows alone, in the last layer. `begun` are blocks that the step starts but does not fill.
     """
 
     tokens: torch.Tensor  # int64 [tokens]
     positions: torch.Tensor  # int64 [tokens]
     slots: Slots
     begun: torch.Tensor  # int64 [n]
-    attend: tuple[Attend, ...]
+    attend: tuple[tuple[Attend, ...], ...]
     attend_sampled: tuple[Attend, ...]
     sampled: torch.Tensor  # int64 [sampled]
     draws: torch.Tensor  # int64 [draws]
@@ -53,15 +54,17 @@ class StepPlan:
 
 
 class Planner:
-    """Builds plans over one cache."""
+    """Builds plans over one cache. `windows` has one entry per layer: how many tokens a query sees, None for all."""
 
-    def __init__(self, kernels: TorchKernels, cache: PagedCache) -> None:
+    def __init__(self, kernels: TorchKernels, cache: PagedCache, windows: Sequence[int | None]) -> None:
         self._kernels = kernels
         self._cache = cache
+        self._windows = windows
         self._block_size = cache.block_size
         self._dtype = cache.arena.dtype
         self._device = cache.arena.device
         self._mask = kernels.causal_mask(_REACH_STEP, self._dtype, self._device)
+        self._window_masks: dict[int, torch.Tensor] = {}
 
     def plan(self, batch: StepBatch) -> StepPlan:
         """Raises ValueError for an empty slice or a block table that is too short."""
@@ -119,24 +122,42 @@ class Planner:
 
     def _attention(
         self, pieces: list[Slice], tables: list[Context], drawn: list[int], *, whole: bool
-    ) -> tuple[tuple[Attend, ...], tuple[Attend, ...]]:
-        decoding = sum(len(piece.tokens) == 1 for piece in pieces)
-        attend = list(self._kernels.plan_decode(self._cache, tables[:decoding], self._dtype))
-        row = decoding
-        for piece, context in zip(pieces[decoding:], tables[decoding:], strict=True):
-            mask = self._causal_mask(context.length)
+    ) -> tuple[tuple[tuple[Attend, ...], ...], tuple[Attend, ...]]:
+        """Found once for each window. One that no context outgrows is none, and costs nothing."""
+        longest = max(context.length for context in tables)
+        windows = [window if window is not None and window < longest else None for window in self._windows]
+        parts = {window: self._attend(pieces, tables, window) for window in set(windows)}
+        attend = tuple(parts[window] for window in windows)
+        if whole or len(drawn) == sum(len(piece.tokens) for piece in pieces):
+            return attend, attend[-1]
+        last = [within_window(tables[i], windows[-1], 1, self._block_size) for i in drawn]
+        return attend, tuple(self._kernels.plan_decode(self._cache, last, self._dtype))
+
+    def _attend(self, pieces: list[Slice], tables: list[Context], window: int | None) -> tuple[Attend, ...]:
+        seen = tables
+        if window is not None:
+            seen = [
+                within_window(context, window, len(piece.tokens), self._block_size)
+                for piece, context in zip(pieces, tables, strict=True)
+            ]
+        row = sum(len(piece.tokens) == 1 for piece in pieces)
+        attend = list(self._kernels.plan_decode(self._cache, seen[:row], self._dtype))
+        for piece, context in zip(pieces[row:], seen[row:], strict=True):
+            mask = self._causal_mask(context.length) if window is None else self._window_mask(window)
             attend.append(self._kernels.plan_prefill(self._cache, row, len(piece.tokens), context, mask))
             row += len(piece.tokens)
-        if whole or drawn == list(range(row)):
-            return tuple(attend), tuple(attend)
-        sampled = self._kernels.plan_decode(self._cache, [tables[i] for i in drawn], self._dtype)
-        return tuple(attend), tuple(sampled)
+        return tuple(attend)
 
     def _causal_mask(self, reach: int) -> torch.Tensor:
         if reach > self._mask.shape[1] - self._mask.shape[0]:
             rounded = -(-reach // _REACH_STEP) * _REACH_STEP
             self._mask = self._kernels.causal_mask(rounded, self._dtype, self._device)
         return self._mask
+
+    def _window_mask(self, window: int) -> torch.Tensor:
+        if window not in self._window_masks:
+            self._window_masks[window] = self._kernels.window_mask(window, self._dtype, self._device)
+        return self._window_masks[window]
 
     def _tensor(self, values: Ints) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)

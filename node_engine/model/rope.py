@@ -1,4 +1,4 @@
-"""Rotary frequencies: the `default` and `llama3` types, in the spellings of transformers 4 and 5."""
+"""Rotary frequencies: the `default`, `linear` and `llama3` types, in the spellings of transformers 4 and 5."""
 
 import math
 from collections.abc import Mapping
@@ -9,13 +9,14 @@ import torch
 
 from baton.errors import ConfigError
 
-TYPES = ("default", "llama3")
+TYPES = ("default", "linear", "llama3")
+_DEFAULT_THETA = 10000.0
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """`theta` is the base; the rest is read by `llama3` alone."""
+    """`theta` is the base. `linear` and `llama3` read `factor`; the rest is read by `llama3` alone."""
 
     type: str
     theta: float
@@ -26,9 +27,9 @@ class RopeConfig:
 
 
 def parse_rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """Read `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` (before). Raises
-    ConfigError."""
-    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    """Read `rope_parameters` (transformers 5) or `rope_scaling` with `rope_theta` (before). Where both are given the
+    latter wins, as in transformers. Raises ConfigError."""
+    key = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     scaling = raw.get(key) or {}
     if not isinstance(scaling, Mapping):
         raise ConfigError(f"{key} {scaling!r} in config.json: must be an object")
@@ -40,9 +41,11 @@ def parse_rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in TYPES:
         raise ConfigError(f"{key} of type {kind!r}: only {', '.join(TYPES)} are built")
-    theta = _number(scaling, key, "rope_theta") if "rope_theta" in scaling else float(raw.get("rope_theta", 10000.0))
+    theta = _number({"rope_theta": raw.get("rope_theta", _DEFAULT_THETA)} | dict(scaling), key, "rope_theta")
     if kind == "default":
         return RopeConfig(kind, theta)
+    if kind == "linear":
+        return RopeConfig(kind, theta, _number(scaling, key, "factor"))
     given = dict(scaling)
     given.setdefault("original_max_position_embeddings", max_positions)
     factor, low, high, original = (_number(given, key, name) for name in _LLAMA3_KEYS)
@@ -61,6 +64,7 @@ def _number(scaling: Mapping[str, Any], key: str, name: str) -> float:
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """Radians per position of each pair of dimensions, fp32 [head_dim // 2].
 
+    `linear` (Chen et al., 2023): all wavelengths are stretched by `factor`, as if positions were divided by it.
     `llama3` (Llama 3.1): wavelengths beyond original / low_freq_factor are stretched by `factor`, those below
     original / high_freq_factor are kept, those between are blended.
     """
@@ -68,6 +72,8 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.type == "default":
         return frequencies
+    if rope.type == "linear":
+        return frequencies / rope.factor
     turns = rope.original_max_positions * frequencies / (2 * math.pi)  # rotations within the trained context
     kept = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0.0, 1.0)
     return (1.0 - kept) * frequencies / rope.factor + kept * frequencies

@@ -1,4 +1,4 @@
-"""The forward pass of the Llama and Qwen2 families over a paged cache."""
+"""The forward pass of the Llama, Mistral, Qwen2 and Qwen3 families over a paged cache."""
 
 import torch
 
@@ -34,7 +34,7 @@ class Transformer:
             if on_layer is not None:
                 self._kernels.synchronize()
                 on_layer(index)
-            attend = plan.attend
+            attend = plan.attend[index]
             if index == last and not plan.all_sampled:
                 if not len(plan.sampled):
                     return None
@@ -65,6 +65,9 @@ class Transformer:
         config = self._config
         normed = layer.attention_norm(hidden)
         qkv = layer.qkv(normed).view(len(hidden), -1, config.head_dim)
-        self._kernels.rotary_(qkv[:, : config.num_heads + config.num_kv_heads], cos, sin)
+        rotated = qkv[:, : config.num_heads + config.num_kv_heads]
+        if layer.qk_norm is not None:
+            rotated.copy_(layer.qk_norm(rotated))
+        self._kernels.rotary_(rotated, cos, sin)
         self._kernels.write_kv(qkv[:, config.num_heads :], cache, index, plan.slots)
         return qkv[:, : config.num_heads]

@@ -30,6 +30,7 @@ Source = Callable[[str], torch.Tensor]  # name -> tensor as stored
 class LayerWeights:
     attention_norm: RMSNorm
     qkv: Linear  # hidden -> (heads + 2 * kv_heads) * head_dim
+    qk_norm: RMSNorm | None  # over each head of queries and keys: [heads + kv_heads, head_dim]
     output: Linear  # heads * head_dim -> hidden
     mlp_norm: RMSNorm
     gate_up: Linear  # hidden -> 2 * intermediate
@@ -65,6 +66,9 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             shapes[f"{prefix}{name}.weight"] = (rows, columns)
             if bias:
                 shapes[f"{prefix}{name}.bias"] = (rows,)
+        if config.qk_norm:
+            shapes[f"{prefix}self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[f"{prefix}self_attn.k_norm.weight"] = (config.head_dim,)
         shapes[f"{prefix}input_layernorm.weight"] = (hidden,)
         shapes[f"{prefix}post_attention_layernorm.weight"] = (hidden,)
     shapes["model.norm.weight"] = (hidden,)
@@ -156,11 +160,19 @@ def _layer(config: ModelConfig, source: Source, kernels: TorchKernels, layer: in
     return LayerWeights(
         attention_norm=kernels.norm(source(f"{prefix}input_layernorm.weight"), config.norm_eps),
         qkv=fused(config.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        qk_norm=_qk_norm(config, source, kernels, prefix) if config.qk_norm else None,
         output=fused(config.output_bias, "self_attn.o_proj"),
         mlp_norm=kernels.norm(source(f"{prefix}post_attention_layernorm.weight"), config.norm_eps),
         gate_up=fused(config.mlp_bias, "mlp.gate_proj", "mlp.up_proj"),
         down=fused(config.mlp_bias, "mlp.down_proj"),
     )
+
+
+def _qk_norm(config: ModelConfig, source: Source, kernels: TorchKernels, prefix: str) -> RMSNorm:
+    """Queries and keys lie side by side in the fused projection, so one call normalises both."""
+    query, key = source(f"{prefix}self_attn.q_norm.weight"), source(f"{prefix}self_attn.k_norm.weight")
+    rows = (query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1))
+    return kernels.norm(torch.cat(rows), config.norm_eps)
 
 
 def _with_progress(num_layers: int) -> Iterator[int]:

@@ -20,18 +20,19 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU here"),
 ]
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
-# (kv_heads, heads per kv_head, dim, block_size, context lengths)
+# (kv_heads, heads per kv_head, dim, block_size, context lengths, window)
 SHAPES = {
-    "grouped": (2, 7, 64, 16, (5, 1024, 1, 777)),
-    "several splits": (8, 4, 128, 16, (4099, 2, 33)),
-    "odd sizes": (1, 1, 24, 6, (11,)),
+    "grouped": (2, 7, 64, 16, (5, 1024, 1, 777), None),
+    "several splits": (8, 4, 128, 16, (4099, 2, 33), None),
+    "odd sizes": (1, 1, 24, 6, (11,), None),
+    "windowed": (8, 4, 128, 16, (4099, 600, 517, 516, 33), 517),
 }
 
 
 @pytest.mark.parametrize("kind", TOLERANCE)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_paged_decode_equals_its_twin(shape: str, kind: str) -> None:
-    kv_heads, group, dim, block_size, lengths = SHAPES[shape]
+    kv_heads, group, dim, block_size, lengths, window = SHAPES[shape]
     dtype = getattr(torch, kind)
     generator = torch.Generator().manual_seed(0)
     widths = [-(-length // block_size) for length in lengths]
@@ -39,7 +40,8 @@ def test_paged_decode_equals_its_twin(shape: str, kind: str) -> None:
     order = torch.randperm(sum(widths), generator=generator)
     blocks = [part.numpy() for part in order.split(widths)]
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    contexts = [Context(blocks[i], lengths[i]) for i in longest_first]
+    wholes = [Context(blocks[i], lengths[i]) for i in longest_first]
+    contexts = [attention.within_window(whole, window, 1, block_size) for whole in wholes]
     query = torch.randn(len(lengths), kv_heads * group, dim, generator=generator).to(dtype)
     exact = torch.zeros(query.shape)
     for part in attention.plan_decode(PagedCache.over(arena.float()), contexts, torch.float32):
@@ -80,7 +82,7 @@ def generate(engine: ModelEngine, prompt: Sequence[int], count: int, chunk: int)
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "qwen3", "mixed", "linear"])
 def test_tokens_are_those_of_transformers(family: Family, tmp_path: Path) -> None:
     folder = build_model(family, tmp_path)
     engine = ModelEngine.load(folder, dtype="float32", device="cuda")

@@ -13,6 +13,7 @@ import grpc.aio
 import httpx
 
 from baton.errors import BatonError, Cancelled, Overloaded, SlowReader, Unavailable
+from baton.generation_defaults import GenerationDefaults
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import LedgerResponse, StatusResponse
 from baton.pb.common_pb2 import Ledger, Timeline
@@ -197,13 +198,18 @@ def overloaded() -> Overloaded:
 
 @asynccontextmanager
 async def serving(
-    *, text: Text | None = None, api_key: str = "", admin_token: str = "", longest: float = 60.0
+    *,
+    text: Text | None = None,
+    api_key: str = "",
+    admin_token: str = "",
+    longest: float = 60.0,
+    defaults: GenerationDefaults | None = None,
 ) -> AsyncIterator[Front]:
     brain, readiness, refused = FakeBrain(), FakeReadiness(), []
     refusals = Refusals(lambda error: refused.append(error.code))
     loaded: asyncio.Future[Text] = asyncio.get_running_loop().create_future()
     loaded.set_result(text or NoTokenizer("demo has no tokenizer files"))
-    intake = Intake(brain, loaded, model="demo", longest=longest, refusals=refusals)
+    intake = Intake(brain, loaded, model="demo", longest=longest, refusals=refusals, defaults=defaults)
     apps = app.build(intake, readiness, api_key), admin.build(brain, readiness, admin_token, refusals)
     listeners = [Listener(one, bind("127.0.0.1", 0, "--port")) for one in apps]
     port = GrpcPort(intake, readiness, api_key)

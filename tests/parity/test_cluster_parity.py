@@ -26,7 +26,7 @@ SETUPS: dict[str, dict[str, Any]] = {
     "zmq": {"transport": "zmq"},
     "colocated": {"prefill": 0, "mode": "colocated"},
 }
-FAMILIES: tuple[Family, ...] = ("llama", "qwen2")
+FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "mistral", "qwen3")  # in a mistral, prompts outgrow the window
 CASES = list(itertools.product(FAMILIES, SETUPS))
 SAMPLED = {"max_tokens": 24, "temperature": 1.0, "top_k": 40, "top_p": 0.95}
 SEEDS = range(6)

@@ -37,7 +37,7 @@ class Case:
     engine: ModelEngine
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "mistral", "qwen3", "mixed", "linear"])
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     family: Family = request.param
     folder = build_model(family, tmp_path_factory.getbasetemp() / "models")
@@ -198,7 +198,7 @@ def test_logits_equal_transformers(case: Case) -> None:
     model = Transformer(config, load_weights(case.folder, config, torch.float32, CPU, kernels), kernels)
     shape = (32, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim)
     cache = PagedCache.over(torch.full(shape, torch.nan))
-    planner = Planner(kernels, cache)
+    planner = Planner(kernels, cache, config.windows)
     prompt = case.prompts[-1].prompt
     with torch.inference_mode():
         expected = case.reference(torch.tensor([list(prompt)])).logits[0]
@@ -240,7 +240,7 @@ def test_seeded_sampling_is_the_same_alone_chunked_and_batched(case: Case) -> No
     assert len({tuple(answer) for answer in answers}) == 4
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "qwen3"])
 def test_bf16_is_as_near_to_fp32_as_transformers_is(family: Family, tmp_path_factory: pytest.TempPathFactory) -> None:
     root = tmp_path_factory.getbasetemp() / "models"
     folder = build_model(family, root, dtype="bfloat16")
@@ -251,7 +251,7 @@ def test_bf16_is_as_near_to_fp32_as_transformers_is(family: Family, tmp_path_fac
     model = Transformer(config, load_weights(folder, config, torch.bfloat16, CPU, kernels), kernels)
     shape = (16, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim)
     cache = PagedCache.over(torch.zeros(shape, dtype=torch.bfloat16))
-    planner = Planner(kernels, cache)
+    planner = Planner(kernels, cache, config.windows)
     prompt = tuple(torch.randint(0, 512, (150,), generator=torch.Generator().manual_seed(0)).tolist())
     mine, theirs = [], []
     with torch.inference_mode():

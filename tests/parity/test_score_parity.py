@@ -34,7 +34,7 @@ class Model:
             return self.reference(torch.tensor([tokens])).logits[0]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "mistral", "qwen3"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     family: Family = request.param
     folder = build_model(family, tmp_path_factory.getbasetemp() / "models")

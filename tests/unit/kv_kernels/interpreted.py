@@ -16,15 +16,20 @@ from kv_kernels import attention, paged_cache, triton_decode, triton_write
 from kv_kernels.attention import Context
 from kv_kernels.paged_cache import PagedCache, Slots
 
-# (name, kv_heads, heads per kv_head, dim, block_size, context lengths)
+KINDS = ("float32", "float16", "bfloat16")
+# (name, kv_heads, heads per kv_head, dim, block_size, context lengths, window)
 SHAPES = [
-    ("grouped", 2, 3, 16, 4, (5, 8, 1)),
-    ("several splits", 1, 2, 16, 1, (triton_decode.PAGES_PER_SPLIT + 3, 2)),
-    ("odd sizes", 1, 1, 24, 6, (11,)),
+    ("grouped", 2, 3, 16, 4, (5, 8, 1), None),
+    ("several splits", 1, 2, 16, 1, (triton_decode.PAGES_PER_SPLIT + 3, 2), None),
+    ("odd sizes", 1, 1, 24, 6, (11,), None),
+    ("windowed", 2, 2, 16, 4, (21, 11, 10, 8, 7, 3), 7),
+    ("windowed over splits", 1, 1, 16, 2, (50, 3), 2 * triton_decode.PAGES_PER_SPLIT + 3),
 ]
 
 
-def decode_error(kv_heads: int, group: int, dim: int, block_size: int, lengths: tuple[int, ...], kind: str) -> float:
+def decode_error(
+    kv_heads: int, group: int, dim: int, block_size: int, lengths: tuple[int, ...], window: int | None, kind: str
+) -> float:
     """Largest difference between the Triton kernel and its twin in fp32."""
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, kind)
@@ -32,15 +37,18 @@ def decode_error(kv_heads: int, group: int, dim: int, block_size: int, lengths: 
     arena = torch.randn(sum(widths) + 1, 2, 2, kv_heads, block_size, dim, generator=generator).to(dtype)
     order = torch.randperm(sum(widths), generator=generator).numpy()
     blocks = np.split(order, np.cumsum(widths)[:-1])
-    contexts = [Context(b, length) for b, length in zip(blocks, lengths, strict=True)]
+    wholes = [Context(b, length) for b, length in zip(blocks, lengths, strict=True)]
+    contexts = [attention.within_window(whole, window, 1, block_size) for whole in wholes]
     query = torch.randn(len(lengths), kv_heads * group + 1, dim, generator=generator).to(dtype)[:, :-1]
     exact = torch.zeros(query.shape)
     longest_first = sorted(range(len(contexts)), key=lambda i: -contexts[i].length)
     twin = attention.plan_decode(PagedCache.over(arena.float()), [contexts[i] for i in longest_first], torch.float32)
     for part in twin:
         part(query[longest_first].float(), 1, exact)
-    for context in contexts:  # what lies beyond a sequence's end may be anything
+    for whole, context in zip(wholes, contexts, strict=True):  # what lies outside of what is seen may be anything
         arena[context.blocks[-1], :, :, :, (context.length - 1) % block_size + 1 :] = torch.nan
+        arena[context.blocks[0], :, :, :, : context.hidden] = torch.nan
+        arena[whole.blocks[: -len(context.blocks)]] = torch.nan
     out = torch.full(query.shape, torch.nan, dtype=dtype)
     for part in triton_decode.plan_decode(PagedCache.over(arena), contexts, dtype, upcast=True):
         part(query, 1, out)
@@ -61,12 +69,8 @@ def write_error(kind: str) -> float:
 
 
 def main() -> None:
-    errors = {
-        f"decode {name} {kind}": decode_error(*shape, kind)
-        for name, *shape in SHAPES
-        for kind in ("float32", "bfloat16")
-    }
-    errors |= {f"write {kind}": write_error(kind) for kind in ("float32", "bfloat16")}
+    errors = {f"decode {name} {kind}": decode_error(*shape, kind) for name, *shape in SHAPES for kind in KINDS}
+    errors |= {f"write {kind}": write_error(kind) for kind in KINDS}
     json.dump(errors, sys.stdout)
 
 

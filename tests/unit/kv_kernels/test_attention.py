@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kv_kernels import attention
-from kv_kernels.attention import Context, causal_mask, plan_decode, plan_prefill
+from kv_kernels.attention import Context, causal_mask, plan_decode, plan_prefill, window_mask, within_window
 from kv_kernels.paged_cache import PagedCache
 
 LAYER = 1
@@ -31,8 +31,8 @@ def cache_for(
     return PagedCache.over(arena), contexts
 
 
-def dense(query: torch.Tensor, cache: PagedCache, context: Context) -> torch.Tensor:
-    """query [n, heads, dim], the newest n tokens of the context -> [n, heads, dim]."""
+def dense(query: torch.Tensor, cache: PagedCache, context: Context, window: int | None = None) -> torch.Tensor:
+    """query [n, heads, dim], the newest n tokens of the whole context -> [n, heads, dim]."""
     blocks = cache.arena[torch.from_numpy(context.blocks), LAYER].double()
     key, value = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : context.length]
     group = query.shape[1] // cache.kv_heads
@@ -40,6 +40,8 @@ def dense(query: torch.Tensor, cache: PagedCache, context: Context) -> torch.Ten
     scores = query.double().transpose(0, 1) @ key.transpose(1, 2) / query.shape[2] ** 0.5
     position = torch.arange(context.length - len(query), context.length)
     scores.masked_fill_(torch.arange(context.length) > position[:, None], -torch.inf)
+    if window is not None:
+        scores.masked_fill_(torch.arange(context.length) <= position[:, None] - window, -torch.inf)
     return (scores.softmax(-1) @ value).transpose(0, 1)
 
 
@@ -80,6 +82,42 @@ def test_prefill_equals_dense_attention(start: int, count: int, dtype: torch.dty
     torch.testing.assert_close(out[2:-1].double(), dense(query[2:-1], cache, context), atol=TOLERANCE[dtype], rtol=0.0)
     assert out[:2].isnan().all()
     assert out[-1].isnan().all()
+
+
+def spoil_behind(cache: PagedCache, context: Context, window: int, queries: int) -> Context:
+    """What is seen of the context; the blocks that no query sees are NaN from here on."""
+    seen = within_window(context, window, queries, cache.block_size)
+    oldest = context.length - queries - window + 1  # position of the oldest token that the first query sees
+    assert len(context.blocks) - len(seen.blocks) == max(0, oldest) // cache.block_size
+    cache.arena[context.blocks[: -len(seen.blocks)]] = torch.nan
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [1, 16, 37, 300])
+def test_windowed_decode_reads_the_window_alone(window: int, dtype: torch.dtype) -> None:
+    lengths = [301, 300, 128, 54, 53, 38, 37, 36, 16, 1]
+    cache, contexts = cache_for(lengths, kv_heads=2, dim=32, block_size=16, dtype=dtype)
+    query = torch.randn(len(lengths), 6, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = torch.cat([dense(query[i : i + 1], cache, c, window) for i, c in enumerate(contexts)])
+    seen = [spoil_behind(cache, context, window, 1) for context in contexts]
+    out = torch.full(query.shape, torch.nan, dtype=dtype)
+    for part in plan_decode(cache, seen, dtype):
+        part(query, LAYER, out)
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [1, 37, 64, 100, 400])
+@pytest.mark.parametrize(("start", "count"), [(0, 2), (0, 150), (37, 65), (200, 130)])
+def test_windowed_prefill_reads_the_window_alone(start: int, count: int, window: int, dtype: torch.dtype) -> None:
+    cache, [context] = cache_for([start + count], kv_heads=2, dim=32, block_size=16, dtype=dtype)
+    query = torch.randn(count, 6, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = dense(query, cache, context, window)
+    seen = spoil_behind(cache, context, window, count)
+    out = torch.full(query.shape, torch.nan, dtype=dtype)
+    plan_prefill(cache, 0, count, seen, window_mask(window, dtype, torch.device("cpu")))(query, LAYER, out)
+    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=0.0)
 
 
 def test_a_sequence_reads_only_its_own_blocks() -> None:

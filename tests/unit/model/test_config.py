@@ -3,8 +3,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from baton.errors import ConfigError
+from baton.generation_defaults import GenerationDefaults, parse_generation_defaults
 from node_engine.model.config import load_config, parse_config
 from node_engine.model.rope import RopeConfig
 
@@ -20,6 +22,11 @@ LLAMA: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "torch_dtype": "bfloat16",
 }
+MISTRAL = {"architectures": ["MistralForCausalLM"]}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"]}
+MIXED = ["full_attention", "sliding_attention"]
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+NOTHING = GenerationDefaults()
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -30,18 +37,73 @@ LLAMA3 = {
 
 
 def test_defaults_of_an_old_llama() -> None:
-    config = parse_config({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}, {})
+    config = parse_config({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}, NOTHING)
     assert (config.num_kv_heads, config.head_dim, config.stored_dtype) == (4, 16, "bfloat16")
     assert config.rope == RopeConfig("default", 10000.0)
-    assert not any((config.tied_embeddings, config.qkv_bias, config.output_bias, config.mlp_bias))
+    assert not any((config.tied_embeddings, config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm))
+    assert config.windows == (None, None)
     assert config.eos_token_ids == ()
 
 
-def test_biases_of_each_family() -> None:
-    qwen = parse_config(LLAMA | {"architectures": ["Qwen2ForCausalLM"]}, {})
-    assert (qwen.qkv_bias, qwen.output_bias, qwen.mlp_bias) == (True, False, False)
-    llama = parse_config(LLAMA | {"attention_bias": True, "mlp_bias": True}, {})
-    assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
+@pytest.mark.parametrize(
+    ("architecture", "silent", "asked"),
+    [
+        ("LlamaForCausalLM", (False, False, False), (True, True, True)),
+        ("MistralForCausalLM", (False, False, False), (False, False, False)),
+        ("Qwen2ForCausalLM", (True, False, False), (True, False, False)),
+        ("Qwen3ForCausalLM", (False, False, False), (True, True, False)),
+    ],
+)
+def test_biases_of_each_family(
+    architecture: str, silent: tuple[bool, bool, bool], asked: tuple[bool, bool, bool]
+) -> None:
+    for extra, expected in (({}, silent), ({"attention_bias": True, "mlp_bias": True}, asked)):
+        config = parse_config(LLAMA | {"architectures": [architecture]} | extra, NOTHING)
+        assert (config.qkv_bias, config.output_bias, config.mlp_bias) == expected
+        assert config.qk_norm == (architecture == "Qwen3ForCausalLM")
+
+
+ASSUMED: list[tuple[type[PreTrainedConfig], str, dict[str, Any]]] = [
+    (LlamaConfig, "LlamaForCausalLM", {}),
+    (MistralConfig, "MistralForCausalLM", {}),
+    (MistralConfig, "MistralForCausalLM", {"sliding_window": None}),
+    (MistralConfig, "MistralForCausalLM", {"sliding_window": 37}),
+    (Qwen2Config, "Qwen2ForCausalLM", {}),
+    (Qwen2Config, "Qwen2ForCausalLM", {"sliding_window": 37}),
+    (Qwen2Config, "Qwen2ForCausalLM", {"use_sliding_window": True}),
+    (Qwen2Config, "Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": 37, "max_window_layers": 3}),
+    (Qwen2Config, "Qwen2ForCausalLM", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}),
+    (Qwen2Config, "Qwen2ForCausalLM", {"layer_types": ["full_attention"] * 32}),
+    (Qwen3Config, "Qwen3ForCausalLM", {}),
+    (Qwen3Config, "Qwen3ForCausalLM", {"use_sliding_window": True, "max_window_layers": 31}),
+    (
+        Qwen3Config,
+        "Qwen3ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 16},
+    ),
+]
+
+
+@pytest.mark.parametrize(("cls", "architecture", "said"), ASSUMED, ids=str)
+def test_a_silent_config_means_what_transformers_takes_it_for(
+    cls: type[PreTrainedConfig], architecture: str, said: dict[str, Any]
+) -> None:
+    theirs = cls(**said)
+    sizes = {key: getattr(theirs, key) for key in SIZES}
+    mine = parse_config({"architectures": [architecture]} | sizes | said, NOTHING)
+    kv_heads, positions = theirs.num_key_value_heads, theirs.max_position_embeddings
+    assert (mine.num_kv_heads, mine.max_position_embeddings) == (kv_heads, positions)
+    assert mine.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    assert (mine.norm_eps, mine.tied_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
+    assert mine.rope.theta == theirs.rope_parameters["rope_theta"]
+    everywhere = getattr(theirs, "sliding_window", None)
+    kinds = getattr(theirs, "layer_types", ["sliding_attention"] * theirs.num_hidden_layers)
+    assert mine.windows == tuple(everywhere if kind == "sliding_attention" else None for kind in kinds)
+
+
+def test_layer_types_mix_windows_in_a_mistral_as_in_a_ministral() -> None:
+    config = parse_config(LLAMA | MISTRAL | {"sliding_window": 8, "layer_types": MIXED}, NOTHING)
+    assert config.windows == (None, 8)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +119,23 @@ def test_biases_of_each_family() -> None:
     ids=["rope_scaling", "rope_scaling with type", "rope_parameters"],
 )
 def test_llama3_scaling_in_every_spelling(spelling: dict[str, Any]) -> None:
-    assert parse_config(LLAMA | spelling, {}).rope == RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 1024)
+    assert parse_config(LLAMA | spelling, NOTHING).rope == RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 1024)
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.5}},
+        {"rope_theta": 1e6, "rope_scaling": {"rope_type": "linear", "factor": 2.5}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.5, "rope_theta": 1e6}},
+        {"rope_theta": 1e6, "rope_scaling": {"type": "linear", "factor": 2.5}, "rope_parameters": {"rope_theta": 5.0}},
+    ],
+    ids=["rope_scaling with type", "rope_scaling", "rope_parameters", "both"],
+)
+def test_linear_scaling_in_every_spelling(spelling: dict[str, Any]) -> None:
+    assert parse_config(LLAMA | spelling, NOTHING).rope == RopeConfig("linear", 1e6, 2.5)
+    theirs = LlamaConfig(**spelling).rope_parameters
+    assert (theirs["rope_type"], theirs["rope_theta"], theirs["factor"]) == ("linear", 1e6, 2.5)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +147,7 @@ def test_llama3_scaling_in_every_spelling(spelling: dict[str, Any]) -> None:
     ],
 )
 def test_default_rope_in_every_spelling(spelling: dict[str, Any]) -> None:
-    assert parse_config(LLAMA | spelling, {}).rope == RopeConfig("default", 1e6)
+    assert parse_config(LLAMA | spelling, NOTHING).rope == RopeConfig("default", 1e6)
 
 
 @pytest.mark.parametrize(
@@ -77,15 +155,17 @@ def test_default_rope_in_every_spelling(spelling: dict[str, Any]) -> None:
     [
         ({"eos_token_id": 2}, {}, (2,)),
         ({"eos_token_id": [2, 3]}, {}, (2, 3)),
-        ({"eos_token_id": 2}, {"eos_token_id": [7, 8, 7]}, (7, 8)),
-        ({"eos_token_id": 2}, {"eos_token_id": None}, ()),
+        ({"eos_token_id": 2}, {"eos_token_id": [7, 8, 7]}, (2, 7, 8)),
+        ({"eos_token_id": [2, 7]}, {"eos_token_id": 7}, (2, 7)),
+        ({"eos_token_id": 2}, {"eos_token_id": None}, (2,)),
+        ({"eos_token_id": None}, {"eos_token_id": 0}, (0,)),
         ({"eos_token_id": None}, {}, ()),
     ],
 )
-def test_eos_comes_from_the_generation_config_first(
+def test_every_eos_of_both_files_stops(
     config: dict[str, Any], generation: dict[str, Any], expected: tuple[int, ...]
 ) -> None:
-    assert parse_config(LLAMA | config, generation).eos_token_ids == expected
+    assert parse_config(LLAMA | config, parse_generation_defaults(generation)).eos_token_ids == expected
 
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
@@ -95,10 +175,24 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"auto_map": {"AutoModel": "m.M"}}, ["auto_map", "m.M", "remote code"]),
     ({"quantization_config": {"quant_method": "awq"}}, ["quantization_config", "awq"]),
     ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
-    ({"use_sliding_window": True}, ["use_sliding_window"]),
+    ({"use_sliding_window": True}, ["use_sliding_window", "no sliding window"]),
+    ({"use_sliding_window": "yes"}, ["use_sliding_window", "'yes'"]),
     ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types[1]", "sliding_attention"]),
+    (
+        {"layer_types": ["full_attention", "linear_attention"]},
+        ["layer_types[1]", "linear_attention", "sliding_attention"],
+    ),
+    ({"layer_types": ["full_attention"]}, ["layer_types", "num_hidden_layers 2"]),
+    ({"layer_types": "full_attention"}, ["layer_types", "num_hidden_layers 2"]),
+    (MISTRAL | {"sliding_window": 0}, ["sliding_window 0"]),
+    (MISTRAL | {"sliding_window": "4k"}, ["sliding_window '4k'"]),
+    (MISTRAL | {"sliding_window": None, "layer_types": MIXED}, ["layer_types[1]", "sliding_window must be a number"]),
+    (QWEN3 | {"sliding_window": 8, "layer_types": MIXED}, ["layer_types[1]", "use_sliding_window must be true"]),
+    (QWEN3 | {"use_sliding_window": True, "max_window_layers": -1}, ["max_window_layers -1"]),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling", "yarn", "llama3"]),
-    ({"rope_scaling": {"type": "linear", "factor": 4.0}}, ["rope_scaling", "linear"]),
+    ({"rope_scaling": {"type": "linear"}}, ["rope_scaling.factor", "None"]),
+    ({"rope_scaling": {"type": "linear", "factor": 0}}, ["rope_scaling.factor", "0"]),
+    ({"rope_theta": None}, ["rope_theta", "None"]),
     ({"rope_parameters": {"rope_type": "longrope"}}, ["rope_parameters", "longrope"]),
     (
         {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
@@ -114,6 +208,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"vocab_size": None}, ["vocab_size"]),
     ({"num_hidden_layers": "2"}, ["num_hidden_layers", "'2'"]),
     ({"num_hidden_layers": True}, ["num_hidden_layers", "True"]),
+    (QWEN3 | {"head_dim": 0}, ["head_dim 0"]),
     ({"eos_token_id": "</s>"}, ["eos_token_id", "</s>"]),
     ({"eos_token_id": 100}, ["eos_token_id", "100", "vocab_size"]),
 ]
@@ -122,7 +217,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
 @pytest.mark.parametrize(("change", "named"), REFUSED, ids=[str(change)[:50] for change, _ in REFUSED])
 def test_what_is_not_built_is_refused_by_name(change: dict[str, Any], named: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
-        parse_config(LLAMA | change, {})
+        parse_config(LLAMA | change, NOTHING)
     for word in named:
         assert word in refused.value.message
 
@@ -140,4 +235,4 @@ def test_an_unreadable_config_is_named(tmp_path: Path, content: str | None) -> N
 def test_a_folder_is_read_with_its_generation_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"eos_token_id": 2}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
-    assert load_config(tmp_path).eos_token_ids == (5,)
+    assert load_config(tmp_path).eos_token_ids == (2, 5)

@@ -7,11 +7,14 @@ from kv_kernels.elementwise import rotary_
 from node_engine.model.rope import RopeConfig, angles, inverse_frequencies
 
 HEAD_DIM = 32
+LINEAR = RopeConfig("linear", 1e4, 4.0)
 LLAMA3 = RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 256)
 
 
 def reference(rope: RopeConfig) -> LlamaRotaryEmbedding:
     parameters = {"rope_type": rope.type, "rope_theta": rope.theta}
+    if rope.type == "linear":
+        parameters["factor"] = rope.factor
     if rope.type == "llama3":
         parameters |= {
             "factor": rope.factor,
@@ -24,7 +27,7 @@ def reference(rope: RopeConfig) -> LlamaRotaryEmbedding:
     )
 
 
-@pytest.mark.parametrize("rope", [RopeConfig("default", 1e4), LLAMA3], ids=lambda rope: rope.type)
+@pytest.mark.parametrize("rope", [RopeConfig("default", 1e4), LINEAR, LLAMA3], ids=lambda rope: rope.type)
 def test_rotation_equals_transformers(rope: RopeConfig) -> None:
     positions = torch.tensor([0, 1, 17, 255, 256, 4000])
     x = torch.randn(1, 3, len(positions), HEAD_DIM, generator=torch.Generator().manual_seed(0))

@@ -56,9 +56,12 @@ def test_shards_and_dtype_of_computation_do_not_change_the_digest(original: Path
     [
         lambda folder: rewrite(folder, lambda t: t["model.norm.weight"][:1].add_(1e-3)),
         lambda folder: edit_config(folder, rms_norm_eps=1e-5),
+        lambda folder: edit_config(
+            folder, use_sliding_window=True, sliding_window=64, layer_types=["full_attention", "sliding_attention"]
+        ),
         lambda folder: edit_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 9999.0}),
     ],
-    ids=["one weight", "epsilon", "rope"],
+    ids=["one weight", "epsilon", "window", "rope"],
 )
 def test_whatever_changes_the_answer_changes_the_digest(
     original: Path, folder: Path, change: Callable[[Path], None]

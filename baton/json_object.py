@@ -1,0 +1,34 @@
+"""JSON files of a model folder, read with errors that name the file."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from baton.errors import ConfigError
+
+Json = Mapping[str, Any]
+
+
+def read_object(path: Path) -> Json:
+    """The JSON object in `path`. Raises ConfigError."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file: give --model the path of a Hugging Face folder") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path}: holds a JSON {type(raw).__name__}, not an object")
+    return raw
+
+
+def integer(raw: Json, key: str, least: int, file: str = "config.json") -> int | None:
+    """The value of `key`, None where it is absent or null. Raises ConfigError unless it is an integer of at least
+    `least`."""
+    value = raw.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise ConfigError(f"{key} {value!r} in {file}: must be an integer of at least {least}")
+    return value
