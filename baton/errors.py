@@ -7,7 +7,7 @@
      + HandoffFailed    a hand-off that did not commit: placed again, else 503
      |   PeerGone, LayoutMismatch, Incomplete, ChecksumMismatch, Stale, LeaseExpired, Unmappable
      + NodeFailed       a node could not go on: placed again, else 503
-     |   OutOfBlocks, OutOfMemory, Stalled, Preempted, NodeGone
+     |   OutOfBlocks, OutOfMemory, Stalled, Preempted, NodeGone, Drained
      + SlowReader       the client read too slowly; its stream was cut
      + DeadlineExceeded 504
      + Cancelled        499
@@ -169,6 +169,12 @@ class Preempted(NodeFailed):
 
 class NodeGone(NodeFailed):
     code = "node_gone"
+
+
+class Drained(NodeFailed):
+    """The node is taken out of service and has had its time."""
+
+    code = "drained"
 
 
 class DeadlineExceeded(BatonError):

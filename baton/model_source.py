@@ -26,14 +26,14 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vo
 def with_local_model(config: Config, *, weights: bool = True) -> Config:
     """`config` with a folder of this machine as its model, and with the name that clients know it by. `weights` False
     leaves the tensors of a hub's model where they are. May download for minutes; raises ConfigError."""
-    if config.engine != "model" or not _is_hub_id(config.model):
+    if config.engine != "model" or not is_hub_id(config.model):
         return config
     weights = weights and config.load_format != "dummy"
     folder = _from_hub(config.model, weights)
     return msgspec.structs.replace(config, model=str(folder), served_model_name=model_name(config))
 
 
-def _is_hub_id(model: str) -> bool:
+def is_hub_id(model: str) -> bool:
     return not Path(model).exists() and _HUB_ID.fullmatch(model) is not None
 
 

@@ -164,6 +164,12 @@ def sweep(folder: Path) -> list[str]:
     return removed
 
 
+def stale(folder: Path) -> list[str]:
+    """The segments of this user whose holder is gone: what `sweep` would remove."""
+    ours = [path.name for path in sorted(folder.glob(f"{PREFIX}*")) if _NAME.fullmatch(path.name)]
+    return [name for name in ours if (folder / name).stat().st_uid == os.geteuid() and not holder_alive(folder, name)]
+
+
 def _remove_if_stale(path: Path) -> bool:
     """A fence file is stale when its segment is gone; segments sort before their fence files, so one pass
     takes both."""

@@ -23,8 +23,14 @@ class _Choice(msgspec.Struct):
     token_ids: list[int] | None = None
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
 class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
 
 
 class _Event(msgspec.Struct):
@@ -145,6 +151,9 @@ def _note(seen: Measurement, moment: float, event: _Event, dialect: Dialect) -> 
         seen.error = "error event"
     if event.usage is not None:
         seen.usage_tokens = event.usage.completion_tokens
+        if event.usage.prompt_tokens_details is not None:
+            seen.prompt_tokens = event.usage.prompt_tokens
+            seen.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
     if event.choices:
         choice = event.choices[0]
         tokens = len(choice.token_ids or ()) if dialect.return_token_ids else bool(choice.text)

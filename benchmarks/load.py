@@ -1,4 +1,4 @@
-"""Sends a plan to an endpoint, in a closed loop or as a Poisson process, bounded in count and in time."""
+"""Sends a plan to an endpoint, in a closed loop, as a Poisson process or as recorded, bounded in count and in time."""
 
 import asyncio
 import time
@@ -6,9 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.completions import Client
 from benchmarks.measurement import Measurement
-from benchmarks.schedule import Closed, Load, Planned
+from benchmarks.schedule import Closed, Planned, Poisson
+from benchmarks.traces import Replay
 
 UNFINISHED = "unfinished"
+
+Load = Closed | Poisson | Replay
 
 
 async def drive(client: Client, load: Load, plan: Sequence[Planned], seconds: float) -> list[Measurement]:

@@ -18,6 +18,8 @@ class Measurement:
     ended: float = 0.0
     usage_tokens: int | None = None  # completion tokens as the endpoint counts them
     error: str = ""  # "" for a request that ended well
+    prompt_tokens: int = 0  # as the endpoint counts them, if it tells how many of them were cached
+    cached_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -58,6 +60,7 @@ class CellResult:
     tokens_per_second: float
     requests_per_second: float
     goodput: float  # good requests per second
+    cached_share: float | None  # of the prompt tokens, by the endpoint's word; None if it says nothing
 
 
 def evaluate(name: str, measurements: Sequence[Measurement], slo: Slo) -> CellResult:
@@ -72,6 +75,7 @@ def evaluate(name: str, measurements: Sequence[Measurement], slo: Slo) -> CellRe
         (one.due for one in measurements), default=0.0
     )
     per_second = 1 / seconds if seconds > 0 else 0.0
+    prompt_tokens = sum(one.prompt_tokens for one in well)
     good = sum(slo.met(one.ttft, one.tpot) for one in well)
     return CellResult(
         name=name,
@@ -87,4 +91,5 @@ def evaluate(name: str, measurements: Sequence[Measurement], slo: Slo) -> CellRe
         tokens_per_second=sum(one.tokens for one in well) * per_second,
         requests_per_second=len(well) * per_second,
         goodput=good * per_second,
+        cached_share=sum(one.cached_tokens for one in well) / prompt_tokens if prompt_tokens else None,
     )

@@ -1,4 +1,4 @@
-"""Small seeded random models as Hugging Face folders: what the benchmarks and the demo serve."""
+"""Small seeded random models as Hugging Face folders: what the benchmarks serve."""
 
 import argparse
 import asyncio

@@ -1,5 +1,6 @@
 """What a load generator will send, and when: drawn before the run begins, from a seed. Pure."""
 
+import functools
 import math
 import random
 from collections.abc import Iterator
@@ -81,20 +82,31 @@ class Poisson:
         return f"r{self.rate:g}"
 
 
-Load = Closed | Poisson
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A prompt made of blocks of `tokens` tokens: equal ids are equal blocks, different ids differ within their first
+    tokens. `most` is the highest id of the run."""
+
+    salt: str
+    blocks: tuple[int, ...]
+    tokens: int
+    most: int
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One request to send, `at` seconds after the start (always 0 in a closed loop)."""
+    """One request to send, `at` seconds after the start (always 0 in a closed loop). Its prompt is drawn from `salt`
+    and `seed`, or is what `shared` says."""
 
     at: float
     prompt_tokens: int
     output_tokens: int
-    seed: int  # of its prompt
+    seed: int
+    shared: Shared | None = None
+    salt: str = ""
 
 
-def plan(load: Load, prompt: Lengths, output: Lengths, count: int, seed: str) -> list[Planned]:
+def plan(load: Closed | Poisson, prompt: Lengths, output: Lengths, count: int, seed: str) -> list[Planned]:
     """`count` requests. The same seed gives the same plan; every request has a prompt of its own."""
     source = random.Random(seed)
     times = arrivals(load.rate, source) if isinstance(load, Poisson) else iter(lambda: 0.0, None)
@@ -113,13 +125,42 @@ def arrivals(rate: float, source: random.Random) -> Iterator[float]:
 
 
 def token_prompt(request: Planned, vocabulary: int) -> list[int]:
-    """Random token ids. Low ids are left out: special tokens tend to live there."""
-    source = random.Random(request.seed)
-    lowest = min(16, vocabulary // 2)
-    return [source.randrange(lowest, vocabulary) for _ in range(request.prompt_tokens)]
+    """Random token ids. Low ids are left out: special tokens tend to live there. Raises ValueError for shared blocks
+    that are too short to tell themselves apart."""
+    ids = range(min(16, vocabulary // 2), vocabulary)
+    if request.shared is None:
+        return _source(request).choices(ids, k=request.prompt_tokens)
+    shared = request.shared
+    found = [token for block in shared.blocks for token in _block(shared.salt, block, shared.tokens, shared.most, ids)]
+    return found[: request.prompt_tokens]
+
+
+@functools.lru_cache(maxsize=8192)
+def _block(salt: str, block: int, tokens: int, most: int, ids: range) -> tuple[int, ...]:
+    """The block's id in the digits that there are, then noise."""
+    digits: list[int] = []
+    while most > 0 or not digits:
+        digits.append(ids[block % len(ids)])
+        block, most = block // len(ids), most // len(ids)
+    if len(digits) > tokens:
+        raise ValueError(
+            f"a block of {tokens} tokens cannot hold its id, which needs {len(digits)}: scale lengths less"
+        )
+    noise = random.Random(f"{salt}/{digits}").choices(ids, k=tokens - len(digits))
+    return (*digits, *noise)
+
+
+def _source(request: Planned) -> random.Random:
+    return random.Random(f"{request.salt}/{request.seed}" if request.salt else request.seed)
 
 
 def text_prompt(request: Planned) -> str:
     """Random words, about one token each, for a server that takes no token ids."""
-    source = random.Random(request.seed)
-    return " ".join(source.choice(_WORDS) for _ in range(request.prompt_tokens))
+    if request.shared is None:
+        return " ".join(_source(request).choices(_WORDS, k=request.prompt_tokens))
+    shared = request.shared
+    words: list[str] = []
+    for block in shared.blocks:
+        noise = random.Random(f"{shared.salt}/{block}")
+        words += [f"part-{block}", *noise.choices(_WORDS, k=shared.tokens - 1)]
+    return " ".join(words[: request.prompt_tokens])

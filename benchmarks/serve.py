@@ -1,8 +1,9 @@
 """`serve`: latency and throughput of any OpenAI-compatible endpoint, cell by cell.
 
-A cell is one load (a closed loop of N clients, or Poisson arrivals) over drawn lengths. Every cell sends prompts that
-were never sent before, so that no cache answers for the model. TTFT, TPOT and ITL are client-side; under Poisson load
-they count from the moment when a request was due.
+A cell is one load (a closed loop of N clients, or Poisson arrivals) over drawn lengths, or a recorded trace. Every cell
+sends prompts that were never sent before, so that no cache answers for the model; the prompts of a trace share among
+themselves exactly the prefixes that the trace says. TTFT, TPOT and ITL are client-side; unless the loop is closed they
+count from the moment when a request was due. A sweep is closed loops of growing concurrency, and a picture.
 """
 
 import argparse
@@ -11,15 +12,17 @@ import contextlib
 import os
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from baton.config import read_secret
-from benchmarks import schedule
+from benchmarks import schedule, sweep, traces
 from benchmarks.completions import Client
 from benchmarks.http_stream import HttpError, parse_url
-from benchmarks.load import drive
+from benchmarks.load import Load, drive
 from benchmarks.local_cluster import local_cluster
 from benchmarks.measurement import CellResult, evaluate
 from benchmarks.models import DEMO
@@ -29,6 +32,13 @@ from benchmarks.slo import Slo, parse_slo
 
 HELP = "latency, throughput and goodput of any OpenAI-compatible endpoint"
 _WARM_UP = 2  # requests before the first cell
+_WAVES = 4  # requests of each client in a cell of a sweep, at least
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    load: Load
+    plan: Sequence[schedule.Planned]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,33 +54,94 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds of a request at most (default 60)")
     parser.add_argument("--slo", default="ttft=500ms,tpot=50ms", help="what counts as good")
     parser.add_argument("--vocabulary", type=int, default=1000, help="random prompts use ids below this (default 1000)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="replay it: Mooncake's JSON lines, or Azure's CSV")
+    parser.add_argument("--speed", type=float, default=1.0, help="times as fast as the trace (default 1)")
+    parser.add_argument("--limit", type=int, default=0, help="first requests of the trace (default 0: all)")
+    parser.add_argument("--scale-lengths", type=float, default=1.0, help="times as long as in the trace (default 1)")
+    parser.add_argument("--sweep", default="", metavar="1,2,4,...", help="closed loops, plotted on one picture")
+    parser.add_argument("--plot", type=Path, default=Path("sweep.svg"), help="picture of the sweep, .svg or .png")
+    parser.add_argument("--ttft-slo", default="", metavar="500ms", help="print the ceiling with p90 TTFT within it")
     parser.add_argument("--seed", default="", help="fixes lengths, arrivals and prompts; fresh by default")
 
 
 async def run(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
     """Raises ValueError for options that make no sense or an endpoint that cannot be used."""
-    loads = parse_loads(options.concurrency, options.rate)
-    prompt, output = schedule.parse_lengths(options.prompt), schedule.parse_lengths(options.output)
     slo = parse_slo(options.slo)
+    bound = parse_slo(f"ttft={options.ttft_slo}").ttft if options.ttft_slo else None
     seed = options.seed or secrets.token_hex(8)
+    if options.sweep:
+        sweep.check_plot(options.plot)
+    cells = plan_cells(options, seed)
     console.print(f"seed {seed}")
+    if options.trace:
+        tell_trace(console, cells[0])
     rows: list[Row] = []
     results: list[CellResult] = []
     async with _endpoint(options.url, console) as url:
         client = await _client(options, url)
         console.print(f"{url}: {client.dialect}")
-        for load in loads:
-            plan = schedule.plan(load, prompt, output, options.requests, f"{seed}/{load}")
-            seen = await drive(client, load, plan, options.seconds)
-            results.append(evaluate(str(load), seen, slo))
+        for cell in cells:
+            seen = await drive(client, cell.load, cell.plan, options.seconds)
+            results.append(evaluate(str(cell.load), seen, slo))
             rows += to_rows(results[-1], slo, command)
     console.print(table(results))
+    if options.sweep:
+        rows += _sweep_rows(options, cells, results, bound, console, command)
     return rows
 
 
-def parse_loads(concurrency: str, rate: str) -> list[schedule.Load]:
+def plan_cells(options: argparse.Namespace, seed: str) -> list[Cell]:
+    """What is sent in each cell. Raises ValueError."""
+    if options.trace:
+        if options.sweep:
+            raise ValueError("--trace and --sweep exclude each other: a trace has a load of its own")
+        recorded = traces.read(options.trace, options.limit)
+        plan = traces.to_plan(recorded, seed, options.speed, options.scale_lengths)
+        return [Cell(traces.Replay(options.trace.stem, options.speed), plan)]
+    prompt, output = schedule.parse_lengths(options.prompt), schedule.parse_lengths(options.output)
+    cells = []
+    for load in parse_loads(options.sweep or options.concurrency, "" if options.sweep else options.rate):
+        least = _WAVES * load.concurrency if options.sweep and isinstance(load, schedule.Closed) else 0
+        count = max(options.requests, least)
+        cells.append(Cell(load, schedule.plan(load, prompt, output, count, f"{seed}/{load}")))
+    return cells
+
+
+def tell_trace(console: Console, cell: Cell) -> None:
+    prompt = sum(one.prompt_tokens for one in cell.plan)
+    output = sum(one.output_tokens for one in cell.plan)
+    console.print(
+        f"trace: {len(cell.plan)} requests in {cell.plan[-1].at:.1f} s, {prompt} prompt tokens "
+        f"({traces.repeated_share(cell.plan):.0%} in blocks sent before), {output} output tokens"
+    )
+
+
+def _sweep_rows(
+    options: argparse.Namespace,
+    cells: Sequence[Cell],
+    results: Sequence[CellResult],
+    bound: float | None,
+    console: Console,
+    command: str,
+) -> list[Row]:
+    """Draw the sweep; with a bound, print the ceiling and return it as a figure."""
+    loads = [cell.load.concurrency for cell in cells if isinstance(cell.load, schedule.Closed)]
+    points = [sweep.Point(load, result) for load, result in zip(loads, results, strict=True)]
+    sweep.plot(points, bound, options.plot, f"prompt {options.prompt}, output {options.output} tokens")
+    console.print(f"picture: {options.plot}")
+    if bound is None:
+        return []
+    console.print(sweep.describe(points, bound))
+    best = sweep.ceiling(points, bound)
+    value = best.result.tokens_per_second if best else 0.0
+    return [row("serve/sweep/ceiling", value, "tokens/s", command)]
+
+
+def parse_loads(concurrency: str, rate: str) -> list[schedule.Closed | schedule.Poisson]:
     """Raises ValueError."""
-    loads: list[schedule.Load] = [schedule.Closed(int(word)) for word in concurrency.split(",") if word]
+    loads: list[schedule.Closed | schedule.Poisson] = [
+        schedule.Closed(int(word)) for word in concurrency.split(",") if word
+    ]
     loads += [schedule.Poisson(float(word)) for word in rate.split(",") if word]
     if not loads:
         raise ValueError("there is nothing to do: give --concurrency or --rate")
@@ -114,6 +185,8 @@ def to_rows(result: CellResult, slo: Slo, command: str) -> list[Row]:
     rate, name = result.requests_per_second, f"serve/{result.name}"
     rows.append(row(f"{name}/tokens", result.tokens_per_second, "tokens/s", command))
     rows.append(row(f"{name}/goodput", result.goodput, "requests/s", command, rate))
+    if result.cached_share is not None:
+        rows.append(row(f"{name}/cached", result.cached_share, "of prompt tokens", command))
     rows.append(row(f"{name}/errors", float(sum(result.errors.values())), "requests", command))
     rows.append(row(f"{name}/miscounted", float(result.miscounted), "requests", command))
     return rows
@@ -121,7 +194,19 @@ def to_rows(result: CellResult, slo: Slo, command: str) -> list[Row]:
 
 def table(results: Sequence[CellResult]) -> Table:
     shown = Table(title="milliseconds: p50 / p90 / p99 / max", title_justify="left", box=None, header_style="bold")
-    for heading in ("load", "sent", "good", "errors", "TTFT", "TPOT", "ITL", "tokens/s", "requests/s", "goodput"):
+    for heading in (
+        "load",
+        "sent",
+        "good",
+        "errors",
+        "TTFT",
+        "TPOT",
+        "ITL",
+        "tokens/s",
+        "requests/s",
+        "goodput",
+        "cached",
+    ):
         shown.add_column(heading, justify="left" if heading in ("load", "errors") else "right", no_wrap=True)
     for one in results:
         errors = ", ".join(f"{count} {kind}" for kind, count in sorted(one.errors.items())) or "-"
@@ -136,6 +221,7 @@ def table(results: Sequence[CellResult]) -> Table:
             f"{one.tokens_per_second:.1f}",
             f"{one.requests_per_second:.2f}",
             f"{one.goodput:.2f}",
+            "-" if one.cached_share is None else f"{one.cached_share:.0%}",
         )
     return shown
 

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+import msgspec
 from fastapi import FastAPI
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
@@ -9,34 +10,48 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from baton.errors import BatonError, NotAvailable, Unavailable
-from baton.pb.cluster_pb2 import LedgerResponse, StatusResponse
+from baton.errors import BatonError, InvalidRequest, NotAvailable, Unavailable
+from baton.pb.cluster_pb2 import DrainResponse, ExplainResponse, LedgerResponse, StatusResponse
 from coordinator.auth import AdminGate
 from coordinator.http import errors
 from coordinator.http.boundary import Boundary, authorization
+from coordinator.http.connection import read_body
 from coordinator.readiness import Readiness
 from coordinator.refusals import Refusals
 
 NOT_YET = (
     ("/", "GET"),
-    ("/admin/explain/{request_id}", "GET"),
     ("/admin/ratio", "GET"),
     ("/admin/ratio", "POST"),
-    ("/admin/drain", "POST"),
 )
+BODY_TIMEOUT = 10.0  # seconds
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ClusterView(Protocol):
-    """What this port shows of the brain."""
+    """What this port shows of the whole, and may change."""
 
     def status(self) -> StatusResponse: ...
 
     async def ledger(self) -> LedgerResponse: ...
 
+    def explain(self, request: str) -> ExplainResponse: ...
+
+    def drain(self, name: str, timeout: float | None) -> DrainResponse: ...
+
+    def undrain(self, name: str) -> DrainResponse: ...
+
     def metrics(self) -> bytes:
         """In Prometheus' text format."""
         ...
+
+
+class _Drain(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /admin/drain. `timeout` in seconds."""
+
+    node: str
+    undrain: bool = False
+    timeout: float | None = None
 
 
 def build(cluster: ClusterView, readiness: Readiness, admin_token: str, refusals: Refusals) -> FastAPI:
@@ -51,6 +66,7 @@ def build(cluster: ClusterView, readiness: Readiness, admin_token: str, refusals
     app.add_exception_handler(HTTPException, errors.on_http_exception)
     _add_probes(app, readiness)
     _add_views(app, cluster)
+    _add_drain(app, cluster)
     for path, method in NOT_YET:
         app.add_api_route(path, _not_yet, methods=[method])
     return app
@@ -80,9 +96,25 @@ def _add_views(app: FastAPI, cluster: ClusterView) -> None:
     async def ledger() -> Response:
         return _json(await cluster.ledger())
 
+    async def explain(request_id: str) -> Response:
+        return _json(cluster.explain(request_id))
+
+    app.add_api_route("/admin/explain/{request_id}", explain, methods=["GET"])
     app.add_api_route("/metrics", metrics, methods=["GET"])
     app.add_api_route("/admin/status", status, methods=["GET"])
     app.add_api_route("/admin/ledger", ledger, methods=["GET"])
+
+
+def _add_drain(app: FastAPI, cluster: ClusterView) -> None:
+    async def drain(request: Request) -> Response:
+        try:
+            wanted = msgspec.json.decode(await read_body(request, BODY_TIMEOUT), type=_Drain)
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f"the body is not {{node, undrain, timeout}}: {error}") from None
+        done = cluster.undrain(wanted.node) if wanted.undrain else cluster.drain(wanted.node, wanted.timeout)
+        return _json(done)
+
+    app.add_api_route("/admin/drain", drain, methods=["POST"])
 
 
 async def _not_yet(request: Request) -> Response:

@@ -4,10 +4,10 @@ opposite one: cluster port, front doors, warm-up; then refuse, let requests end,
 import asyncio
 import json
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import grpc.aio
-from prometheus_client import generate_latest
 
 from baton import link_codec, log
 from baton.config import Config, model_name
@@ -15,7 +15,6 @@ from baton.errors import ConfigError
 from baton.generation_defaults import GenerationDefaults, load_generation_defaults
 from baton.limits import LINK_OPTIONS
 from baton.pb import cluster_pb2_grpc
-from baton.pb.cluster_pb2 import LedgerResponse, StatusResponse
 from coordinator import admin, tokenizer_files
 from coordinator.auth import check_exposure
 from coordinator.cluster_service import ClusterService
@@ -61,15 +60,19 @@ class Coordinator:
             defaults=_defaults(config),
         )
         clients = app.build(intake, self._readiness, config.api_key)
-        operators = admin.build(self, self._readiness, config.admin_token, refusals)
-        self._http = Listener(clients, bind(config.host, config.port, "--port"))
-        self._admin = Listener(operators, bind(config.admin_host, config.admin_port, "--admin-port"))
-        self._grpc = GrpcPort(intake, self._readiness, config.api_key)
-        cluster_pb2_grpc.add_ClusterServicer_to_server(self._cluster, self._grpc.server)
-        self._grpc.bind(config.host, config.grpc_port)
-        self._nodes = grpc.aio.server(options=(*LINK_OPTIONS, ("grpc.so_reuseport", 0)))
-        link_codec.add_to(self._nodes, NodeLink(config, self._dispatcher, self._ledgers).Attach)
-        self._node_port = bind_grpc(self._nodes, config.cluster_host, config.cluster_port, "--cluster-port")
+        operators = admin.build(self._cluster, self._readiness, config.admin_token, refusals)
+        with ExitStack() as bound:
+            http = bound.enter_context(bind(config.host, config.port, "--port"))
+            self._http = Listener(clients, http)
+            admin_port = bound.enter_context(bind(config.admin_host, config.admin_port, "--admin-port"))
+            self._admin = Listener(operators, admin_port)
+            self._grpc = GrpcPort(intake, self._readiness, config.api_key)
+            cluster_pb2_grpc.add_ClusterServicer_to_server(self._cluster, self._grpc.server)
+            self._grpc.bind(config.host, config.grpc_port)
+            self._nodes = grpc.aio.server(options=(*LINK_OPTIONS, ("grpc.so_reuseport", 0)))
+            link_codec.add_to(self._nodes, NodeLink(config, self._dispatcher, self._ledgers).Attach)
+            self._node_port = bind_grpc(self._nodes, config.cluster_host, config.cluster_port, "--cluster-port")
+            bound.pop_all()  # every port is ours
 
     async def run(self, stop: asyncio.Event) -> None:
         """Raises ConfigError for a tokenizer that cannot be used."""
@@ -87,6 +90,7 @@ class Coordinator:
                 self._http.stop()
                 self._admin.stop()
         finally:
+            self._cluster.close()
             await self._grpc.stop(_GRACE)
             self._dispatcher.close()
             await self._nodes.stop(_GRACE)
@@ -117,17 +121,6 @@ class Coordinator:
             draft.write_text(json.dumps(where | {"pid": os.getpid()}))
             draft.replace(self._state_file)
         _log.info("listening", pid=os.getpid(), **where)
-
-    # what the admin port shows
-
-    def status(self) -> StatusResponse:
-        return self._cluster.status()
-
-    async def ledger(self) -> LedgerResponse:
-        return await self._ledgers.collect()
-
-    def metrics(self) -> bytes:
-        return generate_latest(self._metrics.registry)
 
 
 async def coordinate(config: Config, stop: asyncio.Event) -> None:

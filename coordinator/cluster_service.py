@@ -1,17 +1,27 @@
-"""baton.v1.Cluster: what operators ask."""
+"""baton.v1.Cluster: what operators ask, here and on the admin port."""
 
-from baton.config import Config, model_name
+import importlib.metadata
+import math
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+
+from prometheus_client import generate_latest
+
+from baton.config import MAX_SECONDS, Config, model_name
 from baton.errors import BatonError, InvalidRequest, NotAvailable
 from baton.failpoints import FAILPOINTS, Failpoints
 from baton.pb import cluster_pb2 as pb
 from baton.pb import cluster_pb2_grpc
+from baton.types import NodeName, RequestId
 from coordinator.auth import AdminGate
+from coordinator.core.drains import Service
 from coordinator.core.registry import Node
 from coordinator.dispatcher import Dispatcher
 from coordinator.grpc_terms import Context, require_admin, told
 from coordinator.ledgers import Ledgers
 from coordinator.metrics import Metrics
 from coordinator.warmup import Readiness
+from coordinator.watchers import Watchers
 
 COORDINATOR = "coordinator"  # its name among the nodes, for failpoints
 
@@ -26,16 +36,42 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         self._readiness = readiness
         self._metrics = metrics
         self._gate = AdminGate(config.admin_token)
+        self._watchers = Watchers(self.status)
+        dispatcher.on_change.append(self._watchers.changed)
+        dispatcher.on_end.append(lambda _: self._watchers.changed())
 
     async def Status(self, _: pb.StatusRequest, context: Context) -> pb.StatusResponse:
         async with told(context):
             require_admin(context, self._gate)
             return self.status()
 
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.StatusResponse]:
+        async with told(context):
+            require_admin(context, self._gate)
+            async with aclosing(self._watchers.watch(request.interval_seconds)) as answers:
+                async for answer in answers:
+                    yield answer
+
+    async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
+        async with told(context):
+            require_admin(context, self._gate)
+            return self.explain(request.request_id)
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        async with told(context):
+            require_admin(context, self._gate)
+            timeout = request.timeout_seconds if request.HasField("timeout_seconds") else None
+            return self.drain(request.node, timeout)
+
+    async def Undrain(self, request: pb.UndrainRequest, context: Context) -> pb.DrainResponse:
+        async with told(context):
+            require_admin(context, self._gate)
+            return self.undrain(request.node)
+
     async def Ledger(self, _: pb.LedgerRequest, context: Context) -> pb.LedgerResponse:
         async with told(context):
             require_admin(context, self._gate)
-            return await self._ledgers.collect()
+            return await self.ledger()
 
     async def ArmFailpoints(self, request: pb.ArmFailpointsRequest, context: Context) -> pb.ArmFailpointsResponse:
         async with told(context):
@@ -55,6 +91,47 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             running=brain.running,
             nodes=[self._node_status(node) for node in nodes],
             counters=self._metrics.counters(),
+            clock_seconds=self._dispatcher.clock(),
+            latency=self._metrics.latency(),
+            version=version(),
+        )
+
+    async def ledger(self) -> pb.LedgerResponse:
+        return await self._ledgers.collect()
+
+    def metrics(self) -> bytes:
+        return generate_latest(self._metrics.registry)
+
+    def explain(self, request: str) -> pb.ExplainResponse:
+        """Raises NotFound."""
+        return self._dispatcher.explain(RequestId(request))
+
+    def drain(self, name: str, timeout: float | None) -> pb.DrainResponse:
+        """Returns at once; see `Brain.drain_node`. Raises NotFound, InvalidRequest."""
+        if timeout is not None and not (math.isfinite(timeout) and 0 <= timeout <= MAX_SECONDS):
+            raise InvalidRequest(f"timeout_seconds is {timeout:g}: it must be 0 to {MAX_SECONDS:g}", param="timeout")
+        self._dispatcher.drain_node(NodeName(name), timeout)
+        return self._drain_response(name)
+
+    def undrain(self, name: str) -> pb.DrainResponse:
+        """Raises NotFound."""
+        self._dispatcher.undrain_node(NodeName(name))
+        return self._drain_response(name)
+
+    def close(self) -> None:
+        """Watches end."""
+        self._watchers.close()
+
+    def _drain_response(self, name: str) -> pb.DrainResponse:
+        """A name that was drained may belong to no node at this moment."""
+        brain = self._dispatcher.brain
+        node = brain.registry.called(NodeName(name))
+        missing = brain.missing()
+        return pb.DrainResponse(
+            node=name,
+            service=brain.service(node).value if node else Service.IN.value,
+            placed=brain.placed_on(node.incarnation) if node else 0,
+            warning=f"{missing}: requests wait, and new ones get 503, until one serves" if missing else "",
         )
 
     def arm(self, prefix: str, spec: str) -> int:
@@ -74,7 +151,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         return len(nodes) + COORDINATOR.startswith(prefix)
 
     def _node_status(self, node: Node) -> pb.NodeStatus:
-        now, info = self._dispatcher.clock(), node.info
+        brain, now, info = self._dispatcher.brain, self._dispatcher.clock(), node.info
+        until = brain.registry.drains.until(info.name)
         return pb.NodeStatus(
             name=info.name,
             incarnation=node.incarnation,
@@ -84,6 +162,16 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             pid=info.pid,
             joined_seconds_ago=now - node.joined_at,
             heard_seconds_ago=now - node.heard_at,
-            placed=self._dispatcher.brain.placed_on(node.incarnation),
+            placed=brain.placed_on(node.incarnation),
             stats=node.stats,
+            service=brain.service(node).value,
+            drain_seconds_left=max(0.0, until - now) if until is not None else 0.0,
         )
+
+
+def version() -> str:
+    """Of this installation."""
+    try:
+        return importlib.metadata.version("baton-serve")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+source"

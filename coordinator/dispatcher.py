@@ -13,8 +13,8 @@ from baton.clock import Clock, steady
 from baton.config import Config
 from baton.errors import BatonError, Cancelled, Draining, Rejected, SlowReader
 from baton.limits import ModelBounds
-from baton.pb.cluster_pb2 import CoordinatorMessage
-from baton.types import Incarnation, Request, RequestId, mint_id
+from baton.pb.cluster_pb2 import CoordinatorMessage, ExplainResponse
+from baton.types import Incarnation, NodeName, Request, RequestId, mint_id
 from coordinator.core.brain import Arrival, Brain
 from coordinator.core.counters import CLASS
 from coordinator.core.identity import JoinInfo
@@ -61,7 +61,7 @@ class Dispatcher:
 
     def __init__(self, config: Config, clock: Clock = steady) -> None:
         mode = config.mode if config.prefill else "colocated"
-        settings = Settings(mode, config.max_queue, config.max_attempts, config.stall)
+        settings = Settings(mode, config.max_queue, config.max_attempts, config.stall, config.explain_keep)
         self._config = config
         self.brain = Brain(Registry(config.silence, config.stall), LeastLoaded(), settings)
         self.clock = clock
@@ -119,6 +119,24 @@ class Dispatcher:
             error = Draining(f"the cluster has stopped: {patience:g} s had passed (--drain-timeout)")
             for request in self.brain.active():
                 self._cancel(request, error)
+
+    # for operators
+
+    def explain(self, request: RequestId) -> ExplainResponse:
+        """Raises NotFound."""
+        return self.brain.explain(request, self.clock())
+
+    def drain_node(self, name: NodeName, timeout: float | None) -> None:
+        """See `Brain.drain_node`."""
+        self._carry_out(self.brain.drain_node(name, timeout, self.clock()))
+        _log.info("node drained", node=name, timeout=timeout)
+        self._changed()
+
+    def undrain_node(self, name: NodeName) -> None:
+        """See `Brain.undrain_node`."""
+        self._carry_out(self.brain.undrain_node(name, self.clock()))
+        _log.info("node back in service", node=name)
+        self._changed()
 
     def close(self) -> None:
         """Give up every node; nothing runs any more."""

@@ -9,11 +9,12 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from baton.pb.cluster_pb2 import NodeStats
+from baton.pb.cluster_pb2 import Latency, NodeStats
 from baton.types import Role
 from coordinator.core.brain import Brain
 from coordinator.core.counters import CLASS, INTERNAL
 from coordinator.core.messages import End
+from coordinator.core.recent import Recent
 from coordinator.dispatcher import Dispatcher
 
 STAGES = ("queue", "reserve", "prefill", "transfer", "first_token")
@@ -50,6 +51,8 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self._recent = Recent()
+        self._clock = dispatcher.clock
         self._collector = BrainCollector(dispatcher.brain)
         self.registry.register(self._collector)
         dispatcher.on_end.append(self.observe)
@@ -59,12 +62,18 @@ class Metrics:
         if end.ttft is None:
             return
         label = INTERNAL if end.internal else CLASS
+        tpot = (end.timeline.total - end.ttft) / (end.tokens - 1) if end.tokens > 1 else None
         self._ttft.labels(label).observe(end.ttft)
-        if end.tokens > 1:
-            self._tpot.labels(label).observe((end.timeline.total - end.ttft) / (end.tokens - 1))
+        if tpot is not None:
+            self._tpot.labels(label).observe(tpot)
         if not end.internal:
+            self._recent.add(self._clock(), end.ttft, tpot)
             for stage in STAGES:
                 self._stage.labels(stage).observe(getattr(end.timeline, stage))
+
+    def latency(self) -> Latency:
+        """Of the last requests of clients."""
+        return self._recent.latency(self._clock())
 
     def counters(self) -> dict[str, float]:
         """The coordinator's own counters, as `name{label="value"}`."""

@@ -24,9 +24,8 @@ from baton.config import Config
 from baton.errors import BatonError
 from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
 
-PROMPT = "The baton passes from one runner to the next while both are at full speed, and nobody waits for anybody. "
-REPEATS = 12  # of the prompt, so that there is a cache worth handing over
-MAX_TOKENS = 48
+PROMPT = 'def read_lines(path):\n    """Read'  # the bundled model goes on to a whole function, and ends by itself
+MAX_TOKENS = 120
 START_TIMEOUT = 120.0  # seconds
 
 
@@ -63,10 +62,9 @@ async def demonstrate(console: Console, model: Path, folder: Path, began: float)
 
 async def answer(console: Console, cluster: Supervisor) -> tuple[float, common_pb2.Timeline]:
     """Stream one answer to the terminal. Returns the moment of its first token, and its timeline."""
-    request = generation_pb2.GenerateRequest(
-        text=PROMPT * REPEATS, max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True
-    )
-    console.rule("the answer, token by token")
+    request = generation_pb2.GenerateRequest(text=PROMPT, max_tokens=MAX_TOKENS, temperature=0.0)
+    console.rule("a prompt, and the answer token by token")
+    console.print(PROMPT, style="bold", end="", highlight=False, markup=False, soft_wrap=True)
     first = 0.0
     async with grpc.aio.insecure_channel(cluster.endpoints.grpc) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
@@ -84,7 +82,7 @@ def main() -> int:
     console = Console()
     folder = Path(tempfile.mkdtemp(prefix="baton-demo-"))
     try:
-        model = default_model(console.print)
+        model = default_model()
         asyncio.run(demonstrate(console, model, folder, began))
     except Exception as group:
         error = innermost(group)

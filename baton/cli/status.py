@@ -44,7 +44,7 @@ def _print_table(answer: Any) -> None:
         f"{state}  model {answer.model or '-'}  mode {answer.mode}  queued {answer.queued}  running {answer.running}"
     )
     table = Table(box=None, header_style="bold")
-    for heading in ("node", "role", "pid", "placed", "running", "waiting"):
+    for heading in ("node", "role", "service", "pid", "placed", "running", "waiting"):
         table.add_column(heading, no_wrap=True)
     for heading in ("blocks free", "cached", "in use", "held", "heard ago", "up"):
         table.add_column(heading, justify="right")
@@ -60,6 +60,7 @@ def _row(node: Any) -> list[str]:
     return [
         node.name,
         node.role,
+        node.service or "in",
         *(str(number) for number in numbers),
         f"{stats.blocks_free}/{stats.blocks_total}",
         str(stats.blocks_cached),

@@ -30,7 +30,9 @@ def render(timeline: Timeline) -> RenderableType:
         table.add_row(name.replace("_", " "), f"{seconds * 1e3:.1f}", "█" * width)
     table.add_row("[bold]first token[/]", f"[bold]{timeline.ttft * 1e3:.1f}[/]", "sum of the stages")
     table.add_row("whole request", f"{timeline.total * 1e3:.1f}", "")
-    return Group(table, Text(_where(timeline)), *([Text(_handoff(timeline.handoff))] if timeline.handoff.slabs else []))
+    return Group(
+        table, Text(_where(timeline)), *([Text(handoff_line(timeline.handoff))] if timeline.handoff.slabs else [])
+    )
 
 
 def _where(timeline: Timeline) -> str:
@@ -39,7 +41,7 @@ def _where(timeline: Timeline) -> str:
     return f"prefill: {by}   decode: {timeline.decode_node or 'none'}{tries}"
 
 
-def _handoff(report: HandoffReport) -> str:
+def handoff_line(report: HandoffReport) -> str:
     return (
         f"hand-off: {report.bytes / 1e6:.2f} MB over {report.transport} in {report.slabs} slabs, "
         f"{landed_early(report):.0%} landed before the last layer was computed\n"

@@ -7,14 +7,8 @@ import typer
 from baton.cli.errors import Bad
 
 COMMANDS = {
-    "chat": "An interactive conversation",
-    "top": "Nodes, load, cache and hand-offs, live",
     "ratio": "Show or change the prefill:decode ratio",
-    "drain": "Take a node out of service without losing a request",
-    "undrain": "Put a drained node back into service",
-    "explain": "Where a request's time went",
     "plan": "Recommend a ratio for a workload",
-    "doctor": "Check this machine and configuration",
 }
 
 

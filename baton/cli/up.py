@@ -44,7 +44,7 @@ def up(
     plan.threads_per_node(settings.threads, 1, 1)  # a bad value is told before anything else happens
     config, notes = plan.complete(settings)
     if not config.model and config.engine == "model":
-        config = msgspec.structs.replace(config, model=str(default_model(_note)))
+        config = msgspec.structs.replace(config, model=str(default_model()))
     config = with_local_model(config)
     for note in notes:
         _note(note)

@@ -12,7 +12,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("ready", "reason", "mode", "model", "queued", "running", "nodes", "counters")
+    __slots__ = ("ready", "reason", "mode", "model", "queued", "running", "nodes", "counters", "clock_seconds", "latency", "version")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,9 @@ class StatusResponse(_message.Message):
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    CLOCK_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    LATENCY_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     reason: str
     mode: str
@@ -36,10 +39,35 @@ class StatusResponse(_message.Message):
     running: int
     nodes: _containers.RepeatedCompositeFieldContainer[NodeStatus]
     counters: _containers.ScalarMap[str, float]
-    def __init__(self, ready: _Optional[bool] = ..., reason: _Optional[str] = ..., mode: _Optional[str] = ..., model: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    clock_seconds: float
+    latency: Latency
+    version: str
+    def __init__(self, ready: _Optional[bool] = ..., reason: _Optional[str] = ..., mode: _Optional[str] = ..., model: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., clock_seconds: _Optional[float] = ..., latency: _Optional[_Union[Latency, _Mapping]] = ..., version: _Optional[str] = ...) -> None: ...
+
+class Latency(_message.Message):
+    __slots__ = ("window_seconds", "requests", "ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90")
+    WINDOW_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P50_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P90_FIELD_NUMBER: _ClassVar[int]
+    TPOT_P50_FIELD_NUMBER: _ClassVar[int]
+    TPOT_P90_FIELD_NUMBER: _ClassVar[int]
+    window_seconds: float
+    requests: int
+    ttft_p50: float
+    ttft_p90: float
+    tpot_p50: float
+    tpot_p90: float
+    def __init__(self, window_seconds: _Optional[float] = ..., requests: _Optional[int] = ..., ttft_p50: _Optional[float] = ..., ttft_p90: _Optional[float] = ..., tpot_p50: _Optional[float] = ..., tpot_p90: _Optional[float] = ...) -> None: ...
+
+class WatchRequest(_message.Message):
+    __slots__ = ("interval_seconds",)
+    INTERVAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    interval_seconds: float
+    def __init__(self, interval_seconds: _Optional[float] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("name", "incarnation", "role", "host_id", "address", "pid", "joined_seconds_ago", "heard_seconds_ago", "placed", "stats")
+    __slots__ = ("name", "incarnation", "role", "host_id", "address", "pid", "joined_seconds_ago", "heard_seconds_ago", "placed", "stats", "service", "drain_seconds_left")
     NAME_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +78,8 @@ class NodeStatus(_message.Message):
     HEARD_SECONDS_AGO_FIELD_NUMBER: _ClassVar[int]
     PLACED_FIELD_NUMBER: _ClassVar[int]
     STATS_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
     name: str
     incarnation: str
     role: str
@@ -60,7 +90,145 @@ class NodeStatus(_message.Message):
     heard_seconds_ago: float
     placed: int
     stats: NodeStats
-    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., host_id: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., joined_seconds_ago: _Optional[float] = ..., heard_seconds_ago: _Optional[float] = ..., placed: _Optional[int] = ..., stats: _Optional[_Union[NodeStats, _Mapping]] = ...) -> None: ...
+    service: str
+    drain_seconds_left: float
+    def __init__(self, name: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[str] = ..., host_id: _Optional[str] = ..., address: _Optional[str] = ..., pid: _Optional[int] = ..., joined_seconds_ago: _Optional[float] = ..., heard_seconds_ago: _Optional[float] = ..., placed: _Optional[int] = ..., stats: _Optional[_Union[NodeStats, _Mapping]] = ..., service: _Optional[str] = ..., drain_seconds_left: _Optional[float] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("node", "timeout_seconds")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    timeout_seconds: float
+    def __init__(self, node: _Optional[str] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+
+class UndrainRequest(_message.Message):
+    __slots__ = ("node",)
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    def __init__(self, node: _Optional[str] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("node", "service", "placed", "warning")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_FIELD_NUMBER: _ClassVar[int]
+    PLACED_FIELD_NUMBER: _ClassVar[int]
+    WARNING_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    service: str
+    placed: int
+    warning: str
+    def __init__(self, node: _Optional[str] = ..., service: _Optional[str] = ..., placed: _Optional[int] = ..., warning: _Optional[str] = ...) -> None: ...
+
+class ExplainRequest(_message.Message):
+    __slots__ = ("request_id",)
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+
+class ExplainResponse(_message.Message):
+    __slots__ = ("request_id", "state", "finish_reason", "error", "prompt_tokens", "output_tokens", "max_tokens", "timeline", "decode", "sources", "attempts", "attempts_left_out", "warm_up")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TIMELINE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    SOURCES_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    WARM_UP_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    state: str
+    finish_reason: _common_pb2.FinishReason
+    error: _common_pb2.Error
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int
+    timeline: _common_pb2.Timeline
+    decode: float
+    sources: PromptSources
+    attempts: _containers.RepeatedCompositeFieldContainer[AttemptReport]
+    attempts_left_out: int
+    warm_up: bool
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., timeline: _Optional[_Union[_common_pb2.Timeline, _Mapping]] = ..., decode: _Optional[float] = ..., sources: _Optional[_Union[PromptSources, _Mapping]] = ..., attempts: _Optional[_Iterable[_Union[AttemptReport, _Mapping]]] = ..., attempts_left_out: _Optional[int] = ..., warm_up: _Optional[bool] = ...) -> None: ...
+
+class PromptSources(_message.Message):
+    __slots__ = ("computed_prefill", "computed_decode", "local_cache", "pool", "received")
+    COMPUTED_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_DECODE_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_CACHE_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    computed_prefill: int
+    computed_decode: int
+    local_cache: int
+    pool: int
+    received: int
+    def __init__(self, computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., pool: _Optional[int] = ..., received: _Optional[int] = ...) -> None: ...
+
+class AttemptReport(_message.Message):
+    __slots__ = ("number", "prefill_node", "decode_node", "placed", "reserved", "prefill_ended", "committed", "over", "context_tokens", "ended", "reason", "needed", "free", "computed_prefill", "computed_decode", "local_cache", "received", "handoff", "considered")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
+    PLACED_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_ENDED_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    NEEDED_FIELD_NUMBER: _ClassVar[int]
+    FREE_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_DECODE_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_CACHE_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    CONSIDERED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    prefill_node: str
+    decode_node: str
+    placed: float
+    reserved: float
+    prefill_ended: float
+    committed: float
+    over: float
+    context_tokens: int
+    ended: str
+    reason: str
+    needed: int
+    free: int
+    computed_prefill: int
+    computed_decode: int
+    local_cache: int
+    received: int
+    handoff: _common_pb2.HandoffReport
+    considered: _containers.RepeatedCompositeFieldContainer[Candidate]
+    def __init__(self, number: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., placed: _Optional[float] = ..., reserved: _Optional[float] = ..., prefill_ended: _Optional[float] = ..., committed: _Optional[float] = ..., over: _Optional[float] = ..., context_tokens: _Optional[int] = ..., ended: _Optional[str] = ..., reason: _Optional[str] = ..., needed: _Optional[int] = ..., free: _Optional[int] = ..., computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., received: _Optional[int] = ..., handoff: _Optional[_Union[_common_pb2.HandoffReport, _Mapping]] = ..., considered: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ...) -> None: ...
+
+class Candidate(_message.Message):
+    __slots__ = ("node", "role", "attempts", "uncomputed_tokens", "room", "able", "chosen")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
+    UNCOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ROOM_FIELD_NUMBER: _ClassVar[int]
+    ABLE_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    role: str
+    attempts: int
+    uncomputed_tokens: int
+    room: int
+    able: bool
+    chosen: bool
+    def __init__(self, node: _Optional[str] = ..., role: _Optional[str] = ..., attempts: _Optional[int] = ..., uncomputed_tokens: _Optional[int] = ..., room: _Optional[int] = ..., able: _Optional[bool] = ..., chosen: _Optional[bool] = ...) -> None: ...
 
 class LedgerRequest(_message.Message):
     __slots__ = ()

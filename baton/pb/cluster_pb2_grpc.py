@@ -40,10 +40,30 @@ class ClusterStub:
                 request_serializer=baton_dot_pb_dot_cluster__pb2.StatusRequest.SerializeToString,
                 response_deserializer=baton_dot_pb_dot_cluster__pb2.StatusResponse.FromString,
                 _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/baton.v1.Cluster/Watch',
+                request_serializer=baton_dot_pb_dot_cluster__pb2.WatchRequest.SerializeToString,
+                response_deserializer=baton_dot_pb_dot_cluster__pb2.StatusResponse.FromString,
+                _registered_method=True)
         self.Ledger = channel.unary_unary(
                 '/baton.v1.Cluster/Ledger',
                 request_serializer=baton_dot_pb_dot_cluster__pb2.LedgerRequest.SerializeToString,
                 response_deserializer=baton_dot_pb_dot_cluster__pb2.LedgerResponse.FromString,
+                _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/baton.v1.Cluster/Explain',
+                request_serializer=baton_dot_pb_dot_cluster__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=baton_dot_pb_dot_cluster__pb2.ExplainResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/baton.v1.Cluster/Drain',
+                request_serializer=baton_dot_pb_dot_cluster__pb2.DrainRequest.SerializeToString,
+                response_deserializer=baton_dot_pb_dot_cluster__pb2.DrainResponse.FromString,
+                _registered_method=True)
+        self.Undrain = channel.unary_unary(
+                '/baton.v1.Cluster/Undrain',
+                request_serializer=baton_dot_pb_dot_cluster__pb2.UndrainRequest.SerializeToString,
+                response_deserializer=baton_dot_pb_dot_cluster__pb2.DrainResponse.FromString,
                 _registered_method=True)
         self.ArmFailpoints = channel.unary_unary(
                 '/baton.v1.Cluster/ArmFailpoints',
@@ -62,7 +82,35 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Watch(self, request, context):
+        """Status again and again: at once, then when something has changed, at most every `interval_seconds`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Ledger(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Explain(self, request, context):
+        """Where one request's time went and who was considered for it. NOT_FOUND for one that is not kept (--explain-keep).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Give a node no new work. Answers at once; Watch tells when the node is empty. Draining it again changes the time
+        that it has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Undrain(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -84,10 +132,30 @@ def add_ClusterServicer_to_server(servicer, server):
                     request_deserializer=baton_dot_pb_dot_cluster__pb2.StatusRequest.FromString,
                     response_serializer=baton_dot_pb_dot_cluster__pb2.StatusResponse.SerializeToString,
             ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=baton_dot_pb_dot_cluster__pb2.WatchRequest.FromString,
+                    response_serializer=baton_dot_pb_dot_cluster__pb2.StatusResponse.SerializeToString,
+            ),
             'Ledger': grpc.unary_unary_rpc_method_handler(
                     servicer.Ledger,
                     request_deserializer=baton_dot_pb_dot_cluster__pb2.LedgerRequest.FromString,
                     response_serializer=baton_dot_pb_dot_cluster__pb2.LedgerResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=baton_dot_pb_dot_cluster__pb2.ExplainRequest.FromString,
+                    response_serializer=baton_dot_pb_dot_cluster__pb2.ExplainResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=baton_dot_pb_dot_cluster__pb2.DrainRequest.FromString,
+                    response_serializer=baton_dot_pb_dot_cluster__pb2.DrainResponse.SerializeToString,
+            ),
+            'Undrain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Undrain,
+                    request_deserializer=baton_dot_pb_dot_cluster__pb2.UndrainRequest.FromString,
+                    response_serializer=baton_dot_pb_dot_cluster__pb2.DrainResponse.SerializeToString,
             ),
             'ArmFailpoints': grpc.unary_unary_rpc_method_handler(
                     servicer.ArmFailpoints,
@@ -134,6 +202,33 @@ class Cluster:
             _registered_method=True)
 
     @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/baton.v1.Cluster/Watch',
+            baton_dot_pb_dot_cluster__pb2.WatchRequest.SerializeToString,
+            baton_dot_pb_dot_cluster__pb2.StatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Ledger(request,
             target,
             options=(),
@@ -150,6 +245,87 @@ class Cluster:
             '/baton.v1.Cluster/Ledger',
             baton_dot_pb_dot_cluster__pb2.LedgerRequest.SerializeToString,
             baton_dot_pb_dot_cluster__pb2.LedgerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/Explain',
+            baton_dot_pb_dot_cluster__pb2.ExplainRequest.SerializeToString,
+            baton_dot_pb_dot_cluster__pb2.ExplainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/Drain',
+            baton_dot_pb_dot_cluster__pb2.DrainRequest.SerializeToString,
+            baton_dot_pb_dot_cluster__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Undrain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/Undrain',
+            baton_dot_pb_dot_cluster__pb2.UndrainRequest.SerializeToString,
+            baton_dot_pb_dot_cluster__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

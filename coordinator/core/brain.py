@@ -4,11 +4,25 @@ a simulator is another."""
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.errors import BatonError, Draining, InvalidRequest, NodeGone, Overloaded, Rejected, TooLong, Unavailable
+from baton.errors import (
+    BatonError,
+    Drained,
+    Draining,
+    InvalidRequest,
+    NodeGone,
+    NotFound,
+    Overloaded,
+    Rejected,
+    TooLong,
+    Unavailable,
+)
 from baton.limits import ModelBounds
+from baton.pb.cluster_pb2 import ExplainResponse
 from baton.pb.common_pb2 import Timeline
-from baton.types import FinishReason, Incarnation, Request, RequestId
+from baton.types import FinishReason, Incarnation, NodeName, Request, RequestId
 from coordinator.core.counters import CLASS, INTERNAL, Counters
+from coordinator.core.drains import Service, is_empty
+from coordinator.core.explain import MAX_AGE, explain
 from coordinator.core.identity import JoinInfo
 from coordinator.core.messages import Effect, Lost, NodeInput, PeerGone, Send
 from coordinator.core.placement import Placement
@@ -106,17 +120,35 @@ class Brain:
         """Refuse new requests from now on. Those that are here go on."""
         self._draining = True
 
+    def drain_node(self, name: NodeName, timeout: float | None, now: float) -> list[Effect]:
+        """Give the node no new work. What it still holds after `timeout` seconds (None: however long it takes) is
+        placed again. Raises NotFound."""
+        self.node_called(name)
+        self.registry.drains.begin(name, None if timeout is None else now + timeout)
+        return self.tick(now)
+
+    def undrain_node(self, name: NodeName, now: float) -> list[Effect]:
+        """A no-op for a node that is in service. Raises NotFound for a name that is neither a node's nor drained."""
+        if not self.registry.drains.end(name):
+            self.node_called(name)
+        self._table.placeable = True
+        return self._effects(now)
+
     def tick(self, now: float) -> list[Effect]:
         """Whatever time alone has made due: silent and stuck nodes, deadlines, patience."""
         for node, error in self.registry.expired(now, self._table.loads.busy()):
             self._drop(node, error, now)
+        for name in self.registry.drains.due(now):
+            drained = self.registry.called(name)
+            if drained is not None:
+                self._table.vacate(drained.incarnation, Drained(f"node {name} is being drained"), now)
         for request in self._table.timers.due(now):
             self._table.due(request, now)
         return self._effects(now)
 
     def next_due(self) -> float | None:
         """When `tick` is to be called next if nothing else happens."""
-        times = (self._table.timers.next(), self.registry.next_silence())
+        times = (self._table.timers.next(), self.registry.next_silence(), self.registry.drains.next())
         return min((time for time in times if time is not None), default=None)
 
     # views
@@ -156,8 +188,34 @@ class Brain:
         """Of a request that has ended not long ago."""
         return self._table.ended.get(request)
 
+    def explain(self, request: RequestId, now: float) -> ExplainResponse:
+        """Of a request that is here or has ended not long ago. Raises NotFound."""
+        record = self._table.records.get(request)
+        told = explain(record, now) if record else self._table.explanations.get(request, now)
+        if told is None:
+            raise NotFound(
+                f"there is no request {request[:64]!r}: the last {self._table.explanations.most} that have ended are "
+                f"kept (--explain-keep), for {MAX_AGE / 3600:g} h at most"
+            )
+        return told
+
     def placed_on(self, node: Incarnation) -> int:
         return self._table.loads.attempts(node)
+
+    def node_called(self, name: NodeName) -> Node:
+        """Raises NotFound."""
+        node = self.registry.called(name)
+        if node is None:
+            names = ", ".join(sorted(node.info.name for node in self.registry.nodes.values())) or "none"
+            raise NotFound(f"there is no node {name[:64]!r}: nodes are {names}", param="node")
+        return node
+
+    def service(self, node: Node) -> Service:
+        if node.info.name not in self.registry.drains:
+            return Service.IN
+        loads, incarnation = self._table.loads, node.incarnation
+        empty = is_empty(loads.attempts(incarnation), loads.quiet_reports(incarnation), node.stats)
+        return Service.DRAINED if empty else Service.DRAINING
 
     def missing(self) -> str:
         """What keeps the cluster from serving, "" if nothing does."""

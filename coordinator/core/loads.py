@@ -46,6 +46,7 @@ class NodeLoad:
     freed: int = 0
     closed: _Closed | None = None
     last_serial: int = 0
+    quiet_reports: int = 0  # since work last came or ended
 
 
 class Loads:
@@ -66,6 +67,7 @@ class Loads:
         load = self._nodes[node]
         load.legs[key] = Leg(tokens, blocks, self._serial)
         load.last_serial = self._serial
+        load.quiet_reports = 0
 
     def end(self, node: Incarnation, key: AttemptKey) -> None:
         """The leg is over: ended by the node, or cancelled (the cancel arrives before anything placed after it)."""
@@ -73,6 +75,7 @@ class Loads:
         leg = load.legs.pop(key, None) if load else None
         if load is None or leg is None:
             return
+        load.quiet_reports = 0
         if leg.reported:
             load.freed += leg.blocks
         if load.closed and leg.serial < load.closed.serial:
@@ -88,6 +91,7 @@ class Loads:
         """`room`: blocks free or evictable, by heartbeat."""
         load = self._nodes[node]
         self._set_room(load, room)
+        load.quiet_reports += 1
         if load.closed and room >= load.closed.needed:
             load.closed = None
 
@@ -106,6 +110,15 @@ class Loads:
     def attempts(self, node: Incarnation) -> int:
         load = self._nodes.get(node)
         return len(load.legs) if load else 0
+
+    def placed_on(self, node: Incarnation) -> list[AttemptKey]:
+        """In the order in which they were placed."""
+        load = self._nodes.get(node)
+        return list(load.legs) if load else []
+
+    def quiet_reports(self, node: Incarnation) -> int:
+        """How often the node has reported since work last came to it or ended there."""
+        return self._nodes[node].quiet_reports
 
     def busy(self) -> set[Incarnation]:
         return {node for node, load in self._nodes.items() if load.legs}

@@ -18,8 +18,11 @@ from enum import Enum
 
 from baton.types import AttemptKey, Incarnation, Request, RequestId, TokenEvent, TokenScore
 from coordinator.core.messages import Admitted, PrefillEnded
+from coordinator.core.notes import Notes
 from coordinator.core.sources import Sources
 from coordinator.core.timeline import Marks
+
+MAX_TRIED = 16  # attempts that are remembered: the first half and the last
 
 
 class RequestState(Enum):
@@ -51,6 +54,7 @@ class Attempt:
     key: AttemptKey
     prefill: Incarnation | None
     decode: Incarnation | None
+    notes: Notes
     legs: set[Incarnation] = field(default_factory=set)
     ended: PrefillEnded | None = None
     admitted: Admitted | None = None
@@ -83,6 +87,7 @@ class Record:
     emitted: list[int] = field(default_factory=list)
     attempt: Attempt | None = None
     attempts: int = 0
+    tried: list[Attempt] = field(default_factory=list)
     failures: int = 0
     admit_by: float | None = None
     not_before: float | None = None  # it rests, out of the queue, after attempts that failed one upon the other
@@ -105,6 +110,12 @@ class Record:
     def awaits_scores(self) -> bool:
         """The prompt's scores were asked for and are not complete: nothing may be shown yet."""
         return self.request.sampling.prompt_logprobs is not None and self.prompt_scores is None
+
+    def begin(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        self.tried.append(attempt)
+        if len(self.tried) > MAX_TRIED:
+            del self.tried[MAX_TRIED // 2]
 
     def to(self, state: RequestState) -> None:
         if state not in _NEXT[self.state]:

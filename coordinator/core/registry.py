@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from baton.errors import NodeFailed, NodeGone, Stalled
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import NodeStats
-from baton.types import Incarnation, PeerAddress, Role
+from baton.types import Incarnation, NodeName, PeerAddress, Role
+from coordinator.core.drains import Drains
 from coordinator.core.identity import JoinInfo, identity, require_equal, require_sane
 
 
@@ -36,6 +37,7 @@ class Registry:
 
     def __init__(self, silence: float, stall: float) -> None:
         self.nodes: dict[Incarnation, Node] = {}
+        self.drains = Drains()
         self._silence = silence
         self._stall = stall
         self._bounds: ModelBounds | None = None
@@ -46,7 +48,7 @@ class Registry:
         others = [node for node in self.nodes.values() if node.info.name != info.name]
         if others:
             require_equal(info, identity(others[0].info))
-        return next((node for node in self.nodes.values() if node.info.name == info.name), None)
+        return self.called(info.name)
 
     def add(self, info: JoinInfo, incarnation: Incarnation, now: float) -> Node:
         """Checked before, and what it replaces removed."""
@@ -66,11 +68,22 @@ class Registry:
         return self._bounds
 
     def serving(self, role: Role) -> list[Node]:
-        """Nodes that may be given new work: not leaving, and not seen to stand still."""
+        """Nodes that may be given new work: not leaving, not drained, and not seen to stand still."""
         return [node for node in self.nodes.values() if node.info.role is role and self._may_serve(node)]
 
     def named(self, prefix: str) -> list[Node]:
         return [node for node in self.nodes.values() if node.info.name.startswith(prefix)]
+
+    def called(self, name: NodeName) -> Node | None:
+        return next((node for node in self.nodes.values() if node.info.name == name), None)
+
+    def lacks(self, role: Role) -> str:
+        """Why no node of the role can be given work, "" if one can."""
+        if self.serving(role):
+            return ""
+        of_role = (node for node in self.nodes.values() if node.info.role is role)
+        drained = sorted(node.info.name for node in of_role if self._is_drained(node))
+        return f"there is no {role.value} node" + (f" but drained ones ({', '.join(drained)})" if drained else "")
 
     def expired(self, now: float, busy: Collection[Incarnation]) -> list[tuple[Node, NodeFailed]]:
         """Nodes to give up: silent, or `busy` (attempts are placed there) and without progress."""
@@ -90,7 +103,12 @@ class Registry:
         """When the first node would count as silent if nothing more is heard."""
         return min((node.heard_at + self._silence for node in self.nodes.values()), default=None)
 
+    def _is_drained(self, node: Node) -> bool:
+        return node.info.name in self.drains
+
     def _may_serve(self, node: Node) -> bool:
+        if self._is_drained(node):
+            return False
         if node.stats is None:
             # A fresh process is idle. One that rejoins may have been given up because it stands still: it must speak.
             return not node.leaving and not node.info.rejoining

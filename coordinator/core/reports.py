@@ -65,6 +65,7 @@ class Reports:
         if found is None:
             return
         record, attempt = found
+        attempt.notes.needed, attempt.notes.free = message.needed, message.free
         self._table.close_leg(attempt, sender)
         self._table.loads.refused(sender, message, self._table.demand(record).blocks)
         self._table.replace(record, None, now)
@@ -179,6 +180,7 @@ class Reports:
             self._unexpected()
             return
         attempt.ended = message
+        attempt.notes.prefill_ended = now
         record.marks.mark("prefill_ended", now)
         self._table.loads.heard_of(sender, message.key, computed=True)
         self._table.count_sources(record, attempt)
@@ -196,7 +198,8 @@ class Reports:
             news = not attempt.handed_off
             attempt.handed_off = True
             record.marks.mark("committed", now)
-            record.marks.handoff = report
+            record.marks.handoff = attempt.notes.handoff = report
+            attempt.notes.mark_committed(now)
             if sender in attempt.legs:
                 table.close_leg(attempt, sender)
                 if record.awaits_scores:
@@ -206,6 +209,8 @@ class Reports:
             table.last_progress = now
         else:
             news = record is None and table.ended.add_handoff(key, report)
+            if news:
+                table.explanations.add_handoff(key, report)
         if news:
             table.counters.handoffs["committed", report.transport] += 1
             table.counters.handoff_bytes[report.transport] += report.bytes
@@ -221,6 +226,7 @@ class Reports:
             self._unexpected()
             return
         attempt.admitted = message
+        attempt.notes.mark_committed(now)
         record.marks.mark("committed", now)
         self._table.loads.heard_of(sender, message.key)
         self._table.committed(record, attempt)

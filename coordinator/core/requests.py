@@ -7,10 +7,21 @@ nowhere else; a leg that was placed is closed in `close_leg` and nowhere else (o
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from baton.errors import BatonError, Cancelled, DeadlineExceeded, NodeGone, Preempted, Rejected, Stalled, Unavailable
+from baton.errors import (
+    BatonError,
+    Cancelled,
+    DeadlineExceeded,
+    Drained,
+    NodeGone,
+    Preempted,
+    Rejected,
+    Stalled,
+    Unavailable,
+)
 from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, Role, TokenScore, Work
 from coordinator.core import sources
 from coordinator.core.counters import CLASS, INTERNAL, Counters
+from coordinator.core.explain import Explanations, explain
 from coordinator.core.loads import Loads
 from coordinator.core.messages import (
     Admit,
@@ -26,7 +37,8 @@ from coordinator.core.messages import (
     Send,
     Submit,
 )
-from coordinator.core.placement import Choice, Demand, Placement
+from coordinator.core.notes import REFUSED, SERVED, begin
+from coordinator.core.placement import Choice, Demand, NodeView, Placement
 from coordinator.core.queue import WaitingQueue
 from coordinator.core.record import Attempt, Record, RequestState
 from coordinator.core.registry import Registry
@@ -45,12 +57,14 @@ def rest_after(failures: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`answer_timeout`: seconds in which decode must answer a Submit that has a writer with Reserved or Refused."""
+    """`answer_timeout`: seconds in which decode must answer a Submit that has a writer with Reserved or Refused.
+    `explain_keep`: ended requests that can be explained."""
 
     mode: Literal["disaggregated", "colocated", "auto"]
     max_queue: int
     max_attempts: int
     answer_timeout: float
+    explain_keep: int = 0
 
 
 class RequestTable:
@@ -63,6 +77,7 @@ class RequestTable:
         self.timers = Timers()
         self.counters = Counters()
         self.ended = Ring()
+        self.explanations = Explanations(settings.explain_keep)
         self.out: list[Effect] = []
         self.last_progress = 0.0
         self.placeable = False  # something has changed since placement was last tried
@@ -133,7 +148,7 @@ class RequestTable:
             choice = self._placement.choose(demand, views)
             if choice is not None:
                 self.queue.take(request, now)
-                self._place(record, demand, choice, now)
+                self._place(record, demand, choice, views, now)
                 return True
         return False
 
@@ -152,11 +167,12 @@ class RequestTable:
             holder=record.holder,
         )
 
-    def _place(self, record: Record, demand: Demand, choice: Choice, now: float) -> None:
+    def _place(self, record: Record, demand: Demand, choice: Choice, views: list[NodeView], now: float) -> None:
         record.attempts += 1
         request, prefill, decode = record.request, choice.prefill, choice.decode
         key = AttemptKey(request.id, record.attempts, request.choice)
-        attempt = record.attempt = Attempt(key, prefill, decode)
+        attempt = Attempt(key, prefill, decode, begin(demand, choice, views, self.name, now))
+        record.begin(attempt)
         for node in filter(None, (decode, prefill)):
             attempt.legs.add(node)
             self.loads.place(node, key, demand.tokens, demand.blocks)
@@ -182,6 +198,7 @@ class RequestTable:
     def reserved(self, record: Record, attempt: Attempt, now: float) -> None:
         record.to(RequestState.RESERVED)
         record.marks.mark("reserved", now)
+        attempt.notes.reserved = now
         attempt.answer_by = None
         self.last_progress = now
 
@@ -244,19 +261,20 @@ class RequestTable:
 
     def replace(self, record: Record, error: BatonError | None, now: float) -> None:
         """The one recovery: give up this attempt and put the request, with what it has emitted, at the head of the
-        queue, or let it rest first if it failed before; the client sees nothing. `error` None is a refusal. Refusals
-        and preemptions wait for room and do not count as failures; other errors do, and one that no other attempt can
-        mend ends the request."""
-        waits = error is None or isinstance(error, Preempted)
+        queue, or let it rest first if it failed before; the client sees nothing. `error` None is a refusal. Refusals,
+        preemptions and drains wait for room and do not count as failures; other errors do, and one that no other
+        attempt can mend ends the request."""
+        waits = error is None or isinstance(error, Preempted | Drained)
         record.failures += not waits
         if error is not None and (not error.replaceable or record.failures >= self._settings.max_attempts):
             self.end(record, error, now)
             return
         attempt = record.attempt
         if attempt is not None:
-            blamed = () if error is None else (attempt.prefill, attempt.decode)
+            blamed = () if error is None or isinstance(error, Drained) else (attempt.prefill, attempt.decode)
             record.avoid = frozenset(node for node in blamed if node is not None)
             self._leave_attempt(record, attempt, error or Cancelled("the other node has no room"))
+            attempt.notes.end(now, error.code if error else REFUSED, error.message if error else "no room there")
             self.out.append(Replaced(attempt.key, error.message if error is not None else "refused"))
         record.holder = None
         record.replaced_because = error.code if error is not None else "refused"
@@ -277,6 +295,8 @@ class RequestTable:
         request = record.request.id
         if record.attempt is not None:
             reason = result if isinstance(result, BatonError) else Cancelled("the request has ended")
+            ended = result.code if isinstance(result, BatonError) else SERVED
+            record.attempt.notes.end(now, ended, result.message if isinstance(result, BatonError) else "")
             self._leave_attempt(record, record.attempt, reason)
         del self.records[request]
         self.queue.remove(request)
@@ -294,6 +314,7 @@ class RequestTable:
         else:
             record.to(RequestState.FAILED)
             label, outcome = result.code, result
+        self.explanations.add(explain(record, now, result), now)
         refused = record.admit_by is not None and isinstance(result, Rejected)
         counter = self.counters.rejected if refused else self.counters.requests
         counter[label, INTERNAL if record.internal else CLASS] += 1
@@ -306,6 +327,13 @@ class RequestTable:
             if record is not None and record.attempt is not None and record.attempt.key == key:
                 record.attempt.legs.discard(node)
                 self.replace(record, error if error.replaceable else NodeGone(error.message), now)
+
+    def vacate(self, node: Incarnation, error: BatonError, now: float) -> None:
+        """Everything that has a leg there goes on elsewhere, the oldest first."""
+        for key in reversed(self.loads.placed_on(node)):
+            record = self.records.get(key.request)
+            if record is not None and record.attempt is not None and record.attempt.key == key:
+                self.replace(record, error, now)
 
     def due(self, request: RequestId, now: float) -> None:
         """Time alone has passed for this request."""
@@ -335,9 +363,8 @@ class RequestTable:
 
     def missing(self) -> str:
         """What keeps the cluster from serving, "" if nothing does."""
-        if not self._registry.serving(Role.DECODE):
-            return "there is no decode node"
-        return "" if self.serviceable() else "there is no prefill node"
+        wanted = (Role.DECODE, Role.PREFILL) if self._settings.mode == "disaggregated" else (Role.DECODE,)
+        return next(filter(None, map(self._registry.lacks, wanted)), "")
 
     def _follow(self, record: Record, leader: Record) -> None:
         """Wait, in line, until the leader's prompt is in a decode node's cache. One that asks for the prompt's scores

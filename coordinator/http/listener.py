@@ -66,7 +66,8 @@ class Listener(uvicorn.Server):
         _route_logs()
 
     async def run_until_stopped(self) -> None:
-        await self.serve(sockets=[self._socket])
+        with self._socket:  # also when it is cancelled before it serves
+            await self.serve(sockets=[self._socket])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

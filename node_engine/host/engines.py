@@ -1,6 +1,5 @@
 """Which engine a node runs, and how much memory its cache gets. torch is imported only where a model needs it."""
 
-import math
 import os
 import shutil
 from dataclasses import replace
@@ -8,12 +7,10 @@ from dataclasses import replace
 from baton import log
 from baton.config import Config
 from baton.errors import ConfigError
+from baton.memory_size import parse_memory
 from node_engine.core.step import Engine
 
-_UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _PACED_MODEL_LEN = 8192
-_DEFAULT_MEMORY = 1 << 30
-_DEFAULT_SHARE = 0.1  # of the segment folder's free space
 
 
 def build_engine(config: Config) -> Engine:
@@ -65,17 +62,3 @@ def cache_blocks(config: Config, block_bytes: int) -> int:
         raise ConfigError(f"kv_memory {config.kv_memory!r} holds {blocks} blocks of {block_bytes} bytes: give it more")
     log.get("engine").info("cache sized", bytes=memory, blocks=blocks)
     return blocks
-
-
-def parse_memory(text: str, free: int) -> int:
-    """`4GiB`, `512MiB`, a plain number of bytes, a share of `free` bytes such as 0.5, or auto."""
-    if text == "auto":
-        return min(_DEFAULT_MEMORY, int(_DEFAULT_SHARE * free))
-    unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
-    try:
-        number = float(text.removesuffix(unit)) * _UNITS.get(unit, 1)
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and number > 0):
-        raise ConfigError(f"kv_memory is {text!r}: say 4GiB, 512MiB, a share such as 0.5, or auto")
-    return int(number * free) if number < 1.0 and not unit else int(number)

@@ -12,10 +12,10 @@ from typing import Any
 import grpc.aio
 import httpx
 
-from baton.errors import BatonError, Cancelled, Overloaded, SlowReader, Unavailable
+from baton.errors import BatonError, Cancelled, NotFound, Overloaded, SlowReader, Unavailable
 from baton.generation_defaults import GenerationDefaults
 from baton.limits import ModelBounds
-from baton.pb.cluster_pb2 import LedgerResponse, StatusResponse
+from baton.pb.cluster_pb2 import DrainResponse, ExplainResponse, LedgerResponse, StatusResponse
 from baton.pb.common_pb2 import Ledger, Timeline
 from baton.pb.generation_pb2_grpc import GenerationStub
 from baton.types import FinishReason, RequestId, mint_id
@@ -101,6 +101,7 @@ class FakeBrain:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
+    drained: list[tuple[str, float | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.gate.set()
@@ -135,6 +136,19 @@ class FakeBrain:
 
     async def ledger(self) -> LedgerResponse:
         return LedgerResponse(ledgers=[Ledger(node="decode-0", total=10, free=10)])
+
+    def explain(self, request: str) -> ExplainResponse:
+        if request != "known":
+            raise NotFound(f"there is no request {request!r}")
+        return ExplainResponse(request_id=request, prompt_tokens=3)
+
+    def drain(self, name: str, timeout: float | None) -> DrainResponse:
+        self.drained.append((name, timeout))
+        return DrainResponse(node=name, service="draining")
+
+    def undrain(self, name: str) -> DrainResponse:
+        self.drained.remove((name, 2.5))
+        return DrainResponse(node=name, service="in")
 
     def metrics(self) -> bytes:
         return b"# HELP baton_up x\nbaton_up 1.0\n"

@@ -19,6 +19,25 @@ async def test_state_is_the_protocols_own_json() -> None:
         assert "baton_up 1.0" in metrics.text
 
 
+async def test_explain_by_http() -> None:
+    async with serving() as front:
+        assert (await front.admin.get("/admin/explain/known")).json()["prompt_tokens"] == 3
+        unknown = await front.admin.get("/admin/explain/nobody")
+        assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
+
+
+async def test_drain_by_http() -> None:
+    async with serving() as front:
+        answer = await front.admin.post("/admin/drain", json={"node": "d0", "timeout": 2.5})
+        assert (answer.status_code, answer.json()["service"]) == (200, "draining")
+        assert front.brain.drained == [("d0", 2.5)]
+        answer = await front.admin.post("/admin/drain", json={"node": "d0", "undrain": True})
+        assert (answer.json()["service"], front.brain.drained) == ("in", [])
+        for body in (b"{", b"{}", b'{"node": 1}', b'{"node": "d0", "until": 1}'):
+            bad = await front.admin.post("/admin/drain", content=body)
+            assert (bad.status_code, bad.json()["error"]["code"]) == (400, "invalid_request")
+
+
 async def test_probes_and_health_follow_readiness() -> None:
     async with serving() as front:
         assert (await front.admin.get("/readyz")).status_code == 200

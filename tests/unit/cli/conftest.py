@@ -20,6 +20,9 @@ class FakeFront(generation_pb2_grpc.GenerationServicer, cluster_pb2_grpc.Cluster
     answers: list[generation_pb2.GenerateResponse] = field(default_factory=list)
     status: cluster_pb2.StatusResponse = field(default_factory=lambda: cluster_pb2.StatusResponse(ready=True))
     ledger: cluster_pb2.LedgerResponse = field(default_factory=cluster_pb2.LedgerResponse)
+    explanation: cluster_pb2.ExplainResponse = field(default_factory=cluster_pb2.ExplainResponse)
+    drained: cluster_pb2.DrainResponse = field(default_factory=cluster_pb2.DrainResponse)
+    watched: list[cluster_pb2.StatusResponse] = field(default_factory=list)
     error: tuple[grpc.StatusCode, str] | None = None
     requests: list[Any] = field(default_factory=list)
     metadata: dict[str, str] = field(default_factory=dict)
@@ -36,6 +39,22 @@ class FakeFront(generation_pb2_grpc.GenerationServicer, cluster_pb2_grpc.Cluster
     def Ledger(self, request: Any, context: grpc.ServicerContext) -> cluster_pb2.LedgerResponse:
         self._called(request, context)
         return self.ledger
+
+    def Explain(self, request: Any, context: grpc.ServicerContext) -> cluster_pb2.ExplainResponse:
+        self._called(request, context)
+        return self.explanation
+
+    def Drain(self, request: Any, context: grpc.ServicerContext) -> cluster_pb2.DrainResponse:
+        self._called(request, context)
+        return self.drained
+
+    def Undrain(self, request: Any, context: grpc.ServicerContext) -> cluster_pb2.DrainResponse:
+        self._called(request, context)
+        return self.drained
+
+    def Watch(self, request: Any, context: grpc.ServicerContext) -> Iterator[cluster_pb2.StatusResponse]:
+        self._called(request, context)
+        yield from self.watched
 
     def _called(self, request: Any, context: grpc.ServicerContext) -> None:
         self.requests.append(request)

@@ -1,5 +1,5 @@
 """The request table against a model, under anything: nodes that answer late, twice, wrongly or for somebody else, that
-die and come back; clients that go away; time that runs out.
+die, are drained and come back; clients that go away; time that runs out.
 
 The model knows what a client may see (each request's tokens in order, without a gap or a repeat, and one end) and which
 legs are open: opened by Submit or Prefill, closed by Cancel, by the node's own last word, or by its death. It also
@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -26,7 +27,7 @@ from hypothesis.stateful import (
 
 from baton.errors import BatonError, HandoffFailed, InvalidRequest, LeaseExpired, Overloaded, Preempted, Stale
 from baton.pb.common_pb2 import HandoffReport
-from baton.types import AttemptKey, FinishReason, Incarnation, RequestId, TokenEvent, TokenScore
+from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, RequestId, TokenEvent, TokenScore
 from coordinator.core import messages as m
 from coordinator.core.record import RequestState
 from tests.unit.coordinator_core.world import DECODE, PREFILL, World, ticket_for
@@ -79,7 +80,7 @@ class RequestTableMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(max_queue=6, max_attempts=3)
+        self.world = World(max_queue=6, max_attempts=3, explain_keep=64)
         self.clients: defaultdict[RequestId, Client] = defaultdict(Client)
         self.asked: dict[RequestId, Asked] = {}
         self.computes: dict[AttemptKey, Incarnation] = {}
@@ -90,6 +91,7 @@ class RequestTableMachine(RuleBasedStateMachine):
         self.legs: set[tuple[Incarnation, AttemptKey]] = set()
         self.decodes: set[tuple[Incarnation, AttemptKey]] = set()
         self.alive: dict[str, Incarnation] = {}
+        self.drained: set[str] = set()
         self.speaker = Incarnation("")
         self.fresh: list[Order] = []
 
@@ -108,7 +110,7 @@ class RequestTableMachine(RuleBasedStateMachine):
             match effect:
                 case m.Send(node, m.Submit() | m.Prefill() as order):
                     leg = (node, order.work.key)
-                    assert node in self.world.brain.registry.nodes
+                    assert self.world.brain.registry.nodes[node].info.name not in self.drained
                     assert leg not in self.legs
                     assert list(order.work.emitted) == self.clients[order.work.key.request].tokens
                     self.placed(order)
@@ -143,6 +145,7 @@ class RequestTableMachine(RuleBasedStateMachine):
                     client = self.clients[request]
                     assert client.end is None, "a second end"
                     client.end = effect
+                    self.explained(effect)
                     assert effect.tokens == len(client.tokens)
                     self.free(request)
                     if isinstance(result, m.Finished):
@@ -155,6 +158,16 @@ class RequestTableMachine(RuleBasedStateMachine):
                     self.alive = {name: other for name, other in self.alive.items() if other != node}
                 case _:
                     pass
+
+    def explained(self, end: m.End) -> None:
+        told = self.world.brain.explain(end.request, self.world.now)
+        line = told.timeline
+        assert line.ttft == pytest.approx(end.ttft if end.ttft is not None else line.total)
+        assert line.queue + line.reserve + line.prefill + line.transfer + line.first_token == pytest.approx(line.ttft)
+        assert line.ttft + told.decode == pytest.approx(line.total)
+        assert len(told.attempts) + told.attempts_left_out == line.attempts
+        assert all(attempt.ended and attempt.placed <= attempt.over for attempt in told.attempts)
+        assert told.output_tokens == end.tokens
 
     def join(self, name: str) -> None:
         self.alive.pop(name, None)
@@ -299,6 +312,27 @@ class RequestTableMachine(RuleBasedStateMachine):
     def a_node_reports(self, name: str, room: int, age: float) -> Orders:
         if name in self.alive:
             self.do(lambda: self.world.beat(self.alive[name], room, progress_age_seconds=age))
+        return self.new_orders()
+
+    @rule(target=orders, name=st.sampled_from(sorted(ROLES)), timeout=st.sampled_from([None, 0.0, 5.0]))
+    def a_node_is_drained(self, name: str, timeout: float | None) -> Orders:
+        def act() -> None:
+            self.world.effects += self.world.brain.drain_node(NodeName(name), timeout, self.world.now)
+
+        if name in self.alive:
+            self.drained.add(name)
+            self.do(act)
+            assert timeout != 0.0 or not [leg for leg in self.legs if leg[0] == self.alive[name]]
+        return self.new_orders()
+
+    @rule(target=orders, name=st.sampled_from(sorted(ROLES)))
+    def a_node_is_put_back(self, name: str) -> Orders:
+        def act() -> None:
+            self.world.effects += self.world.brain.undrain_node(NodeName(name), self.world.now)
+
+        if name in self.alive or name in self.drained:
+            self.drained.discard(name)
+            self.do(act)
         return self.new_orders()
 
     @rule(target=orders, order=orders)

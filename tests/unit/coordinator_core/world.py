@@ -62,8 +62,10 @@ def stats(room: int = 32, **fields: Any) -> NodeStats:
 
 
 class World:
-    def __init__(self, mode: str = "disaggregated", max_queue: int = 8, max_attempts: int = 3) -> None:
-        settings = Settings(mode, max_queue, max_attempts, answer_timeout=STALL)  # type: ignore[arg-type]
+    def __init__(
+        self, mode: str = "disaggregated", max_queue: int = 8, max_attempts: int = 3, explain_keep: int = 16
+    ) -> None:
+        settings = Settings(mode, max_queue, max_attempts, STALL, explain_keep)  # type: ignore[arg-type]
         self.brain = Brain(Registry(SILENCE, STALL), LeastLoaded(), settings)
         self.now = 100.0
         self.effects: list[m.Effect] = []

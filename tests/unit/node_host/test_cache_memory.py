@@ -6,7 +6,8 @@ import pytest
 
 from baton.config import Config
 from baton.errors import ConfigError
-from node_engine.host.engines import cache_blocks, parse_memory
+from baton.memory_size import parse_memory
+from node_engine.host.engines import cache_blocks
 
 FREE = 100 << 30
 

@@ -1,0 +1,133 @@
+"""`baton chat`: a conversation on the terminal."""
+
+import contextlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import typer
+
+from baton.cli.conversation import Conversation
+from baton.cli.errors import Bad, Unreachable
+from baton.cli.options import ApiKey
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+CONTEXT_FULL = "context_length_exceeded"
+HELP = "/reset forgets the conversation, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer"
+_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+Ask = Callable[[Mapping[str, Any]], Any]  # a body, and the pieces of the answer to it
+
+
+def register(app: typer.Typer) -> None:
+    app.command("chat")(chat)
+
+
+def chat(
+    system: Annotated[str, typer.Option(help="What the model is told before anything else")] = "",
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer", min=1)] = None,
+    model: Annotated[str, typer.Option(help="May be left out when one model is served")] = "",
+    url: Annotated[
+        str, typer.Option("--url", envvar="BATON_URL", help="Base URL of any OpenAI-compatible endpoint")
+    ] = DEFAULT_URL,
+    api_key: ApiKey = "",
+) -> None:
+    """Talk with the model.
+
+    /reset forgets the conversation, /quit leaves, Ctrl-C stops an answer. When the context is full, the oldest turns
+    are forgotten.
+    """
+    from baton.cli.chat_client import ChatClient
+    from baton.config import read_secret
+
+    client = ChatClient(url, read_secret(api_key, "api_key"))
+    options: dict[str, Any] = {"model": model or client.model()}
+    given = {"temperature": temperature, "max_tokens": max_tokens}
+    options |= {name: value for name, value in given.items() if value is not None}
+    on_terminal = sys.stdin.isatty()
+    if on_terminal:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (line editing and history for input())
+        print(f"{options['model']} at {url}. {HELP}.")
+    Chat(client.stream, Conversation(system), options, "> " if on_terminal else "").run()
+
+
+class Chat:
+    """Reads questions, streams answers. `options` go with every request."""
+
+    def __init__(self, ask: Ask, conversation: Conversation, options: Mapping[str, Any], prompt: str) -> None:
+        self._ask = ask
+        self._conversation = conversation
+        self._options = options
+        self._prompt = prompt
+
+    def run(self) -> None:
+        """Until the input ends or /quit."""
+        while True:
+            try:
+                line = input(self._prompt).strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                _tell(HELP)
+                continue
+            if line in ("/quit", "/exit"):
+                return
+            self._take(line)
+
+    def _take(self, line: str) -> None:
+        if line == "/reset":
+            self._conversation.reset()
+            _tell("forgotten")
+        elif line.startswith("/"):
+            _tell(HELP)
+        elif line:
+            self._conversation.ask(line)
+            self._conversation.answer(self._answer())
+
+    def _answer(self) -> str:
+        """What came of the answer, shown as it came. Turns are forgotten until the rest fits."""
+        from baton.cli.chat_client import Refused
+
+        while True:
+            said: list[str] = []
+            try:
+                self._stream(said)
+            except KeyboardInterrupt:
+                _tell("stopped", after=said)
+            except Refused as error:
+                if error.kind == CONTEXT_FULL and not said and self._conversation.forget_oldest():
+                    _tell("the context is full: the oldest turn is forgotten")
+                    continue
+                _tell(f"error: {error.message}", after=said)
+                return ""
+            except (Bad, Unreachable) as error:
+                _tell(f"error: {error.message}", after=said)
+                return ""
+            return "".join(said)
+
+    def _stream(self, said: list[str]) -> None:
+        """Puts each piece into `said` before it is shown, so that what was shown is always known."""
+        finish = ""
+        with contextlib.closing(self._ask({**self._options, "messages": self._conversation.messages})) as pieces:
+            for piece in pieces:
+                if piece.text:
+                    said.append(piece.text)
+                    sys.stdout.write(piece.text.translate(_CONTROLS))
+                    sys.stdout.flush()
+                finish = piece.finish or finish
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        if finish == "length":
+            _tell("cut: the answer has reached its most tokens (--max-tokens, or the context)")
+
+
+def _tell(notice: str, *, after: list[str] | None = None) -> None:
+    """A line about the conversation, beside it. `after`: what was shown of an answer that has not ended its line."""
+    sys.stdout.flush()
+    if after:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    sys.stderr.write(f"({notice})\n")
+    sys.stderr.flush()

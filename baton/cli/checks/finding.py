@@ -1,0 +1,32 @@
+"""What one check of `baton doctor` found."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Level = Literal["ok", "warning", "bad"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`bad`: Baton will not work, or not as configured. `warning`: it will, worse than it could. Both have a fix."""
+
+    name: str
+    level: Level
+    detail: str
+    fix: str = ""
+
+
+Check = Callable[[], list[Finding]]
+
+
+def ok(name: str, detail: str) -> Finding:
+    return Finding(name, "ok", detail)
+
+
+def warning(name: str, detail: str, fix: str) -> Finding:
+    return Finding(name, "warning", detail, fix)
+
+
+def bad(name: str, detail: str, fix: str) -> Finding:
+    return Finding(name, "bad", detail, fix)

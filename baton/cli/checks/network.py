@@ -1,0 +1,67 @@
+"""Ports, and whether a cluster answers already."""
+
+import importlib.metadata
+from typing import Any
+
+from baton.cli.checks.finding import Finding, bad, ok, warning
+from baton.cli.errors import Bad, Unreachable
+from baton.cli.ports import FIELDS, hold
+from baton.config import Config
+from baton.errors import ConfigError
+
+
+def ask(endpoint: str, admin_token: str) -> Any:
+    """The status of the cluster that answers at `endpoint`; None if nobody does. Raises Bad when it refuses to say."""
+    from baton.cli.client import admin, connected
+    from baton.pb import cluster_pb2, cluster_pb2_grpc
+
+    try:
+        with connected(endpoint) as channel:
+            stub = cluster_pb2_grpc.ClusterStub(channel)
+            return stub.Status(cluster_pb2.StatusRequest(), timeout=10.0, metadata=admin(admin_token))
+    except Unreachable:
+        return None
+
+
+def network(config: Config, endpoint: str) -> list[Finding]:
+    try:
+        status = ask(endpoint, config.admin_token)
+    except Bad as error:
+        finding = warning("cluster", f"{endpoint} answers: {error.message}", "give the right --admin-token")
+        return [finding, ports(config, occupied=True)]
+    return [cluster(endpoint, status), ports(config, occupied=status is not None)]
+
+
+def cluster(endpoint: str, status: Any) -> Finding:
+    """`status` None: nobody is there, which is no fault."""
+    if status is None:
+        return ok("cluster", f"none answers at {endpoint}")
+    told = f"{endpoint}: version {status.version or 'unknown'}, {len(status.nodes)} nodes"
+    if not status.ready:
+        return warning("cluster", f"{told}, not ready: {status.reason}", "see `baton status` and the logs")
+    if status.version != _our_version():
+        return warning("cluster", f"{told}; this is {_our_version()}", "use the same version on both sides")
+    return ok("cluster", f"{told}, ready")
+
+
+def ports(config: Config, *, occupied: bool) -> Finding:
+    """Those that `baton up` would take. `occupied`: a cluster runs here, so they may well be its own."""
+    taken = []
+    for field, host in FIELDS.items():
+        flag = "--" + field.replace("_", "-")
+        try:
+            hold(getattr(config, host), getattr(config, field), flag).close()
+        except ConfigError as error:
+            taken.append(error.message)
+    if not taken:
+        return ok("ports", "free")
+    if occupied:
+        return ok("ports", f"{len(taken)} in use, while a cluster runs here")
+    return bad("ports", "; ".join(taken), "stop what listens there, or choose other ports (0 for any)")
+
+
+def _our_version() -> str:
+    try:
+        return importlib.metadata.version("baton-serve")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+source"

@@ -1,0 +1,75 @@
+"""`baton doctor`: would a cluster with these settings work on this machine, and if not, what mends it?"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from baton.cli.checks import machine, model_folder, network, shared_memory
+from baton.cli.checks.finding import Finding
+from baton.cli.errors import EXIT_BAD
+from baton.cli.options import DEFAULT_ENDPOINT, Json, add_config_options
+from baton.config import Config
+
+
+def register(app: typer.Typer) -> None:
+    app.command("doctor")(add_config_options(doctor))
+
+
+def doctor(
+    settings: Config,
+    endpoint: Annotated[
+        str, typer.Option("--endpoint", envvar="BATON_ENDPOINT", metavar="HOST:PORT", help="Who may answer already")
+    ] = DEFAULT_ENDPOINT,
+    as_json: Json = False,
+) -> None:
+    """Check this machine and these settings (those of `baton up`), each with its fix.
+
+    Exits with 1 if anything is bad; warnings do not count.
+    """
+    findings = examine(settings, endpoint)
+    if as_json:
+        print(json.dumps({"ok": not _any_bad(findings), "checks": [asdict(one) for one in findings]}))
+    else:
+        _print(findings)
+    if _any_bad(findings):
+        raise typer.Exit(EXIT_BAD)
+
+
+def examine(settings: Config, endpoint: str) -> list[Finding]:
+    """Everything that is checked, in the order in which it is shown."""
+    found = machine.probe(model_folder.probe_arguments(settings))
+    return [
+        machine.python_version(),
+        machine.torch_library(found),
+        machine.device(found, settings.device),
+        machine.triton_library(found),
+        machine.encryption(),
+        machine.cores(settings, len(os.sched_getaffinity(0))),
+        machine.open_files(settings),
+        *shared_memory.folder(settings),
+        *model_folder.model_folder(settings, found),
+        *network.network(settings, endpoint),
+    ]
+
+
+def _any_bad(findings: Sequence[Finding]) -> bool:
+    return any(one.level == "bad" for one in findings)
+
+
+def _print(findings: Sequence[Finding]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from baton.cli.screen import screen
+
+    colours = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "bad": "[red]bad[/]"}
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for one in findings:
+        table.add_row(one.name, colours[one.level], escape(one.detail))
+        if one.fix:
+            table.add_row("", "", f"[bold]fix:[/] {escape(one.fix)}")
+    screen().print(table)

@@ -1,0 +1,132 @@
+"""What `baton top` shows: one status, and what happened between two of them."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from baton.pb.cluster_pb2 import NodeStatus, StatusResponse
+
+_LABELS = re.compile(r'(\w+)="([^"]*)"')
+_CELLS = 16  # of the bar that stands for a node's cache
+_SERVICE = {"in": "in service", "draining": "[yellow]draining[/]", "drained": "[red]drained[/]"}
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """A second, between two statuses; all 0 when there is only one."""
+
+    tokens: float = 0.0
+    requests: float = 0.0
+    failed: float = 0.0
+    replaced: float = 0.0
+    handoffs: float = 0.0
+    handoff_bytes: float = 0.0
+
+
+def rates(before: StatusResponse | None, now: StatusResponse) -> Rates:
+    """A coordinator that has restarted in between counts from 0 again: then there is nothing to compare with."""
+    seconds = now.clock_seconds - before.clock_seconds if before is not None else 0.0
+    if before is None or seconds <= 0:
+        return Rates()
+
+    def grown(name: str, **labels: str) -> float:
+        return max(0.0, total(now.counters, name, **labels) - total(before.counters, name, **labels)) / seconds
+
+    ended = grown("baton_requests_total")
+    well = sum(grown("baton_requests_total", outcome=outcome) for outcome in ("stop", "length"))
+    return Rates(
+        tokens=grown("baton_generated_tokens_total"),
+        requests=ended,
+        failed=max(0.0, ended - well),
+        replaced=grown("baton_replaced_total"),
+        handoffs=grown("baton_handoffs_total", outcome="committed"),
+        handoff_bytes=grown("baton_handoff_bytes_total"),
+    )
+
+
+def total(counters: Mapping[str, float], name: str, **labels: str) -> float:
+    """The sum of a counter over all its labels but those given."""
+    found = 0.0
+    for key, value in counters.items():
+        base, _, rest = key.partition("{")
+        if base == name and labels.items() <= dict(_LABELS.findall(rest)).items():
+            found += value
+    return found
+
+
+def render(status: StatusResponse, speed: Rates) -> RenderableType:
+    return Group(_headline(status), _traffic(status, speed), _latency(status), _nodes(status))
+
+
+def _headline(status: StatusResponse) -> str:
+    ready = "[green]ready[/]" if status.ready else f"[red]not ready[/]: {escape(status.reason)}"
+    roles = [node.role for node in status.nodes]
+    ratio = f"{roles.count('prefill')}:{roles.count('decode')}"
+    return (
+        f"{ready}  {escape(status.model)}  {status.mode} {ratio}  "
+        f"[bold]{status.running}[/] running  [bold]{status.queued}[/] queued"
+    )
+
+
+def _traffic(status: StatusResponse, speed: Rates) -> str:
+    committed = total(status.counters, "baton_handoffs_total", outcome="committed")
+    return (
+        f"{speed.tokens:.1f} tokens/s  {speed.requests:.2f} requests/s  {speed.failed:.2f} failed/s  "
+        f"{speed.replaced:.2f} placed again/s  hand-offs {speed.handoffs:.2f}/s, "
+        f"{speed.handoff_bytes / 1e6:.2f} MB/s, {committed:.0f} in all"
+    )
+
+
+def _latency(status: StatusResponse) -> str:
+    seen = status.latency
+    if not seen.requests:
+        return f"no request has ended in the last {seen.window_seconds:.0f} s"
+    return (
+        f"last {seen.window_seconds:.0f} s: {seen.requests} requests  "
+        f"TTFT p50 {seen.ttft_p50 * 1e3:.1f} p90 {seen.ttft_p90 * 1e3:.1f} ms  "
+        f"TPOT p50 {seen.tpot_p50 * 1e3:.2f} p90 {seen.tpot_p90 * 1e3:.2f} ms"
+    )
+
+
+def _nodes(status: StatusResponse) -> Table:
+    table = Table(box=None, header_style="bold")
+    for heading in ("node", "role", "service"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("requests", "running", "waiting", "to compute"):
+        table.add_column(heading, justify="right")
+    table.add_column("cache: used, held, cached", no_wrap=True)
+    table.add_column("heard", justify="right")
+    for node in sorted(status.nodes, key=lambda node: (node.role != "prefill", node.name)):
+        stats = node.stats
+        numbers = (node.placed, stats.running, stats.waiting, stats.queued_tokens)
+        table.add_row(
+            node.name,
+            node.role,
+            _SERVICE.get(node.service, node.service),
+            *map(str, numbers),
+            _cache(node),
+            f"{node.heard_seconds_ago:.1f} s",
+        )
+    return table
+
+
+def _cache(node: NodeStatus) -> str:
+    stats = node.stats
+    if not stats.blocks_total:
+        return "not heard yet"
+    held = stats.blocks_reserved + stats.blocks_writing + stats.blocks_quarantined
+    used = _cells(stats.blocks_in_use, stats.blocks_total)
+    waiting = _cells(held, stats.blocks_total)
+    cached = _cells(stats.blocks_cached, stats.blocks_total)
+    rest = max(0, _CELLS - used - waiting - cached)
+    bar = f"[cyan]{'█' * used}[/][yellow]{'█' * waiting}[/][blue]{'▒' * cached}[/]{'·' * rest}"
+    return f"{bar} {stats.blocks_in_use}+{held}+{stats.blocks_cached} of {stats.blocks_total}"
+
+
+def _cells(blocks: int, of: int) -> int:
+    """Rounded up: any block shows."""
+    return -(-blocks * _CELLS // of)

@@ -1,0 +1,130 @@
+"""How an explanation looks on a terminal: a waterfall of stages, tokens by source, attempts."""
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from baton.cli.timeline import handoff_line, stages
+from baton.pb.cluster_pb2 import AttemptReport, Candidate, ExplainResponse
+from baton.pb.common_pb2 import FinishReason
+
+_BAR = 48  # characters
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+
+
+def render(told: ExplainResponse) -> RenderableType:
+    parts: list[RenderableType] = [Text(_headline(told)), _stages(told), Text(_tokens(told))]
+    if told.timeline.handoff.slabs:
+        parts.append(Text(handoff_line(told.timeline.handoff)))
+    parts.append(_attempts(told))
+    if told.attempts_left_out:
+        parts.append(Text(f"{told.attempts_left_out} attempts in the middle are not kept"))
+    if told.attempts:
+        parts.append(_considered(told.attempts[-1]))
+    return Group(*parts)
+
+
+def _headline(told: ExplainResponse) -> str:
+    how = told.state
+    if told.state == "finished":
+        how += f" ({FinishReason.Name(told.finish_reason).removeprefix('FINISH_REASON_').lower()})"
+    if told.HasField("error"):
+        how += f": {told.error.code}: {told.error.message}"
+    kind = "warm-up request" if told.warm_up else "request"
+    return f"{kind} {told.request_id}: {how}"
+
+
+def _stages(told: ExplainResponse) -> Table:
+    """Each stage begins where the one before ended; together they are the time to the first token."""
+    line = told.timeline
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading, justify in (("stage", "left"), ("ms", "right"), ("share", "right"), ("", "left")):
+        table.add_column(heading, justify="right" if justify == "right" else "left", no_wrap=True)
+    begun = 0.0
+    for name, seconds in stages(line).items():
+        share = seconds / line.ttft if line.ttft else 0.0
+        table.add_row(name.replace("_", " "), _ms(seconds), f"{share:.0%}", _bar(begun, share))
+        begun += share
+    reached = "[bold]time to first token[/]" if told.output_tokens else "no token yet"
+    table.add_row(reached, f"[bold]{_ms(line.ttft)}[/]", "", "the sum")
+    each = told.decode / (told.output_tokens - 1) if told.output_tokens > 1 else None
+    pace = f"{told.output_tokens - 1} more tokens, {_ms(each)} each" if each is not None else ""
+    table.add_row("decode", _ms(told.decode), "", pace)
+    table.add_row("whole request", _ms(line.total), "", "")
+    return table
+
+
+def _bar(begun: float, share: float) -> str:
+    """`share` of the width, after `begun` of it: a stage that took any time at all shows."""
+    start, width = round(begun * _BAR), share * _BAR
+    whole, part = int(width), int((width - int(width)) * 8)
+    if share > 0 and not whole and not part:
+        part = 1
+    return " " * min(start, _BAR - 1) + "█" * whole + _EIGHTHS[part].strip()
+
+
+def _tokens(told: ExplainResponse) -> str:
+    sources = told.sources
+    known = ", ".join(
+        f"{count} {words}"
+        for count, words in (
+            (sources.computed_prefill, "computed on prefill"),
+            (sources.computed_decode, "computed on decode"),
+            (sources.local_cache, "from a node's cache"),
+            (sources.pool, "from the pool"),
+        )
+        if count
+    )
+    by_handoff = f"; {sources.received} of them by hand-off" if sources.received else ""
+    origin = f" ({known}{by_handoff})" if known else ""
+    return (
+        f"prompt: {told.prompt_tokens} tokens{origin}\noutput: {told.output_tokens} of at most {told.max_tokens} tokens"
+    )
+
+
+def _attempts(told: ExplainResponse) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("attempt", "placed", "over", "prefill", "decode", "context", "how it ended"):
+        table.add_column(heading, justify="right" if heading in ("placed", "over", "context") else "left")
+    for attempt in told.attempts:
+        table.add_row(
+            str(attempt.number),
+            _ms(attempt.placed),
+            _ms(attempt.over) if attempt.HasField("over") else "-",
+            attempt.prefill_node or "-",
+            attempt.decode_node or "-",
+            str(attempt.context_tokens),
+            escape(_end(attempt)),
+        )
+    return table
+
+
+def _end(attempt: AttemptReport) -> str:
+    if not attempt.ended:
+        return "runs"
+    if attempt.ended == "refused":
+        return f"refused: needed {attempt.needed} blocks, {attempt.free} were free"
+    return f"{attempt.ended}: {attempt.reason}" if attempt.reason else attempt.ended
+
+
+def _considered(attempt: AttemptReport) -> Table:
+    """Of the last attempt. The prefill node with the fewest tokens to compute is chosen, and the decode node with the
+    smallest share of its sequences taken, then the most room."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in (f"considered for attempt {attempt.number}", "role", "requests", "tokens to compute", "room", ""):
+        table.add_column(heading, justify="right" if heading in ("requests", "tokens to compute", "room") else "left")
+    for one in attempt.considered:
+        to_compute = str(one.uncomputed_tokens) if one.role == "prefill" else "-"
+        table.add_row(one.node, one.role, str(one.attempts), to_compute, str(one.room), _verdict(one))
+    return table
+
+
+def _verdict(one: Candidate) -> str:
+    if one.chosen:
+        return "[green]chosen[/]"
+    return "could have" if one.able else "had no room"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"

@@ -1,0 +1,57 @@
+"""`python -m node_engine.probe [MODEL_FOLDER]`: what a node would find here, as one JSON object on standard output.
+
+For `baton doctor`, which is a thin client and loads no torch itself.
+"""
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from baton.errors import ConfigError
+
+
+def libraries() -> dict[str, Any]:
+    """Versions, or why a library cannot be loaded; the GPUs that torch sees."""
+    found: dict[str, Any] = {"gpus": []}
+    for name in ("torch", "triton"):
+        try:
+            found[name] = {"version": importlib.import_module(name).__version__}
+        except Exception as error:  # a broken binary raises anything
+            found[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
+    if "version" in found["torch"]:
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        found["gpus"] = [torch.cuda.get_device_name(index) for index in range(count)]
+    return found
+
+
+def model(folder: str, *, weights: bool) -> str:
+    """What is wrong with a model folder, "" if nothing is. `weights`: open them as well."""
+    from node_engine.model.checkpoint import Checkpoint
+    from node_engine.model.config import load_config
+
+    try:
+        load_config(Path(folder))
+        if weights:
+            with Checkpoint(Path(folder)) as checkpoint:
+                return "" if checkpoint.names else f"{folder}: the weights hold no tensor: download them again"
+    except ConfigError as error:
+        return error.message
+    return ""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """`arguments`: nothing, or a model folder, and then `config` to leave its weights alone."""
+    found = libraries()
+    if arguments and "version" in found["torch"]:
+        found["model"] = model(arguments[0], weights="config" not in arguments[1:])
+    print(json.dumps(found))  # noqa: T201
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,222 @@
+"""Explaining requests and draining nodes on a real cluster under load: nothing is lost, repeated or wrong."""
+
+import asyncio
+import json
+import re
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from baton.cli.ledger_check import OWNED
+from baton.cli.top_view import total
+from baton.pb import cluster_pb2 as pb
+from node_engine.paced import paced_reference
+from tests.answers import Answer, cluster_call
+from tests.cluster import Cluster
+
+IN_MODULE = pytest.mark.asyncio(loop_scope="module")
+STAGES = ("queue", "reserve", "prefill", "transfer", "first_token")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    settings = {"paced_prefill_us_per_token": 300.0, "paced_step_ms": 4.0, "heartbeat": 0.1, "layers_per_message": 1}
+    made = Cluster(tmp_path_factory.mktemp("drain"), engine="paced", prefill=2, decode=2, **settings)
+    async with made:
+        yield made
+    made.assert_clean()
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def at_rest(cluster: Cluster) -> AsyncIterator[None]:
+    yield
+    for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
+        await cluster_call(cluster.grpc, "Undrain", pb.UndrainRequest(node=name))
+    await cluster.wait_quiet()
+
+
+async def baton(cluster: Cluster, *arguments: str) -> tuple[int, str, str]:
+    """The command line, as operators run it: exit code, standard output, standard error."""
+    command = (sys.executable, "-m", "baton.cli", *arguments, "--endpoint", cluster.grpc)
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    async with asyncio.timeout(60):
+        out, err = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def explain(cluster: Cluster, request: str) -> pb.ExplainResponse:
+    told: pb.ExplainResponse = await cluster_call(cluster.grpc, "Explain", pb.ExplainRequest(request_id=request))
+    return told
+
+
+async def counted(cluster: Cluster, name: str, **labels: str) -> float:
+    return total((await cluster.status()).counters, name, **labels)
+
+
+async def ttft_sum(cluster: Cluster) -> float:
+    """What the coordinator has measured as times to first token, added up, without any stage."""
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"{cluster.admin}/metrics")).text
+    found = re.search(r'^baton_request_ttft_seconds_sum\{class="default"\} (\S+)$', text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def prompt(salt: int, length: int = 100) -> list[int]:
+    return [salt + 1, *range(2, length + 1)]
+
+
+async def served_on(cluster: Cluster, answer: Answer) -> set[str]:
+    attempts = (await explain(cluster, answer.request_id)).attempts
+    return {attempts[-1].prefill_node, attempts[-1].decode_node}
+
+
+@asynccontextmanager
+async def load(cluster: Cluster, streams: int = 6, tokens: int = 60) -> AsyncIterator[list[Answer]]:
+    """Streams that each begin anew when they end. Afterwards every one has ended, and every token is right."""
+    answers: list[Answer] = []
+    over = asyncio.Event()
+
+    async def lane(number: int) -> None:
+        turn = 0
+        while not over.is_set():
+            asked = prompt(1000 * number + turn)
+            answer = await cluster.generate(asked, max_tokens=tokens, ignore_eos=True, deadline=30.0)
+            assert list(answer.tokens) == paced_reference(asked, tokens)
+            answers.append(answer)
+            turn += 1
+
+    async with asyncio.TaskGroup() as lanes:
+        for number in range(streams):
+            lanes.create_task(lane(number))
+        await cluster.wait_status(lambda status: status.running >= streams)
+        yield answers
+        over.set()
+
+
+async def assert_empty(cluster: Cluster, name: str) -> None:
+    ledgers = {ledger.node: ledger for ledger in (await cluster.ledgers()).ledgers}
+    assert [owner for owner in ledgers[name].owners if owner.state in OWNED] == []
+
+
+@IN_MODULE
+@pytest.mark.parametrize("fault", ["", "decode.commit.before=error*1"], ids=["served", "placed again"])
+async def test_the_stages_add_up_to_the_time_to_first_token(cluster: Cluster, fault: str) -> None:
+    await cluster.arm("decode", fault)
+    before, asked = await ttft_sum(cluster), prompt(len(fault), 300)
+    began, seen = time.monotonic(), 0.0
+    async with cluster.streaming(asked, max_tokens=8, ignore_eos=True) as call:
+        request, tokens = "", list[int]()
+        async for message in call:
+            seen = seen or time.monotonic() - began
+            request = message.request_id
+            tokens += message.token_ids
+    await cluster.arm("decode", "")
+    assert tokens == paced_reference(asked, 8)
+    ttft = await ttft_sum(cluster) - before
+    told = await explain(cluster, request)
+    stages = [getattr(told.timeline, stage) for stage in STAGES]
+    assert sum(stages) == pytest.approx(ttft, rel=0.02)
+    assert all(stage >= 0 for stage in stages)
+    assert sum(stages) <= seen
+    assert told.timeline.total == pytest.approx(told.timeline.ttft + told.decode, rel=0.02)
+    *lost, last = told.attempts
+    assert (bool(lost), last.ended) == (bool(fault), "served")
+    assert all(attempt.ended not in ("", "served") and attempt.reason for attempt in lost), lost
+    assert told.timeline.queue == pytest.approx(last.placed)  # attempts that were lost are waiting
+    sources = told.sources
+    assert sources.computed_prefill + sources.computed_decode + sources.local_cache + sources.pool == len(asked)
+    assert told.attempts[-1].handoff.bytes > 0
+    assert told.attempts[-1].handoff == told.timeline.handoff
+
+
+@IN_MODULE
+async def test_explain_on_the_command_line(cluster: Cluster) -> None:
+    answer = await cluster.generate(prompt(7), max_tokens=5, ignore_eos=True)
+    code, out, err = await baton(cluster, "explain", answer.request_id)
+    assert (code, err) == (0, "")
+    assert f"request {answer.request_id}: finished (length)" in out
+    assert "chosen" in out
+    code, out, _ = await baton(cluster, "explain", answer.request_id, "--json")
+    assert (code, json.loads(out)["output_tokens"]) == (0, 5)
+    async with httpx.AsyncClient() as client:
+        by_http = await client.get(f"{cluster.admin}/admin/explain/{answer.request_id}")
+    assert by_http.json()["attempts"][0]["ended"] == "served"
+    code, out, err = await baton(cluster, "explain", "nobody")
+    assert (code, out) == (1, "")
+    assert "there is no request 'nobody'" in err
+
+
+@IN_MODULE
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_drain_under_load_lets_everything_end_where_it_is(cluster: Cluster, role: str) -> None:
+    failed = await counted(cluster, "baton_replaced_total")
+    async with load(cluster) as answers:
+        code, out, err = await baton(cluster, "drain", f"{role}-0")
+        assert (code, out) == (0, f"{role}-0 is drained: nothing is left there\n"), err
+        await assert_empty(cluster, f"{role}-0")
+        answers.clear()
+        await cluster.wait_status(lambda _: len(answers) >= 6)
+    assert await counted(cluster, "baton_replaced_total") == failed
+    assert f"{role}-0" not in await served_on(cluster, answers[-1])
+
+
+@IN_MODULE
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_what_is_left_after_its_time_goes_on_elsewhere(cluster: Cluster, role: str) -> None:
+    failed = await counted(cluster, "baton_replaced_total")
+    long = prompt(3, 2000)
+    async with load(cluster, tokens=300):
+        for_long = asyncio.create_task(cluster.generate(long, max_tokens=300, ignore_eos=True))
+        await cluster.wait_status(lambda status: all(one.placed for one in status.nodes if one.role == role))
+        code, _, err = await baton(cluster, "drain", f"{role}-0", "--timeout", "0")
+        assert code == 0, err
+        await assert_empty(cluster, f"{role}-0")
+        assert list((await for_long).tokens) == paced_reference(long, 300)
+    drained = await counted(cluster, "baton_replaced_total", reason="drained")
+    assert await counted(cluster, "baton_replaced_total") - failed == drained > 0 or role == "prefill"
+
+
+@IN_MODULE
+async def test_a_drained_node_that_restarts_stays_out_until_it_is_put_back(cluster: Cluster) -> None:
+    assert (await baton(cluster, "drain", "decode-1"))[0] == 0
+    cluster.kill("decode-1")
+    await cluster.wait_status(lambda status: len(status.nodes) == 3)
+    cluster.start("decode-1")
+    status = await cluster.wait_status(lambda status: len(status.nodes) == 4)
+    assert {node.name: node.service != "in" for node in status.nodes}["decode-1"]
+    answers = [await cluster.generate(prompt(number), max_tokens=3) for number in range(4)]
+    assert {(await explain(cluster, answer.request_id)).attempts[-1].decode_node for answer in answers} == {"decode-0"}
+    assert (await baton(cluster, "undrain", "decode-1"))[1] == "decode-1 is in service\n"
+    async with load(cluster) as answers:
+        await cluster.wait_status(lambda status: all(node.placed for node in status.nodes if node.role == "decode"))
+
+
+@IN_MODULE
+async def test_the_last_of_a_role_may_be_drained_and_requests_wait(cluster: Cluster) -> None:
+    assert (await baton(cluster, "drain", "prefill-1", "--no-wait"))[2] == ""
+    asked = prompt(11, 6000)
+    waiting = asyncio.create_task(cluster.generate(asked, max_tokens=4, ignore_eos=True))
+    await cluster.wait_status(lambda status: any(one.placed for one in status.nodes if one.name == "prefill-0"))
+    request = pb.DrainRequest(node="prefill-0", timeout_seconds=0)
+    answer = await cluster_call(cluster.grpc, "Drain", request)
+    assert "there is no prefill node but drained ones (prefill-0, prefill-1): requests wait" in answer.warning
+    await cluster.wait_status(lambda status: status.queued == 1 and not status.ready)
+    await baton(cluster, "undrain", "prefill-0")
+    assert list((await waiting).tokens) == paced_reference(asked, 4)
+
+
+@IN_MODULE
+async def test_top_on_the_command_line(cluster: Cluster) -> None:
+    async with load(cluster, streams=2):
+        code, out, err = await baton(cluster, "top", "--once", "--interval", "0.5", "--json")
+    assert (code, err) == (0, "")
+    seen = json.loads(out)
+    assert seen["rates"]["tokens"] > 0
+    assert {node["service"] for node in seen["nodes"]} == {"in"}

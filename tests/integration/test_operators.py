@@ -1,0 +1,124 @@
+"""What operators call, over gRPC, on a coordinator with scripted nodes: explain, drain, undrain, watch."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from baton.pb import cluster_pb2 as pb
+from baton.pb import cluster_pb2_grpc
+from coordinator import watchers
+from tests.integration.coordinator_bench import Bench, coordinator
+
+PROMPT = tuple(range(1, 40))
+CALLS = {
+    "Explain": (pb.ExplainRequest(request_id="x"), "NOT_FOUND"),
+    "Drain": (pb.DrainRequest(node="x"), "NOT_FOUND"),
+    "Undrain": (pb.UndrainRequest(node="x"), "NOT_FOUND"),
+    "Watch": (pb.WatchRequest(interval_seconds=0.01), "INVALID_ARGUMENT"),
+}
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    async with coordinator(model="/models/tiny", heartbeat=0.05) as bench:
+        yield bench
+
+
+async def call(bench: Bench, method: str, request: Any, bearer: str = "") -> Any:
+    metadata = (("authorization", f"Bearer {bearer}"),) if bearer else ()
+    async with grpc.aio.insecure_channel(bench.address) as channel:
+        made = getattr(cluster_pb2_grpc.ClusterStub(channel), method)(request, metadata=metadata, timeout=10.0)
+        return [answer async for answer in made] if method == "Watch" else await made
+
+
+async def error_of(bench: Bench, method: str, request: Any, bearer: str = "") -> tuple[str, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call(bench, method, request, bearer)
+    return caught.value.code().name, caught.value.details() or ""
+
+
+@pytest.mark.parametrize("method", CALLS)
+async def test_every_call_is_the_operators_alone(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    request, answer = CALLS[method]
+    async with coordinator(admin_token="secret") as bench:
+        assert (await error_of(bench, method, request))[0] == "UNAUTHENTICATED"
+        assert (await error_of(bench, method, request, "secret"))[0] == answer
+    async with coordinator() as bench:
+        assert (await error_of(bench, method, request))[0] == answer
+        monkeypatch.setattr("coordinator.grpc_terms.peer_address", lambda peer: "10.0.0.1")
+        assert (await error_of(bench, method, request))[0] == "UNAUTHENTICATED"
+
+
+async def test_explain(bench: Bench) -> None:
+    async with bench.working("p0", "d0"):
+        stream = await bench.submit(PROMPT, 4)
+        async for _ in stream:
+            pass
+        told = await call(bench, "Explain", pb.ExplainRequest(request_id=stream.id))
+    assert (told.state, told.output_tokens, told.prompt_tokens) == ("finished", 4, len(PROMPT))
+    assert [attempt.decode_node for attempt in told.attempts] == ["d0"]
+    code, message = await error_of(bench, "Explain", pb.ExplainRequest(request_id="nobody"))
+    assert (code, "'nobody'" in message, "--explain-keep" in message) == ("NOT_FOUND", True, True)
+
+
+async def test_drain_and_undrain(bench: Bench) -> None:
+    async with bench.working("p0", "d0", "d1") as (_, d0, _):
+        answer = await call(bench, "Drain", pb.DrainRequest(node="d0"))
+        assert (answer.service, answer.warning) == ("draining", "")
+        for _ in range(3):
+            await d0.heartbeat()
+        await bench.until(lambda: service(bench, "d0") == "drained")
+        answer = await call(bench, "Drain", pb.DrainRequest(node="d1", timeout_seconds=60))
+        assert "there is no decode node but drained ones (d0, d1): requests wait" in answer.warning
+        assert 0 < next(n for n in bench.service.status().nodes if n.name == "d1").drain_seconds_left <= 60
+        assert not bench.readiness.state()[0]
+        for name in ("d0", "d1"):
+            answer = await call(bench, "Undrain", pb.UndrainRequest(node=name))
+            assert (answer.service, answer.warning) == ("in", "")
+        assert (await bench.generate(PROMPT, 4))[1]
+    code, message = await error_of(bench, "Drain", pb.DrainRequest(node="d0", timeout_seconds=float("nan")))
+    assert (code, "timeout_seconds is nan" in message) == ("INVALID_ARGUMENT", True)
+
+
+def service(bench: Bench, name: str) -> str:
+    return next((str(node.service) for node in bench.service.status().nodes if node.name == name), "")
+
+
+async def test_watch_tells_at_once_and_then_of_changes(bench: Bench) -> None:
+    async with grpc.aio.insecure_channel(bench.address) as channel:
+        watch = cluster_pb2_grpc.ClusterStub(channel).Watch(pb.WatchRequest(interval_seconds=0.1), timeout=10.0)
+        assert len((await watch.read()).nodes) == 0
+        async with bench.node("p0", "prefill"):
+            assert [node.name for node in (await watch.read()).nodes] == ["p0"]
+        bench.service.close()
+        while (await watch.read()) is not grpc.aio.EOF:  # what was under way, and then the end
+            pass
+
+
+async def test_watchers_are_bounded_and_the_slow_get_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchers, "MOST", 1)
+    counted = iter(range(1000))
+    many = watchers.Watchers(lambda: pb.StatusResponse(queued=next(counted)))
+    first = many.watch(0.1)
+    assert (await anext(first)).queued == 0
+    with pytest.raises(Exception, match="1 callers watch"):
+        await anext(many.watch(0.1))
+    for _ in range(50):
+        many.changed()
+    assert (await anext(first)).queued == 1
+    await first.aclose()
+    second = many.watch(60.0)
+    await anext(second)
+    waiting = asyncio.ensure_future(anext(second, None))
+    await asyncio.sleep(0)
+    many.close()
+    assert await asyncio.wait_for(waiting, 5.0) is None
+
+
+@pytest.mark.parametrize("interval", [-1.0, 0.01, 61.0, float("inf"), float("nan")])
+async def test_an_interval_out_of_range_is_named(interval: float) -> None:
+    with pytest.raises(Exception, match=r"interval_seconds is .*0.1 to 60"):
+        await anext(watchers.Watchers(pb.StatusResponse).watch(interval))

@@ -1,0 +1,202 @@
+"""explain, drain, undrain and top, against canned answers."""
+
+import io
+import json
+import re
+
+import grpc
+import pytest
+
+from baton.cli.progress import Progress
+from baton.cli.top_view import rates, total
+from baton.cli.waterfall import _bar
+from baton.pb import cluster_pb2 as pb
+from baton.pb import common_pb2
+from tests.unit.cli.conftest import FakeFront, Run, timeline
+
+Capture = pytest.CaptureFixture[str]
+
+
+def explanation() -> pb.ExplainResponse:
+    considered = [
+        pb.Candidate(node="decode-0", role="decode", attempts=2, room=9, able=True, chosen=True),
+        pb.Candidate(node="decode-1", role="decode", attempts=4, room=1),
+        pb.Candidate(node="prefill-0", role="prefill", uncomputed_tokens=300, room=3, able=True, chosen=True),
+    ]
+    refused = pb.AttemptReport(number=1, decode_node="decode-1", over=0.01, ended="refused", needed=8, free=1)
+    served = pb.AttemptReport(
+        number=2, prefill_node="prefill-0", decode_node="decode-0", placed=0.01, over=0.5, ended="served",
+        context_tokens=512, considered=considered,
+    )  # fmt: skip
+    return pb.ExplainResponse(
+        request_id="r1", state="finished", finish_reason=common_pb2.FINISH_REASON_LENGTH, prompt_tokens=512,
+        output_tokens=11, max_tokens=11, timeline=timeline(), decode=0.365, attempts=[refused, served],
+        sources=pb.PromptSources(computed_prefill=496, local_cache=16, received=512),
+    )  # fmt: skip
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\s+", " ", text)
+
+
+def test_explain_shows_the_waterfall(front: FakeFront, run: Run, capsys: Capture) -> None:
+    front.explanation = explanation()
+    assert run("explain", "r1", "--endpoint", front.endpoint, "--admin-token", "t") == 0
+    out = plain(capsys.readouterr().out)
+    assert front.requests == [pb.ExplainRequest(request_id="r1")]
+    assert front.metadata["authorization"] == "Bearer t"
+    for expected in (
+        "request r1: finished (length)",
+        "prefill 100.0 74%",
+        "time to first token 135.0",
+        "decode 365.0 10 more tokens, 36.5 each",
+        "512 tokens (496 computed on prefill, 16 from a node's cache; 512 of them by hand-off)",
+        "75% landed before the last layer",
+        "refused: needed 8 blocks, 1 were free",
+        "decode-0 decode 2 - 9 chosen",
+        "decode-1 decode 4 - 1 had no room",
+    ):
+        assert expected in out
+
+
+def test_explain_json_has_every_field(front: FakeFront, run: Run, capsys: Capture) -> None:
+    front.explanation = explanation()
+    assert run("explain", "r1", "--json", "--endpoint", front.endpoint) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown.keys() == {field.name for field in pb.ExplainResponse.DESCRIPTOR.fields}
+    assert [attempt["ended"] for attempt in shown["attempts"]] == ["refused", "served"]
+
+
+def test_a_request_that_failed_before_its_first_token(front: FakeFront, run: Run, capsys: Capture) -> None:
+    error = common_pb2.Error(code="deadline_exceeded", message="took [too] long")
+    front.explanation = pb.ExplainResponse(request_id="r1", state="failed", error=error, prompt_tokens=3, max_tokens=4)
+    assert run("explain", "r1", "--endpoint", front.endpoint) == 0
+    out = plain(capsys.readouterr().out)
+    assert "failed: deadline_exceeded: took [too] long" in out
+    assert "no token yet 0.0" in out
+
+
+def test_an_unknown_request_is_exit_1(front: FakeFront, run: Run, capsys: Capture) -> None:
+    front.error = (grpc.StatusCode.NOT_FOUND, "there is no request 'r9'")
+    assert run("explain", "r9", "--endpoint", front.endpoint) == 1
+    assert capsys.readouterr().err == "error: there is no request 'r9' (not_found)\n"
+
+
+@pytest.mark.parametrize("begun", [0.0, 0.3, 0.999, 1.0])
+@pytest.mark.parametrize("share", [0.0, 1e-6, 0.1, 1.0])
+def test_a_bar_shows_what_took_time_and_nothing_else(begun: float, share: float) -> None:
+    assert bool(_bar(begun, share).strip()) == (share > 0)
+
+
+# drain
+
+
+def node(service: str, placed: int = 0, blocks: int = 0, left: float = 0.0) -> pb.NodeStatus:
+    stats = pb.NodeStats(blocks_total=8, blocks_in_use=blocks)
+    return pb.NodeStatus(name="d0", role="decode", service=service, placed=placed, stats=stats, drain_seconds_left=left)
+
+
+def statuses(*nodes: pb.NodeStatus | None) -> list[pb.StatusResponse]:
+    return [pb.StatusResponse(ready=True, nodes=[one] if one else []) for one in nodes]
+
+
+def test_drain_waits_until_the_node_is_empty(front: FakeFront, run: Run, capsys: Capture) -> None:
+    front.drained = pb.DrainResponse(node="d0", service="draining", warning="there is no decode node")
+    front.watched = statuses(
+        node("draining", 2, 5, 9.0), node("draining", 2, 5, 9.0), node("draining"), node("drained")
+    )
+    assert run("drain", "d0", "--timeout", "9.5", "--endpoint", front.endpoint) == 0
+    out, err = capsys.readouterr()
+    assert front.requests[0] == pb.DrainRequest(node="d0", timeout_seconds=9.5)
+    assert err.splitlines() == [
+        "warning: there is no decode node",
+        "d0: 2 requests, 5 blocks held, what is left in 9 s is placed again",
+        "d0: 0 requests, 0 blocks held",
+    ]
+    assert out == "d0 is drained: nothing is left there\n"
+
+
+def test_drain_without_a_time_sends_none_and_need_not_wait(front: FakeFront, run: Run, capsys: Capture) -> None:
+    front.drained = pb.DrainResponse(node="d0", service="draining")
+    assert run("drain", "d0", "--no-wait", "--json", "--endpoint", front.endpoint) == 0
+    assert [request.HasField("timeout_seconds") for request in front.requests] == [False]
+    assert json.loads(capsys.readouterr().out) == {"node": "d0", "service": "draining"}
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "words"),
+    [(None, 0, "has left the cluster"), (node("in"), 1, "put back into service"), (node("draining"), 1, "stopped")],
+)
+def test_drain_that_ends_otherwise(
+    front: FakeFront, run: Run, capsys: Capture, last: pb.NodeStatus | None, code: int, words: str
+) -> None:
+    front.watched = statuses(node("draining", 1), last)
+    assert run("drain", "d0", "--endpoint", front.endpoint) == code
+    assert words in "".join(capsys.readouterr())
+
+
+def test_undrain(front: FakeFront, run: Run, capsys: Capture) -> None:
+    front.drained = pb.DrainResponse(node="d0", service="in")
+    assert run("undrain", "d0", "--endpoint", front.endpoint) == 0
+    assert capsys.readouterr().out == "d0 is in service\n"
+    assert front.requests == [pb.UndrainRequest(node="d0")]
+
+
+def test_progress_in_place_on_a_terminal() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    stream = Terminal()
+    with Progress(stream) as progress:
+        for line in ("two left", "two left", "one left"):
+            progress.show(line)
+    assert stream.getvalue() == "\r\x1b[Ktwo left\r\x1b[Kone left\r\x1b[K"
+    with Progress(None) as progress:
+        progress.show("nowhere")
+
+
+# top
+
+
+def status(seconds: float, tokens: float, **changes: object) -> pb.StatusResponse:
+    counters = {
+        "baton_generated_tokens_total": tokens,
+        'baton_requests_total{outcome="length",class="default"}': tokens / 10,
+        'baton_requests_total{outcome="cancelled",class="default"}': tokens / 20,
+        'baton_handoffs_total{outcome="committed",transport="shm"}': tokens / 10,
+        'baton_handoffs_total{outcome="stale",transport="shm"}': 7,
+        'baton_handoff_bytes_total{transport="shm"}': tokens * 1e6,
+    }
+    latency = pb.Latency(window_seconds=60, requests=4, ttft_p50=0.1, ttft_p90=0.2, tpot_p50=0.01, tpot_p90=0.02)
+    nodes = [node("draining", 3, 4)]
+    return pb.StatusResponse(
+        ready=True, model="m", clock_seconds=seconds, counters=counters, latency=latency, nodes=nodes
+    )
+
+
+def test_rates_are_differences() -> None:
+    speed = rates(status(10.0, 100), status(12.0, 300))
+    assert (speed.tokens, speed.requests, speed.failed) == pytest.approx((100.0, 15.0, 5.0))
+    assert (speed.handoffs, speed.handoff_bytes) == pytest.approx((10.0, 100e6))
+    assert total(status(0, 100).counters, "baton_handoffs_total") == 17
+    for before in (None, status(99.0, 0)):  # the first look; a coordinator that has restarted
+        assert rates(before, status(12.0, 300)).tokens == 0
+    assert rates(status(10.0, 300), status(12.0, 100)).tokens == 0
+
+
+def test_top_once_without_a_terminal(front: FakeFront, run: Run, capsys: Capture) -> None:
+    front.watched = [status(10.0, 100), status(12.0, 300), status(14.0, 500)]
+    assert run("top", "--once", "--interval", "0.5", "--endpoint", front.endpoint) == 0
+    out = plain(capsys.readouterr().out)
+    assert front.requests == [pb.WatchRequest(interval_seconds=0.5)]
+    for expected in ("100.0 tokens/s", "TTFT p50 100.0 p90 200.0 ms", "d0 decode draining 3", "4+0+0 of 8"):
+        assert expected in out
+
+
+def test_top_json_is_an_object_a_line(front: FakeFront, run: Run, capsys: Capture) -> None:
+    front.watched = [status(10.0, 100), status(12.0, 300)]
+    assert run("top", "--json", "--endpoint", front.endpoint) == 3  # the watch ended: nobody is there any more
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["rates"]["tokens"] for line in lines] == [0.0, 100.0]
+    assert lines[0]["nodes"][0]["service"] == "draining"

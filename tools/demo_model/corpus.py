@@ -1,0 +1,46 @@
+"""The corpus on disk: one compressed file of token ids for each part, and what it was made of."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+Tokens = npt.NDArray[np.uint16]
+
+FACTS = "facts.json"
+# Share of the training rows that comes from each part.
+PARTS: Mapping[str, float] = {"library": 0.26, "definitions": 0.24, "tests": 0.28, "prose": 0.04, "chat": 0.18}
+HELD_OUT = ("library", "tests", "chat")  # parts with a held-out half
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the card says of the data. `utf8_bytes` and `tokens` are counted per file of token ids."""
+
+    python: str
+    vocabulary: int
+    files: dict[str, int] = field(default_factory=dict)
+    documents: dict[str, int] = field(default_factory=dict)
+    utf8_bytes: dict[str, int] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+
+
+def save(folder: Path, name: str, tokens: Tokens) -> None:
+    np.savez_compressed(folder / f"{name}.npz", tokens=tokens)
+
+
+def load(folder: Path, name: str) -> Tokens:
+    with np.load(folder / f"{name}.npz", allow_pickle=False) as stored:
+        tokens: Tokens = stored["tokens"]
+    return tokens
+
+
+def save_facts(folder: Path, facts: Facts) -> None:
+    (folder / FACTS).write_text(json.dumps(asdict(facts), indent=2) + "\n")
+
+
+def load_facts(folder: Path) -> Facts:
+    return Facts(**json.loads((folder / FACTS).read_text()))

@@ -1,0 +1,75 @@
+"""Functions and classes of a source: as documents of their own, and with what their docstrings say."""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tools.demo_model.sources import Source, parse
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+SHORTEST = 60  # characters of a definition worth a document of its own
+LONGEST = 4000  # characters
+LONGEST_ANSWER = 400  # characters of a docstring's first paragraph
+
+
+@dataclass(frozen=True, slots=True)
+class Documented:
+    """A public name, as `textwrap.dedent`, with the first paragraph of its docstring on one line."""
+
+    kind: str  # "module", "class" or "function"
+    module: str
+    name: str
+    arguments: str  # "(text)" for a function, else empty
+    summary: str
+
+
+def snippets(source: Source) -> Iterator[str]:
+    """Each definition of the source, dedented, methods too."""
+    lines = source.text.split("\n")
+    tree = parse(source.text)
+    for node in ast.walk(tree) if tree else ():
+        if isinstance(node, Definition):
+            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            text = textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno])).strip("\n") + "\n"
+            if SHORTEST <= len(text) <= LONGEST and parse(text):
+                yield text
+
+
+def documented(source: Source) -> Iterator[Documented]:
+    tree = parse(source.text)
+    if tree is None or any(part.startswith("_") for part in source.module.split(".")):
+        return
+    if summary := _summary(tree):
+        yield Documented("module", source.module, source.module, "", summary)
+    yield from _members(tree, source.module, source.module)
+
+
+def _members(parent: ast.Module | ast.ClassDef, module: str, prefix: str) -> Iterator[Documented]:
+    for node in parent.body:
+        if not isinstance(node, Definition) or node.name.startswith("_"):
+            continue
+        name = f"{prefix}.{node.name}"
+        is_class = isinstance(node, ast.ClassDef)
+        if summary := _summary(node):
+            arguments = "" if isinstance(node, ast.ClassDef) else f"({ast.unparse(node.args)})"
+            yield Documented("class" if is_class else "function", module, name, arguments, summary)
+        if isinstance(node, ast.ClassDef):
+            yield from _members(node, module, name)
+
+
+def _summary(node: ast.Module | Definition) -> str:
+    return first_sentences(ast.get_docstring(node) or "")
+
+
+def first_sentences(docstring: str) -> str:
+    """The first paragraph that is prose, on one line; empty where there is none of a fair length."""
+    for paragraph in inspect.cleandoc(docstring).split("\n\n"):
+        text = " ".join(paragraph.split())
+        if len(text) > LONGEST_ANSWER:
+            text = text[:LONGEST_ANSWER].rpartition(". ")[0]
+        if len(text.split()) >= 3 and text[0].isalpha() and "(" not in text.split()[0]:
+            return text if text[-1] in ".!?:" else text + "."
+    return ""

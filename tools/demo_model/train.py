@@ -1,0 +1,157 @@
+"""Stage `train`: from token ids to weights, on the CPU or one GPU. Needs torch and numpy alone."""
+
+import argparse
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from tools.demo_model import checkpoint, corpus
+from tools.demo_model.batches import Batches
+from tools.demo_model.llama import Llama, Shape
+from tools.demo_model.loss import autocast, bits_per_byte, nats
+from tools.demo_model.progress import Progress
+from tools.demo_model.schedule import rate
+
+LOG = "training.jsonl"
+SUMMARY = "training.json"
+EVALUATIONS = 15
+LossOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+JUDGE = "held_out_library"  # the best weights are those with the lowest loss here
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--data", type=Path, default=Path(".demo/corpus"), help="folder that `prepare` wrote")
+    parser.add_argument("--out", type=Path, default=Path(".demo/trained"), help="folder to write")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--minutes", type=float, default=None, help="end earlier, with the schedule fitted to that")
+    parser.add_argument("--rows", type=int, default=32, help="rows of a step")
+    parser.add_argument("--sequence", type=int, default=2048, help="tokens of a row, and positions of the model")
+    parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-compile", action="store_true")
+    for field, default in Shape(0).plain().items():
+        if field not in ("vocabulary", "context"):
+            parser.add_argument(f"--{field.replace('_', '-')}", type=int, default=default)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    torch.manual_seed(arguments.seed)
+    torch.set_float32_matmul_precision("high")
+    device = torch.device(arguments.device)
+    facts = corpus.load_facts(arguments.data)
+    sizes = {name: getattr(arguments, name) for name in Shape(0).plain() if name not in ("vocabulary", "context")}
+    model = Llama(Shape(facts.vocabulary, context=arguments.sequence, **sizes), arguments.dropout).to(device)
+    batches = Batches(
+        {name: corpus.load(arguments.data, name) for name in corpus.PARTS}, corpus.PARTS, device, arguments.seed
+    )
+    print(f"{sum(one.numel() for one in model.parameters()):,} parameters on {_name(device)}", flush=True)
+    _train(model, batches, facts, device, arguments)
+
+
+def _train(
+    model: Llama, batches: Batches, facts: corpus.Facts, device: torch.device, arguments: argparse.Namespace
+) -> None:
+    folder: Path = arguments.out
+    folder.mkdir(parents=True, exist_ok=True)
+    held_out = {f"held_out_{name}": corpus.load(arguments.data, f"held_out_{name}") for name in corpus.HELD_OUT}
+    optimizer = _optimizer(model, device, arguments.rate, arguments.weight_decay)
+    model.train()
+    loss_of = _loss_of(model, device, arguments)
+    best, evaluated, steps, began = float("inf"), 0, 0, time.monotonic()
+    with Progress("training") as progress, (folder / LOG).open("w") as log:
+        for steps, done in _ticks(arguments.steps, arguments.minutes):
+            for group in optimizer.param_groups:
+                group["lr"] = arguments.rate * rate(done)
+            loss = _step(loss_of, model, batches, optimizer, arguments)
+            progress.show(done, f"step {steps}, best held-out {best:.4f} bits per byte")
+            if done < 1.0 and done * EVALUATIONS < evaluated + 1:
+                continue
+            evaluated = int(done * EVALUATIONS)
+            figures = {
+                name: bits_per_byte(nats(model, tokens, device, arguments.sequence), facts.utf8_bytes[name])
+                for name, tokens in held_out.items()
+            }
+            seconds = time.monotonic() - began
+            line = {"step": steps, "seconds": round(seconds, 1), "loss": round(loss.item(), 4), **figures}
+            log.write(json.dumps(line) + "\n")
+            log.flush()
+            if figures[JUDGE] < best:
+                best = figures[JUDGE]
+                checkpoint.save(folder / "best", model)
+    checkpoint.save(folder / "last", model)
+    summary = {
+        "device": _name(device),
+        "seconds": round(time.monotonic() - began, 1),
+        "steps": steps,
+        "tokens": steps * arguments.rows * arguments.sequence,
+        "best_held_out_bits_per_byte": best,
+        "torch": torch.__version__,
+        "settings": {key: str(value) for key, value in vars(arguments).items() if key not in ("data", "out", "stage")},
+    }
+    (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+    print(json.dumps(summary), flush=True)
+
+
+def _ticks(steps: int, minutes: float | None) -> Iterator[tuple[int, float]]:
+    """Step number from 1, and the share of the training that is done with it; the last share is 1."""
+    began = time.monotonic()
+    for step in range(1, steps + 1):
+        elapsed = (time.monotonic() - began) / (60.0 * minutes) if minutes else 0.0
+        done = min(1.0, max(step / steps, elapsed))
+        yield step, done
+        if done >= 1.0:
+            return
+
+
+def _step(
+    loss_of: LossOf, model: Llama, batches: Batches, optimizer: torch.optim.Optimizer, arguments: argparse.Namespace
+) -> torch.Tensor:
+    loss = loss_of(*batches.draw(arguments.rows, arguments.sequence))
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+def _optimizer(model: Llama, device: torch.device, peak: float, weight_decay: float) -> torch.optim.Optimizer:
+    """AdamW; norms are not decayed."""
+    matrices = [one for one in model.parameters() if one.dim() == 2]
+    norms = [one for one in model.parameters() if one.dim() != 2]
+    groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": norms, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=device.type == "cuda")
+
+
+def _loss_of(model: Llama, device: torch.device, arguments: argparse.Namespace) -> LossOf:
+    """The mean loss of inputs and targets: compiled and tried once on a GPU, plain where that cannot be done."""
+
+    def plain(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with autocast(device):
+            logits = model(inputs)
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+    if device.type != "cuda" or arguments.no_compile:
+        return plain
+    compiled: LossOf = torch.compile(plain)
+    probe = torch.zeros((arguments.rows, arguments.sequence), dtype=torch.long, device=device)
+    try:
+        compiled(probe, probe).backward()
+    except (RuntimeError, ImportError, OSError) as error:
+        print(f"training without torch.compile: {type(error).__name__}: {str(error)[:300]}", flush=True)
+        compiled = plain
+    model.zero_grad(set_to_none=True)
+    return compiled
+
+
+def _name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
