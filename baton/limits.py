@@ -16,6 +16,13 @@ MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIAS = 100.0  # either way
 MAX_LOGIT_BIASES = 1024
 MAX_LOGPROBS = 20
+MAX_CHOICES = 16  # of one prompt
+MAX_PROMPTS = 128  # of one request
+MAX_ANSWERS = 256  # choices of all prompts of one request
+MAX_CHOICE_NUMBER = 2**16 - 1
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256  # of one stop string
+MAX_MESSAGES = 2048  # of one conversation
 MAX_LINK_MESSAGE_BYTES = 16 << 20  # between coordinator and node: a prompt of a million tokens fits
 MAX_UNSENT = 8192  # messages waiting on one internal stream before its reader is given up
 LINK_OPTIONS = (
@@ -54,6 +61,35 @@ def check_prompt(prompt: tuple[int, ...], bounds: ModelBounds) -> None:
         )
 
 
+def check_choices(n: int, first: int, prompts: int) -> None:
+    """Raises InvalidRequest naming the field, the value and the bound."""
+    _whole("n", n, 1, MAX_CHOICES)
+    _whole("first_choice", first, 0, MAX_CHOICE_NUMBER - MAX_CHOICES)
+    if not 1 <= prompts <= MAX_PROMPTS:
+        raise InvalidRequest(f"prompt is a list of {prompts} prompts: it must be 1 to {MAX_PROMPTS}", param="prompt")
+    if n * prompts > MAX_ANSWERS:
+        raise InvalidRequest(f"n is {n} for {prompts} prompts: together at most {MAX_ANSWERS} choices", param="n")
+
+
+def check_stop(strings: Sequence[str]) -> None:
+    """Raises InvalidRequest naming the value and the bound."""
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop has {len(strings)} strings: at most {MAX_STOP_STRINGS}", param="stop")
+    for string in strings:
+        if not 1 <= len(string) <= MAX_STOP_CHARACTERS:
+            raise InvalidRequest(
+                f"stop has a string of {len(string)} characters: each must have 1 to {MAX_STOP_CHARACTERS}",
+                param="stop",
+            )
+
+
+def check_ids(field: str, ids: Sequence[int], bounds: ModelBounds) -> None:
+    """Raises InvalidRequest for a token id out of range."""
+    for token in ids:
+        if not 0 <= token < bounds.vocab_size:
+            raise InvalidRequest(f"{field} has {token}: ids are 0 to {bounds.vocab_size - 1}", param=field)
+
+
 def check_sampling(params: SamplingParams, prompt_tokens: int, bounds: ModelBounds) -> None:
     """Raises InvalidRequest or TooLong naming the field, the value and the bound."""
     if params.max_tokens < 1:
@@ -81,7 +117,7 @@ def check_sampling(params: SamplingParams, prompt_tokens: int, bounds: ModelBoun
             f"stop_token_ids has {len(params.stop_token_ids)} ids: at most {MAX_STOP_TOKEN_IDS}",
             param="stop_token_ids",
         )
-    _check_ids("stop_token_ids", params.stop_token_ids, bounds)
+    check_ids("stop_token_ids", params.stop_token_ids, bounds)
     _within("min_p", params.min_p, 0.0, 1.0)
     _within("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
     _within("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
@@ -94,8 +130,8 @@ def check_sampling(params: SamplingParams, prompt_tokens: int, bounds: ModelBoun
     _check_bias(params, bounds)
     for field in ("logprobs", "prompt_logprobs"):
         wanted = getattr(params, field)
-        if wanted is not None and not 0 <= wanted <= MAX_LOGPROBS:
-            raise InvalidRequest(f"{field} is {wanted}: it must be 0 to {MAX_LOGPROBS}", param=field)
+        if wanted is not None:
+            _whole(field, wanted, 0, MAX_LOGPROBS)
 
 
 def _check_bias(params: SamplingParams, bounds: ModelBounds) -> None:
@@ -103,15 +139,14 @@ def _check_bias(params: SamplingParams, bounds: ModelBounds) -> None:
         raise InvalidRequest(
             f"logit_bias has {len(params.logit_bias)} entries: at most {MAX_LOGIT_BIASES}", param="logit_bias"
         )
-    _check_ids("logit_bias", [token for token, _ in params.logit_bias], bounds)
+    check_ids("logit_bias", [token for token, _ in params.logit_bias], bounds)
     for _, bias in params.logit_bias:
         _within("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
 
 
-def _check_ids(field: str, ids: Sequence[int], bounds: ModelBounds) -> None:
-    for token in ids:
-        if not 0 <= token < bounds.vocab_size:
-            raise InvalidRequest(f"{field} has {token}: ids are 0 to {bounds.vocab_size - 1}", param=field)
+def _whole(field: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise InvalidRequest(f"{field} is {value}: it must be {low} to {high}", param=field)
 
 
 def _within(field: str, value: float, low: float, high: float) -> None:

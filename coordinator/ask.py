@@ -6,55 +6,121 @@ cannot drift apart.
 
 import math
 import secrets
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from baton import limits
-from baton.errors import InvalidRequest
+from baton.errors import InvalidRequest, Rejected
+from baton.generation_defaults import GenerationDefaults
 from baton.limits import ModelBounds
 from baton.types import SamplingParams
+from coordinator.chat_template import Conversation
 from coordinator.generation import Submission
 
 Value = TypeVar("Value")
+Prompt = str | Sequence[int]
 
 MAX_CLIENT_ID = 128  # characters of a client's own request id
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request as it was worded: None is "not given". `timeout` is the seconds that the client is willing to wait."""
+    """A request as it was worded: None is "not given". `timeout` is the seconds that the client is willing to wait.
 
-    prompt: str | Sequence[int] | None
+    `logprobs` scores the output, and with `echo` the prompt. A `max_tokens` of 0 is for `echo` alone. `wording` gives
+    this front door's own names of fields, where they differ, for what is said about them."""
+
+    prompts: Sequence[Prompt] | Conversation | None
     model: str | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    min_p: float | None = None
     seed: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Sequence[int] = ()
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Sequence[tuple[int, float]] = ()
+    logprobs: int | None = None
+    echo: bool = False
+    stop: Sequence[str] = ()
+    n: int = 1
+    first_choice: int = 0
     timeout: float | None = None
     client_id: str | None = None
+    wording: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def only_echo(self) -> bool:
+        """Nothing but the prompt is to be told. One token is generated, because that is what computes the prompt."""
+        return self.echo and self.max_tokens == 0
 
 
-def to_submission(ask: Ask, prompt: tuple[int, ...], timeout: float, bounds: ModelBounds) -> Submission:
-    """`prompt` is the tokenized prompt, `timeout` the seconds left. Raises InvalidRequest or TooLong."""
+def check(ask: Ask) -> None:
+    """What can be said before the prompts are tokenized. Raises InvalidRequest."""
+    if ask.prompts is None:
+        raise InvalidRequest("prompt is missing: it must be text or token ids", param="prompt")
+    limits.check_choices(ask.n, ask.first_choice, prompts_of(ask))
+    limits.check_stop(ask.stop)
+
+
+def prompts_of(ask: Ask) -> int:
+    return 1 if isinstance(ask.prompts, Conversation) or ask.prompts is None else len(ask.prompts)
+
+
+def to_submission(
+    ask: Ask, prompt: tuple[int, ...], timeout: float, bounds: ModelBounds, defaults: GenerationDefaults
+) -> Submission:
+    """The first choice for one tokenized prompt; `timeout` is the seconds left, `defaults` the model's own for what
+    the request does not say. Raises InvalidRequest or TooLong."""
     limits.check_prompt(prompt, bounds)
-    room = bounds.max_context - len(prompt)
     sampling = SamplingParams(
-        max_tokens=min(limits.DEFAULT_MAX_TOKENS, room) if ask.max_tokens is None else ask.max_tokens,
-        temperature=_or(ask.temperature, 1.0),
-        top_k=_or(ask.top_k, 0),
-        top_p=_or(ask.top_p, 1.0),
+        max_tokens=_max_tokens(ask, bounds.max_context - len(prompt), defaults),
+        temperature=_first(ask.temperature, defaults.temperature, 1.0),
+        top_k=_or(ask.top_k, min(defaults.top_k or 0, bounds.vocab_size)),
+        top_p=_first(ask.top_p, defaults.top_p, 1.0),
+        min_p=_first(ask.min_p, defaults.min_p, 0.0),
         seed=secrets.randbits(63) if ask.seed is None else ask.seed,
         min_tokens=_or(ask.min_tokens, 0),
         ignore_eos=_or(ask.ignore_eos, False),
         stop_token_ids=tuple(ask.stop_token_ids),
+        presence_penalty=_or(ask.presence_penalty, 0.0),
+        frequency_penalty=_or(ask.frequency_penalty, 0.0),
+        repetition_penalty=_first(ask.repetition_penalty, defaults.repetition_penalty, 1.0),
+        logit_bias=tuple(ask.logit_bias),
+        logprobs=ask.logprobs,
+        prompt_logprobs=ask.logprobs if ask.echo else None,
     )
     limits.check_sampling(sampling, len(prompt), bounds)
-    return Submission(prompt=prompt, sampling=sampling, timeout=timeout)
+    return Submission(prompt=prompt, sampling=sampling, timeout=timeout, choice=ask.first_choice)
+
+
+def _max_tokens(ask: Ask, room: int, defaults: GenerationDefaults) -> int:
+    if ask.only_echo:
+        return 1
+    if ask.max_tokens is not None:
+        return ask.max_tokens
+    usual = _or(defaults.max_new_tokens, room) if isinstance(ask.prompts, Conversation) else limits.DEFAULT_MAX_TOKENS
+    return min(usual, room)
+
+
+@contextmanager
+def worded(wording: Mapping[str, str]) -> Iterator[None]:
+    """A refusal inside names its field as the client knows it."""
+    try:
+        yield
+    except Rejected as error:
+        name = wording.get(error.param or "")
+        if name is None:
+            raise
+        message = error.message.replace(error.param or "", name, 1)
+        raise type(error)(message, param=name.partition("[")[0], retry_after=error.retry_after) from None
 
 
 def check_timeout(seconds: float, name: str) -> float:
@@ -73,3 +139,7 @@ def check_client_id(text: str | None) -> str | None:
 
 def _or(given: Value | None, default: Value) -> Value:
     return default if given is None else given
+
+
+def _first(given: Value | None, models: Value | None, default: Value) -> Value:
+    return _or(given, _or(models, default))

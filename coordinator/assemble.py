@@ -12,9 +12,10 @@ import grpc.aio
 from baton import link_codec, log
 from baton.config import Config, model_name
 from baton.errors import ConfigError
+from baton.generation_defaults import GenerationDefaults, load_generation_defaults
 from baton.limits import LINK_OPTIONS
 from baton.pb import cluster_pb2_grpc
-from coordinator import admin, tokenizer
+from coordinator import admin, tokenizer_files
 from coordinator.auth import check_exposure
 from coordinator.cluster_service import ClusterService
 from coordinator.dispatcher import Dispatcher
@@ -56,6 +57,7 @@ class Coordinator:
             model=model_name(config),
             longest=config.request_timeout,
             refusals=refusals,
+            defaults=_defaults(config),
         )
         clients = app.build(intake, self._readiness, config.api_key)
         operators = admin.build(self._cluster, self._readiness, config.admin_token, refusals)
@@ -97,7 +99,7 @@ class Coordinator:
 
     async def _warm_up(self) -> None:
         """Text prompts are part of being ready, so the tokenizer comes first: it loads while nodes do."""
-        self._text.set_result(await tokenizer.load(self._config.model, self._config.engine))
+        self._text.set_result(await tokenizer_files.load(self._config.model, self._config.engine))
         await self._readiness.run()
 
     async def _end_requests(self) -> None:
@@ -125,6 +127,13 @@ async def coordinate(config: Config, stop: asyncio.Event) -> None:
     """Run one coordinator until `stop` is set. Raises ConfigError for what a restart would not mend."""
     log.configure(config.log_level, config.log_format, node="coordinator")
     await Coordinator(config).run(stop)
+
+
+def _defaults(config: Config) -> GenerationDefaults:
+    """The model's own. Raises ConfigError."""
+    folder = Path(config.model)
+    known = config.engine == "model" and config.model and folder.is_dir()
+    return load_generation_defaults(folder) if known else GenerationDefaults()
 
 
 def _state_file(folder: str) -> Path:

@@ -1,8 +1,8 @@
 """Tokens to text, one step at a time, at a cost that does not grow with the output.
 
 The law both classes keep: whatever the tokens and however they are cut into steps, the texts of all `add` calls and
-of the final `flush` concatenate to the tokenizer's own decoding of all tokens without special ones. No step shows
-half a character.
+of the final `flush` concatenate to the tokenizer's own decoding of all tokens without special ones; for tokens that
+continue a text, to what they add to its decoding. No step shows half a character.
 """
 
 import codecs
@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers.decoders import ByteLevel
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>$")
+_METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece spells a space
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -37,8 +38,8 @@ class Vocabulary:
         self._bytes: dict[int, bytes] = {}
         self._anchor = self._find_anchor()
 
-    def detokenizer(self) -> Detokenizer:
-        return _ByteLevelDetokenizer(self) if self.byte_level else _ChunkDetokenizer(self)
+    def detokenizer(self, *, continuing: bool = False) -> Detokenizer:
+        return _ByteLevelDetokenizer(self) if self.byte_level else _ChunkDetokenizer(self, continuing)
 
     def shown(self, token: int) -> str | None:
         """The piece of a token, None if it leaves no text: special, or beyond the tokenizer's vocabulary."""
@@ -51,6 +52,24 @@ class Vocabulary:
             known = self._bytes[token] = _to_bytes(self.shown(token) or "")
         return known
 
+    def token_bytes(self, token: int) -> bytes | None:
+        """What a token stands for in the middle of a text; None beyond the vocabulary. A special one stands for its
+        name."""
+        piece = self.backend.id_to_token(token)
+        if piece is None or token in self._special:
+            return None if piece is None else piece.encode()
+        if self.byte_level:
+            return self.piece_bytes(token)
+        return bytes([int(piece[3:5], 16)]) if _BYTE_TOKEN.match(piece) else piece.replace(_METASPACE, " ").encode()
+
+    def token_text(self, token: int) -> str | None:
+        """The same as text. A part of a character is written as OpenAI writes it, `bytes:` and escapes."""
+        data = self.token_bytes(token)
+        try:
+            return None if data is None else data.decode()
+        except UnicodeDecodeError as error:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in error.object)
+
     def decode_inner(self, tokens: list[int]) -> str:
         """Decode tokens that follow others. Decoders treat the start of a text differently (Llama 2's drops a
         space), so these are decoded behind a fixed token, whose own text is cut off again."""
@@ -60,7 +79,7 @@ class Vocabulary:
     def _find_anchor(self) -> tuple[int, str]:
         for token in range(self.backend.get_vocab_size()):
             text = self.backend.decode([token], skip_special_tokens=True)
-            if text.isascii() and text.isalnum():
+            if text.isascii() and text.isalnum() and not _BYTE_TOKEN.match(self.backend.id_to_token(token) or ""):
                 return token, text
         return 0, ""
 
@@ -85,10 +104,10 @@ class _ChunkDetokenizer:
     Byte-fallback tokens are held to the end of their run, because one bad byte turns the whole run into replacements.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, begun: bool) -> None:
         self._vocabulary = vocabulary
         self._held: list[int] = []
-        self._begun = False
+        self._begun = begun
 
     def add(self, tokens: Iterable[int]) -> str:
         return "".join(self._add_one(token) for token in tokens)

@@ -91,7 +91,7 @@ class Dispatcher:
         """See `Generator.submit_all`."""
         arrivals = _arrivals(submissions)
         effects = self.brain.submit_all(arrivals, self.clock(), internal=internal)
-        streams = [Stream(arrival.request.id, self._client_gone) for arrival in arrivals]
+        streams = [Stream(arrival.request.id, self._client_gone, self._client_content) for arrival in arrivals]
         self._streams.update((stream.id, stream) for stream in streams)
         self._idle.clear()
         self._carry_out(effects)
@@ -171,6 +171,9 @@ class Dispatcher:
 
     def _client_gone(self, request: RequestId) -> None:
         self._cancel(request, Cancelled("the client has gone away"))
+
+    def _client_content(self, request: RequestId) -> None:
+        self._carry_out(self.brain.stop(request, self.clock()))
 
     def _cancel(self, request: RequestId, error: BatonError) -> None:
         self._carry_out(self.brain.cancel(request, error, self.clock()))
@@ -256,7 +259,7 @@ class Dispatcher:
 def _arrivals(submissions: Sequence[Submission]) -> list[Arrival]:
     """With ids, and those of one prompt one after another: see `Generator.submit_all`."""
     found: list[Arrival] = []
-    first: RequestId | None = None
+    leader: Request | None = None
     for submission in submissions:
         request = Request(
             id=RequestId(mint_id()),
@@ -266,7 +269,7 @@ def _arrivals(submissions: Sequence[Submission]) -> list[Arrival]:
             cache_salt=submission.cache_salt,
             choice=submission.choice,
         )
-        if submission.choice == 0:
-            first = request.id
-        found.append(Arrival(request, submission.after or (first if submission.choice else None)))
+        if leader is None or request.choice <= leader.choice or request.prompt != leader.prompt:
+            leader = request
+        found.append(Arrival(request, submission.after or (leader.id if leader is not request else None)))
     return found

@@ -72,6 +72,11 @@ class Generation(Protocol):
         """The client is gone. Idempotent; compute stops within one step on both nodes."""
         ...
 
+    def stop(self) -> None:
+        """The client has all that it wants: the generation ends well. What is left to read ends with `Done`; compute
+        stops as with `cancel`. Idempotent."""
+        ...
+
 
 class Generator(Protocol):
     """The brain's public face. Everything runs on the coordinator's one event loop."""
@@ -87,6 +92,6 @@ class Generator(Protocol):
 
     async def submit_all(self, submissions: Sequence[Submission]) -> Sequence[Generation]:
         """Admit all of them, in this order, or none: `submit`'s errors, and then nothing is held. Without an `after` of
-        its own, a submission whose `choice` is not 0 comes after the last one before it whose `choice` is 0. If the
-        caller is cancelled meanwhile, so are they."""
+        its own, a submission comes after the one before it that has the same prompt and the first of its choices. If
+        the caller is cancelled meanwhile, so are they."""
         ...

@@ -1,22 +1,29 @@
 """The gRPC front door: baton.v1.Generation, with the bounds, errors and cancellation of the HTTP one."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
-from google.protobuf.unknown_fields import UnknownFieldSet
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
 
-from baton import wire
-from baton.errors import DeadlineExceeded, InvalidRequest, SlowReader
+from baton.errors import InvalidRequest, SlowReader
 from baton.pb import generation_pb2 as pb
 from baton.pb import generation_pb2_grpc
-from coordinator.ask import Ask, check_client_id
+from coordinator.answer import Answer
+from coordinator.ask import check_client_id
 from coordinator.auth import BearerKey
-from coordinator.generation import Delta, Done, Event, PromptScores
-from coordinator.grpc_terms import Context, authorization, metadata, told
-from coordinator.intake import Intake, Running
+from coordinator.grpc_requests import require_known, to_ask, to_wording
+from coordinator.grpc_responses import Responses
+from coordinator.grpc_terms import Context, abort, authorization, metadata, told
+from coordinator.intake import Intake
 
 WRITE_STALL = 30.0  # seconds that a client with a full flow-control window may leave a message untaken
+_SERVICE = pb.DESCRIPTOR.services_by_name["Generation"]
+
+Kind = TypeVar("Kind", bound=Message)
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
@@ -25,19 +32,37 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self._key = BearerKey(api_key, "--api-key")
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        async with told(context), self._started(request, context) as running:
-            async for event in running.generation:
-                await _write(context, _response(running, event))
+        async with told(context), self._started(request, context) as answer:
+            responses = Responses(answer)
+            async for piece in answer.pieces():
+                await _write(context, responses.one(piece))
 
     async def GenerateOnce(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        async with told(context), self._started(request, context) as running:
-            whole = pb.GenerateResponse()
-            async for event in running.generation:
-                part = _response(running, event)
-                text = whole.text + part.text
-                whole.MergeFrom(part)
-                whole.text = text
-        return whole
+        async with told(context), self._started(request, context) as answer:
+            responses = Responses(answer)
+            async for piece in answer.pieces():
+                responses.add(piece)
+        return responses.whole()
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        async with told(context):
+            with self._intake.refusals.counted():
+                self._key.check(authorization(context))
+                self._intake.check_model(request.model or None)
+                wording, limit = to_wording(request), self._intake.time_limit(context.time_remaining())
+                special = request.add_special_tokens if request.HasField("add_special_tokens") else None
+                text, tokens = await self._intake.tokenize(wording, special, limit)
+            pieces = [text.piece(token) for token in tokens] if request.return_token_strings else []
+            return pb.TokenizeResponse(token_ids=tokens, token_strings=pieces, max_model_len=self._intake.served()[1])
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        async with told(context):
+            with self._intake.refusals.counted():
+                self._key.check(authorization(context))
+                require_known(request)
+                self._intake.check_model(request.model or None)
+                limit = self._intake.time_limit(context.time_remaining())
+                return pb.DetokenizeResponse(text=await self._intake.detokenize(request.token_ids, limit))
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         async with told(context):
@@ -46,66 +71,44 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             return pb.ListModelsResponse(models=[pb.Model(id=name, max_model_len=max_model_len)])
 
     @asynccontextmanager
-    async def _started(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[Running]:
+    async def _started(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[Answer]:
         """A submitted request that is cancelled when the call ends early, however it ends."""
         with self._intake.refusals.counted():
             self._key.check(authorization(context))
             client_id = check_client_id(metadata(context, "x-request-id"))
             ask = to_ask(request, context.time_remaining(), client_id)
-        running = await self._intake.start(ask)
+        answer = await self._intake.start(ask)
         try:
             echoed = (("x-request-id", client_id),) if client_id else ()
-            await context.send_initial_metadata((("x-baton-request-id", running.id), *echoed))
-            yield running
+            await context.send_initial_metadata((("x-baton-request-id", answer.id), *echoed))
+            yield answer
         finally:
-            running.generation.cancel()
+            answer.cancel()
 
 
-def to_ask(request: pb.GenerateRequest, timeout: float | None, client_id: str | None) -> Ask:
-    """`timeout` is what the call's deadline leaves. Raises InvalidRequest, DeadlineExceeded."""
-    unknown = UnknownFieldSet(request)
-    if len(unknown):
-        number = unknown[0].field_number
-        raise InvalidRequest(f"field number {number} is not a field of GenerateRequest", param=str(number))
-    if timeout is not None and timeout <= 0:
-        raise DeadlineExceeded("the deadline passed before the request was read")
-    kind = request.WhichOneof("prompt")
-    return Ask(
-        prompt={"text": request.text, "token_ids": request.token_ids.ids, None: None}[kind],
-        model=request.model or None,
-        max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
-        temperature=request.temperature if request.HasField("temperature") else None,
-        top_k=request.top_k if request.HasField("top_k") else None,
-        top_p=request.top_p if request.HasField("top_p") else None,
-        seed=request.seed if request.HasField("seed") else None,
-        min_tokens=request.min_tokens,
-        ignore_eos=request.ignore_eos,
-        stop_token_ids=request.stop_token_ids,
-        timeout=timeout,
-        client_id=client_id,
-    )
+def add_to(server: grpc.aio.Server, service: GenerationService) -> None:
+    """What protoc generates for this would answer bytes that are no message of ours with INTERNAL, a fault of ours."""
+    handlers = {}
+    for method in _SERVICE.methods:
+        streams = method.server_streaming
+        make = grpc.unary_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
+        handlers[method.name] = make(
+            _parsed(getattr(service, method.name), getattr(pb, method.input_type.name)),
+            request_deserializer=None,
+            response_serializer=getattr(pb, method.output_type.name).SerializeToString,
+        )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers),))
 
 
-def _response(running: Running, event: Event) -> pb.GenerateResponse:
-    if isinstance(event, Delta):
-        return pb.GenerateResponse(request_id=running.id, text=running.text_of(event.tokens), token_ids=event.tokens)
-    if isinstance(event, PromptScores):
-        return pb.GenerateResponse(request_id=running.id)
-    return _last(running, event)
+def _parsed(method: Callable[[Kind, Context], Awaitable[Any]], kind: type[Kind]) -> Callable[..., Awaitable[Any]]:
+    async def call(data: bytes, context: Context) -> Any:
+        try:
+            request = kind.FromString(data)
+        except DecodeError:
+            await abort(context, InvalidRequest(f"the message is no {kind.DESCRIPTOR.name}: its bytes cannot be read"))
+        return await method(request, context)
 
-
-def _last(running: Running, end: Done) -> pb.GenerateResponse:
-    return pb.GenerateResponse(
-        request_id=running.id,
-        text=running.detokenizer.flush(),
-        finish_reason=wire.FINISH_TO_PB[end.reason],
-        usage=pb.Usage(
-            prompt_tokens=running.prompt_tokens,
-            completion_tokens=running.completion_tokens,
-            cached_tokens=end.cached_tokens,
-        ),
-        timeline=end.timeline,
-    )
+    return call
 
 
 async def _write(context: Context, response: pb.GenerateResponse) -> None:

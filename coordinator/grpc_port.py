@@ -9,7 +9,8 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.errors import ConfigError
 from baton.limits import MAX_BODY_BYTES
-from baton.pb import cluster_pb2, generation_pb2, generation_pb2_grpc
+from baton.pb import cluster_pb2, generation_pb2
+from coordinator import grpc_front
 from coordinator.grpc_front import GenerationService
 from coordinator.intake import Intake
 from coordinator.readiness import Readiness
@@ -38,7 +39,7 @@ class GrpcPort:
         self._health = health.aio.HealthServicer()
         self._changed: asyncio.Queue[bool] = asyncio.Queue()
         self._following: asyncio.Task[None] | None = None
-        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationService(intake, api_key), self.server)
+        grpc_front.add_to(self.server, GenerationService(intake, api_key))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
         self._readiness = readiness

@@ -2,40 +2,23 @@
 
 import asyncio
 import time
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 
-from baton import log
+from baton import limits, log
 from baton.clock import Clock, steady
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
-from baton.types import RequestId
-from coordinator.ask import Ask, check_timeout, to_submission
-from coordinator.detokenizer import Detokenizer
-from coordinator.generation import Generation, Generator, Submission
+from baton.generation_defaults import GenerationDefaults
+from coordinator.answer import Answer, Choice, Echo
+from coordinator.ask import Ask, Prompt, check, check_timeout, to_submission, worded
+from coordinator.chat_template import Conversation
+from coordinator.generation import Generator, Submission
 from coordinator.refusals import Refusals
+from coordinator.telling import Teller
 from coordinator.tokenizer import Text
 
 _log = log.get("front")
-
-
-@dataclass(slots=True)
-class Running:
-    """A submitted request and what its client has been told so far."""
-
-    generation: Generation
-    model: str
-    prompt_tokens: int
-    detokenizer: Detokenizer
-    created: int  # seconds since the epoch, for clients to read
-    completion_tokens: int = field(default=0)
-
-    @property
-    def id(self) -> RequestId:
-        return self.generation.id
-
-    def text_of(self, tokens: tuple[int, ...]) -> str:
-        """Count the tokens of one event and return the text they complete."""
-        self.completion_tokens += len(tokens)
-        return self.detokenizer.add(tokens)
 
 
 class Intake:
@@ -49,6 +32,7 @@ class Intake:
         model: str,
         longest: float,
         refusals: Refusals,
+        defaults: GenerationDefaults | None = None,
         clock: Clock = steady,
     ) -> None:
         self.refusals = refusals
@@ -56,6 +40,7 @@ class Intake:
         self._model = model
         self._text = text
         self._longest = longest
+        self._defaults = defaults or GenerationDefaults()
         self._clock = clock
 
     def time_limit(self, wanted: float | None, name: str = "timeout") -> float:
@@ -66,37 +51,120 @@ class Intake:
         """The model's name and its longest context in tokens. Raises Unavailable while no node has joined."""
         return self._model, self._generator.bounds().max_context
 
-    async def start(self, ask: Ask) -> Running:
-        """Admit a request. Raises what the client did wrong (Rejected) or DeadlineExceeded; then nothing is held."""
-        with self.refusals.counted():
-            text, submission = await self._prepare(ask)
-        generation = await self._generator.submit(submission)
+    def check_model(self, name: str | None) -> None:
+        """Raises ModelNotFound."""
+        if name is not None and name != self._model:
+            served = repr(self._model)
+            raise ModelNotFound(f"model is {_shown(name)}: the model served here is {served}", param="model")
+
+    async def start(self, ask: Ask) -> Answer:
+        """Admit a request, all of its choices or none. Raises what the client did wrong (Rejected) or DeadlineExceeded;
+        then nothing is held."""
+        with self.refusals.counted(), worded(ask.wording):
+            text, firsts, echoes = await self._prepare(ask)
+        submissions = [choice for first in firsts for choice in _choices(first, ask.n)]
+        generations = await self._generator.submit_all(submissions)
         if ask.client_id is not None:
-            _log.info("request", request=generation.id, client_request=ask.client_id)
-        return Running(
-            generation=generation,
+            _log.info("request", request=generations[0].id, client_request=ask.client_id)
+        return Answer(
             model=self._model,
-            prompt_tokens=len(submission.prompt),
-            detokenizer=text.detokenizer(),
             created=int(time.time()),
+            text=text,
+            prompts=[first.prompt for first in firsts],
+            choices=[
+                Choice(generation, _teller(ask, text, index), index // ask.n)
+                for index, generation in enumerate(generations)
+            ],
+            echoes=echoes,
+            scored=ask.logprobs is not None,
+            only_echo=ask.only_echo,
         )
 
-    async def _prepare(self, ask: Ask) -> tuple[Text, Submission]:
-        if ask.model is not None and ask.model != self._model:
-            served = repr(self._model)
-            raise ModelNotFound(f"model is {_shown(ask.model)}: the model served here is {served}", param="model")
-        if ask.prompt is None:
-            raise InvalidRequest("prompt is missing: it must be text or token ids", param="prompt")
+    async def tokenize(
+        self, wording: Prompt | Conversation, special: bool | None, limit: float
+    ) -> tuple[Text, tuple[int, ...]]:
+        """`special` None is as it is done for a request. Raises InvalidRequest, DeadlineExceeded."""
+        async with _within(limit):
+            text = await self._loaded()
+            return text, await _encode(text, wording, special=special)
+
+    async def detokenize(self, tokens: Sequence[int], limit: float) -> str:
+        """Raises InvalidRequest, DeadlineExceeded; Unavailable while no node has joined."""
+        limits.check_ids("tokens", tokens, self._generator.bounds())
+        async with _within(limit):
+            return await (await self._loaded()).decode(tokens)
+
+    async def _loaded(self) -> Text:
+        return await asyncio.shield(self._text)
+
+    async def _prepare(self, ask: Ask) -> tuple[Text, list[Submission], list[Echo]]:
+        """The first choice of each prompt, and the prompts to be given back."""
+        self.check_model(ask.model)
+        check(ask)
+        assert ask.prompts is not None
+        wordings: Sequence[Prompt | Conversation]
+        wordings = [ask.prompts] if isinstance(ask.prompts, Conversation) else ask.prompts
         began = self._clock()
         limit = self.time_limit(ask.timeout)
-        try:
-            async with asyncio.timeout(limit):
-                text = await asyncio.shield(self._text)
-                prompt = await text.encode(ask.prompt) if isinstance(ask.prompt, str) else tuple(ask.prompt)
-        except TimeoutError:
-            raise DeadlineExceeded(f"the deadline of {limit:g} s passed before the prompt was tokenized") from None
-        left = max(limit - (self._clock() - began), 0.0)
-        return text, to_submission(ask, prompt, left, self._generator.bounds())
+        async with _within(limit):
+            text = await self._loaded()
+            if ask.stop and not text.shows_text:
+                raise InvalidRequest("stop is given, but tokens have no text here: use stop_token_ids", param="stop")
+            prompts = [await _encode(text, wording) for wording in wordings]
+        left, bounds = max(limit - (self._clock() - began), 0.0), self._generator.bounds()
+        firsts = []
+        for number, prompt in enumerate(prompts):
+            with worded({"prompt": f"prompt[{number}]"} if len(prompts) > 1 else {}):
+                firsts.append(to_submission(ask, prompt, left, bounds, self._defaults))
+        echoed = zip(wordings, prompts, strict=True) if ask.echo else ()
+        scored = ask.logprobs is not None
+        return text, firsts, [await _echo(text, wording, prompt, placed=scored) for wording, prompt in echoed]
+
+
+def _choices(first: Submission, n: int) -> Iterator[Submission]:
+    """The scores of the prompt are the same for all."""
+    yield first
+    sampling = replace(first.sampling, prompt_logprobs=None)
+    for number in range(1, n):
+        yield replace(first, sampling=sampling, choice=first.choice + number)
+
+
+async def _encode(text: Text, wording: Prompt | Conversation, *, special: bool | None = None) -> tuple[int, ...]:
+    """A chat template writes the special tokens itself; around any other text go those that its model expects."""
+    if isinstance(wording, Conversation):
+        return await text.encode(await text.render(wording), special=bool(special))
+    return await text.encode(wording, special=special is not False) if isinstance(wording, str) else tuple(wording)
+
+
+async def _echo(text: Text, wording: Prompt | Conversation, tokens: tuple[int, ...], *, placed: bool) -> Echo:
+    """`placed`: where each token begins is asked for."""
+    if isinstance(wording, str):
+        return Echo(wording, await text.starts(wording) if placed else ())
+    detokenizer, starts, told = text.detokenizer(), [], ""
+    for token in tokens:
+        starts.append(len(told))
+        told += detokenizer.add((token,))
+    return Echo(told + detokenizer.flush(), starts)
+
+
+def _teller(ask: Ask, text: Text, index: int) -> Teller:
+    """An answer in a conversation is a text of its own; any other goes on with its prompt's."""
+    return Teller(
+        index,
+        text.detokenizer(continuing=not isinstance(ask.prompts, Conversation)),
+        stop=ask.stop,
+        scored=ask.logprobs is not None,
+        unsearched=ask.min_tokens or 0,
+    )
+
+
+@asynccontextmanager
+async def _within(limit: float) -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(limit):
+            yield
+    except TimeoutError:
+        raise DeadlineExceeded(f"the deadline of {limit:g} s passed before the prompt was tokenized") from None
 
 
 def _shown(name: str) -> str:

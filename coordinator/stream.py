@@ -14,9 +14,12 @@ MAX_UNREAD = 1024  # tokens that a slow reader may leave behind
 class Stream:
     """A `Generation`. Written by the dispatcher, read by one task, both on the event loop."""
 
-    def __init__(self, request: RequestId, cancel: Callable[[RequestId], None]) -> None:
+    def __init__(
+        self, request: RequestId, cancel: Callable[[RequestId], None], stop: Callable[[RequestId], None]
+    ) -> None:
         self._id = request
         self._cancel = cancel
+        self._stop = stop
         self._events: deque[Event] = deque()
         self._unread = 0
         self._error: BatonError | None = None
@@ -31,6 +34,10 @@ class Stream:
     def cancel(self) -> None:
         if not self._ended:
             self._cancel(self._id)
+
+    def stop(self) -> None:
+        if not self._ended:
+            self._stop(self._id)
 
     def admit(self) -> None:
         self._admitted = True

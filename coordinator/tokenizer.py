@@ -1,46 +1,103 @@
 """Text to token ids and back for the served model, without touching a tensor.
 
-Importing and loading take seconds, so they happen in a thread while nodes join; a model without a tokenizer (or the
-paced engine) is served by token ids alone.
+A model without a tokenizer (or the paced engine) is served by token ids alone. How one is loaded:
+`tokenizer_files.py`.
 """
 
 import asyncio
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Protocol
+from typing import NoReturn, Protocol, TypeVar
 
 import tokenizers
 
-from baton import log
-from baton.errors import ConfigError, InvalidRequest
+from baton.errors import InvalidRequest
+from coordinator.chat_template import ChatTemplate, Conversation
 from coordinator.detokenizer import Detokenizer, Vocabulary
 
 INLINE_BYTES = 8 << 10  # longer prompts are encoded off the event loop; this many take about a millisecond
-_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-_log = log.get("tokenizer")
+_INLINE_TOKENS = 2048  # likewise for decoding
+
+Result = TypeVar("Result")
 
 
 class Text(Protocol):
     """What the front doors need."""
 
-    async def encode(self, text: str) -> tuple[int, ...]:
-        """Raises InvalidRequest when there is no tokenizer."""
+    @property
+    def shows_text(self) -> bool:
+        """False: tokens have no text here."""
         ...
 
-    def detokenizer(self) -> Detokenizer: ...
+    async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """With `special`, the tokens that the model expects around a text, as its files say. Raises InvalidRequest
+        when there is no tokenizer."""
+        ...
+
+    async def starts(self, text: str) -> tuple[int, ...]:
+        """For each token of `encode(text)`, the place in the text where it begins, in characters."""
+        ...
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """All of it, special tokens too. Raises InvalidRequest when there is no tokenizer."""
+        ...
+
+    async def render(self, conversation: Conversation) -> str:
+        """The prompt of a conversation: `encode` it without special tokens, it has them already. Raises InvalidRequest
+        when there is no chat template, or when it refuses."""
+        ...
+
+    def detokenizer(self, *, continuing: bool = False) -> Detokenizer:
+        """`continuing`: the tokens follow others; else they begin a text."""
+        ...
+
+    def token_text(self, token: int) -> str:
+        """One token by itself, in words that no other token has as far as possible."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """What it stands for; None if that is no text."""
+        ...
+
+    def piece(self, token: int) -> str:
+        """As the vocabulary spells it."""
+        ...
 
 
 class NoTokenizer:
-    """Token ids only: text prompts are refused for `reason`, and output text is empty."""
+    """Token ids only: text is refused for `reason`, and output text is empty."""
+
+    shows_text = False
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
-    async def encode(self, text: str) -> tuple[int, ...]:
-        raise InvalidRequest(f"prompt is text, but {self.reason}: send token ids", param="prompt")
+    async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        self._refuse("prompt is text", "prompt", ": send token ids")
 
-    def detokenizer(self) -> Detokenizer:
+    async def starts(self, text: str) -> tuple[int, ...]:
+        self._refuse("prompt is text", "prompt", ": send token ids")
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        self._refuse("tokens are to be text", "tokens")
+
+    async def render(self, conversation: Conversation) -> str:
+        self._refuse("messages are text", "messages", ": send a prompt of token ids to /v1/completions")
+
+    def detokenizer(self, *, continuing: bool = False) -> Detokenizer:
         return _Silent()
+
+    def token_text(self, token: int) -> str:
+        return _nameless(token)
+
+    def token_bytes(self, token: int) -> bytes | None:
+        return None
+
+    def piece(self, token: int) -> str:
+        return _nameless(token)
+
+    def _refuse(self, given: str, field: str, remedy: str = "") -> NoReturn:
+        raise InvalidRequest(f"{given}, but {self.reason}{remedy}", param=field)
 
 
 class _Silent:
@@ -55,53 +112,65 @@ class HfTokenizer:
     """A fast tokenizer. Its backend is used directly: it is immutable once loaded, so threads may share it, where
     the wrapper rewrites truncation and padding settings at every call."""
 
-    def __init__(self, backend: tokenizers.Tokenizer, bos: int | None) -> None:
+    shows_text = True
+
+    def __init__(self, backend: tokenizers.Tokenizer, bos: int | None, template: ChatTemplate | None = None) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._bos = bos
+        self._template = template
         self._vocabulary = Vocabulary(backend)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
-    async def encode(self, text: str) -> tuple[int, ...]:
-        if len(text) <= INLINE_BYTES:
-            return self._encode(text)
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._encode, text)
+    async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        def encode() -> tuple[int, ...]:
+            encoding = self._backend.encode(text, add_special_tokens=special)
+            return tuple(encoding.ids[self._surplus(encoding.ids) :])
 
-    def detokenizer(self) -> Detokenizer:
-        return self._vocabulary.detokenizer()
+        return await self._do(encode, inline=len(text) <= INLINE_BYTES)
 
-    def _encode(self, text: str) -> tuple[int, ...]:
-        """Special tokens as the tokenizer's own files say; a prompt that already begins with BOS gets no second."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=True).ids
-        if self._bos is not None and ids[:2] == [self._bos, self._bos]:
-            del ids[0]
-        return tuple(ids)
+    async def starts(self, text: str) -> tuple[int, ...]:
+        def encode() -> tuple[int, ...]:
+            encoding = self._backend.encode(text, add_special_tokens=True)
+            return tuple(start for start, _ in encoding.offsets[self._surplus(encoding.ids) :])
+
+        return await self._do(encode, inline=len(text) <= INLINE_BYTES)
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        def decode() -> str:
+            return self._backend.decode(list(tokens), skip_special_tokens=False)
+
+        return await self._do(decode, inline=len(tokens) <= _INLINE_TOKENS)
+
+    async def render(self, conversation: Conversation) -> str:
+        template = self._template
+        if template is None:
+            raise InvalidRequest(
+                "messages need a chat template, and the model has none: send a prompt to /v1/completions",
+                param="messages",
+            )
+        return await self._do(lambda: template.render(conversation), inline=conversation.size <= INLINE_BYTES)
+
+    def detokenizer(self, *, continuing: bool = False) -> Detokenizer:
+        return self._vocabulary.detokenizer(continuing=continuing)
+
+    def token_text(self, token: int) -> str:
+        return self._vocabulary.token_text(token) or _nameless(token)
+
+    def token_bytes(self, token: int) -> bytes | None:
+        return self._vocabulary.token_bytes(token)
+
+    def piece(self, token: int) -> str:
+        return self._backend.id_to_token(token) or _nameless(token)
+
+    async def _do(self, work: Callable[[], Result], *, inline: bool) -> Result:
+        return work() if inline else await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+    def _surplus(self, ids: list[int]) -> int:
+        """A text that begins with BOS by itself gets no second one."""
+        return int(self._bos is not None and ids[:2] == [self._bos, self._bos])
 
 
-async def load(model: str, engine: str) -> Text:
-    """The tokenizer of a model folder or of a model in the local Hugging Face cache.
-
-    Raises ConfigError when files are there but cannot be used.
-    """
-    if engine == "paced":
-        return NoTokenizer("the paced engine has no tokenizer")
-    return await asyncio.to_thread(_load, model)
-
-
-def _load(model: str) -> Text:
-    folder = Path(model)
-    if not model or (folder.is_dir() and not any((folder / name).exists() for name in _FILES)):
-        return NoTokenizer(f"{folder.name or 'the model'} has no tokenizer files")
-    from transformers import AutoTokenizer  # takes seconds: here, only a process with a tokenizer pays them
-
-    try:
-        loaded = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False, use_fast=True)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"the tokenizer of {model} cannot be loaded ({first_line}): check its files") from error
-    backend = getattr(loaded, "backend_tokenizer", None)
-    if not isinstance(backend, tokenizers.Tokenizer):
-        raise ConfigError(f"the tokenizer of {model} has no fast form: convert it to tokenizer.json")
-    _log.info("tokenizer loaded", model=model, vocabulary=backend.get_vocab_size(), kind=type(loaded).__name__)
-    return HfTokenizer(backend, loaded.bos_token_id)
+def _nameless(token: int) -> str:
+    return f"token_id:{token}"

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class GenerationStub:
-    """What clients call. The same fields, bounds, errors and results as POST /v1/completions.
+    """What clients call. The same fields, bounds, errors and results as POST /v1/completions and /v1/chat/completions,
+    /tokenize and /detokenize.
     """
 
     def __init__(self, channel):
@@ -45,6 +46,16 @@ class GenerationStub:
                 request_serializer=baton_dot_pb_dot_generation__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=baton_dot_pb_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/baton.v1.Generation/Tokenize',
+                request_serializer=baton_dot_pb_dot_generation__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=baton_dot_pb_dot_generation__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/baton.v1.Generation/Detokenize',
+                request_serializer=baton_dot_pb_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=baton_dot_pb_dot_generation__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/baton.v1.Generation/ListModels',
                 request_serializer=baton_dot_pb_dot_generation__pb2.ListModelsRequest.SerializeToString,
@@ -53,17 +64,31 @@ class GenerationStub:
 
 
 class GenerationServicer:
-    """What clients call. The same fields, bounds, errors and results as POST /v1/completions.
+    """What clients call. The same fields, bounds, errors and results as POST /v1/completions and /v1/chat/completions,
+    /tokenize and /detokenize.
     """
 
     def Generate(self, request, context):
-        """Streams one response per decode step that produced tokens for this request; the last one carries finish_reason.
+        """Streams one response per decode step that produced tokens for a choice; the last one of each choice carries
+        finish_reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateOnce(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -88,6 +113,16 @@ def add_GenerationServicer_to_server(servicer, server):
                     request_deserializer=baton_dot_pb_dot_generation__pb2.GenerateRequest.FromString,
                     response_serializer=baton_dot_pb_dot_generation__pb2.GenerateResponse.SerializeToString,
             ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=baton_dot_pb_dot_generation__pb2.TokenizeRequest.FromString,
+                    response_serializer=baton_dot_pb_dot_generation__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=baton_dot_pb_dot_generation__pb2.DetokenizeRequest.FromString,
+                    response_serializer=baton_dot_pb_dot_generation__pb2.DetokenizeResponse.SerializeToString,
+            ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
                     request_deserializer=baton_dot_pb_dot_generation__pb2.ListModelsRequest.FromString,
@@ -102,7 +137,8 @@ def add_GenerationServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Generation:
-    """What clients call. The same fields, bounds, errors and results as POST /v1/completions.
+    """What clients call. The same fields, bounds, errors and results as POST /v1/completions and /v1/chat/completions,
+    /tokenize and /detokenize.
     """
 
     @staticmethod
@@ -149,6 +185,60 @@ class Generation:
             '/baton.v1.Generation/GenerateOnce',
             baton_dot_pb_dot_generation__pb2.GenerateRequest.SerializeToString,
             baton_dot_pb_dot_generation__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Generation/Tokenize',
+            baton_dot_pb_dot_generation__pb2.TokenizeRequest.SerializeToString,
+            baton_dot_pb_dot_generation__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Generation/Detokenize',
+            baton_dot_pb_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+            baton_dot_pb_dot_generation__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

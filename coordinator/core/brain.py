@@ -19,7 +19,7 @@ from baton.errors import (
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import ExplainResponse
 from baton.pb.common_pb2 import Timeline
-from baton.types import Incarnation, NodeName, Request, RequestId
+from baton.types import FinishReason, Incarnation, NodeName, Request, RequestId
 from coordinator.core.counters import CLASS, INTERNAL, Counters
 from coordinator.core.drains import Service, is_empty
 from coordinator.core.explain import MAX_AGE, explain
@@ -107,6 +107,13 @@ class Brain:
         record = self._table.records.get(request)
         if record is not None:
             self._table.end(record, error, now)
+        return self._effects(now)
+
+    def stop(self, request: RequestId, now: float) -> list[Effect]:
+        """End a request well: its client has all that it wants. A no-op after its end."""
+        record = self._table.records.get(request)
+        if record is not None:
+            self._table.end(record, FinishReason.STOP, now)
         return self._effects(now)
 
     def drain(self) -> None:

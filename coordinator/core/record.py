@@ -10,6 +10,7 @@ QUEUED --------> PLACED --------------------> RESERVED ----------> STREAMING ---
   +--- re-place ---+-----------------------------+-----------------------+
 
 any of the first four ------ deadline, cancel, error that no other attempt can mend ------> FAILED
+any of the first four ------ its reader has all that it wants ----------------------------> FINISHED
 """
 
 from dataclasses import dataclass, field
@@ -36,11 +37,9 @@ class RequestState(Enum):
 TERMINAL = frozenset({RequestState.FINISHED, RequestState.FAILED})
 
 _NEXT: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.QUEUED: frozenset({RequestState.PLACED, RequestState.FAILED}),
-    RequestState.PLACED: frozenset(
-        {RequestState.RESERVED, RequestState.STREAMING, RequestState.QUEUED, RequestState.FAILED}
-    ),
-    RequestState.RESERVED: frozenset({RequestState.STREAMING, RequestState.QUEUED, RequestState.FAILED}),
+    RequestState.QUEUED: frozenset({RequestState.PLACED, *TERMINAL}),
+    RequestState.PLACED: frozenset({RequestState.RESERVED, RequestState.STREAMING, RequestState.QUEUED, *TERMINAL}),
+    RequestState.RESERVED: frozenset({RequestState.STREAMING, RequestState.QUEUED, *TERMINAL}),
     RequestState.STREAMING: frozenset({RequestState.QUEUED, *TERMINAL}),
     RequestState.FINISHED: frozenset(),
     RequestState.FAILED: frozenset(),

@@ -5,21 +5,17 @@ import importlib.metadata
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
 
-from baton.clock import steady
-from baton.errors import BatonError, InvalidRequest, NotAvailable, Unavailable
+from baton.errors import BatonError
 from coordinator.auth import BearerKey
-from coordinator.http import errors, schema
+from coordinator.http import errors, openapi
 from coordinator.http.boundary import Boundary, authorization
-from coordinator.http.completions import CompletionResponse
-from coordinator.http.connection import read_body
+from coordinator.http.information import add_information
+from coordinator.http.routes import add_routes
 from coordinator.intake import Intake
 from coordinator.readiness import Readiness
 
 PUBLIC = frozenset({"/health", "/version", "/docs", "/openapi.json"})
-NOT_YET = ("/v1/chat/completions", "/tokenize", "/detokenize")
-TIMEOUT_HEADER = "x-request-timeout"
 
 
 def build(intake: Intake, readiness: Readiness, api_key: str) -> FastAPI:
@@ -39,8 +35,9 @@ def build(intake: Intake, readiness: Readiness, api_key: str) -> FastAPI:
     app.add_middleware(Boundary, guard=guard, refusals=intake.refusals)
     app.add_exception_handler(BatonError, errors.on_baton_error)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
-    _add_completions(app, intake)
-    _add_information(app, intake, readiness)
+    add_routes(app, intake)
+    add_information(app, intake, readiness, app.version)
+    app.openapi = lambda: openapi.document(app.version)  # type: ignore[method-assign]
     return app
 
 
@@ -49,50 +46,3 @@ def version() -> str:
         return importlib.metadata.version("baton-serve")
     except importlib.metadata.PackageNotFoundError:
         return "0+source"
-
-
-def _add_completions(app: FastAPI, intake: Intake) -> None:
-    async def completions(request: Request) -> Response:
-        with intake.refusals.counted():
-            limit, began = intake.time_limit(_wanted_time(request), TIMEOUT_HEADER), steady()
-            wire = schema.decode(await read_body(request, limit))
-        left = max(limit - (steady() - began), 0.001)
-        return CompletionResponse(intake, wire, wire.to_ask(left, request.headers.get("x-request-id")))
-
-    async def not_yet(request: Request) -> Response:
-        raise NotAvailable(f"{request.scope['path']} is not available yet: use /v1/completions")
-
-    body = {"required": True, "content": {"application/json": {"schema": schema.json_schema()}}}
-    app.add_api_route("/v1/completions", completions, methods=["POST"], openapi_extra={"requestBody": body})
-    for path in NOT_YET:
-        app.add_api_route(path, not_yet, methods=["POST"])
-
-
-def _add_information(app: FastAPI, intake: Intake, readiness: Readiness) -> None:
-    async def models() -> Response:
-        name, max_model_len = intake.served()
-        model = {"id": name, "object": "model", "created": 0, "owned_by": "baton", "max_model_len": max_model_len}
-        return JSONResponse({"object": "list", "data": [model]})
-
-    async def health() -> Response:
-        ready, reason = readiness.state()
-        if not ready:
-            raise Unavailable(f"not ready: {reason}", retry_after=1.0)
-        return JSONResponse({"status": "ok"})
-
-    async def about() -> Response:
-        return JSONResponse({"version": version()})
-
-    app.add_api_route("/v1/models", models, methods=["GET"])
-    app.add_api_route("/health", health, methods=["GET"])
-    app.add_api_route("/version", about, methods=["GET"])
-
-
-def _wanted_time(request: Request) -> float | None:
-    text = request.headers.get(TIMEOUT_HEADER)
-    if text is None:
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise InvalidRequest(f"{TIMEOUT_HEADER} is {text[:64]!r}: it must be seconds", param=TIMEOUT_HEADER) from None

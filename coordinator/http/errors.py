@@ -11,15 +11,15 @@ from baton.errors import BatonError, InvalidRequest, NotFound
 from coordinator.defects import internal
 
 
-class _Error(msgspec.Struct):
+class ErrorDetail(msgspec.Struct):
     message: str
     type: str
     param: str | None
     code: str
 
 
-class _Body(msgspec.Struct):
-    error: _Error
+class ErrorBody(msgspec.Struct):
+    error: ErrorDetail
 
 
 class MethodNotAllowed(InvalidRequest):
@@ -28,7 +28,7 @@ class MethodNotAllowed(InvalidRequest):
 
 
 def body_of(error: BatonError) -> bytes:
-    return msgspec.json.encode(_Body(_Error(error.message, error.type, error.param, error.code)))
+    return msgspec.json.encode(ErrorBody(ErrorDetail(error.message, error.type, error.param, error.code)))
 
 
 def response_to(error: BatonError) -> Response:

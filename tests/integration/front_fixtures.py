@@ -4,7 +4,7 @@ import asyncio
 import json
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,14 +13,14 @@ import grpc.aio
 import httpx
 
 from baton.errors import BatonError, Cancelled, NotFound, Overloaded, SlowReader, Unavailable
+from baton.generation_defaults import GenerationDefaults
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import DrainResponse, ExplainResponse, LedgerResponse, StatusResponse
 from baton.pb.common_pb2 import Ledger, Timeline
 from baton.pb.generation_pb2_grpc import GenerationStub
 from baton.types import FinishReason, RequestId, mint_id
 from coordinator import admin
-from coordinator.detokenizer import Detokenizer
-from coordinator.generation import Delta, Done, Event, Submission
+from coordinator.generation import Delta, Done, Event, PromptScores, Submission
 from coordinator.grpc_port import GrpcPort
 from coordinator.http import app
 from coordinator.http.listener import Listener, bind
@@ -39,6 +39,7 @@ class FakeGeneration:
         self.id = RequestId(mint_id())
         self.submission = submission
         self.cancelled = asyncio.Event()
+        self.stopped = asyncio.Event()
         self.ended = False
         self._events: deque[Event | BatonError] = deque()
         self._filled = asyncio.Event()
@@ -49,7 +50,7 @@ class FakeGeneration:
                 return
             if len(self._events) >= BUFFER:
                 event = SlowReader(f"more than {BUFFER} steps unread")
-            self.ended = not isinstance(event, Delta)
+            self.ended = not isinstance(event, Delta | PromptScores)
             self._events.append(event)
         self._filled.set()
 
@@ -57,6 +58,10 @@ class FakeGeneration:
         if not self.ended:
             self.cancelled.set()
             self.give(Cancelled("cancelled"))
+
+    def stop(self) -> None:
+        self.stopped.set()
+        self.give(done(FinishReason.STOP, cached=3))
 
     async def __aiter__(self) -> AsyncIterator[Event]:
         while True:
@@ -107,7 +112,11 @@ class FakeBrain:
         return BOUNDS
 
     async def submit(self, submission: Submission) -> FakeGeneration:
-        self.submissions.append(submission)
+        (generation,) = await self.submit_all([submission])
+        return generation
+
+    async def submit_all(self, submissions: Sequence[Submission]) -> list[FakeGeneration]:
+        self.submissions += submissions
         self.waiting.set()
         try:
             await self.gate.wait()
@@ -116,10 +125,11 @@ class FakeBrain:
             raise
         if self.refusal is not None:
             raise self.refusal
-        generation = FakeGeneration(submission)
-        self.generations.put_nowait(generation)
-        self.script(generation)
-        return generation
+        generations = [FakeGeneration(submission) for submission in submissions]
+        for generation in generations:
+            self.generations.put_nowait(generation)
+            self.script(generation)
+        return generations
 
     def status(self) -> StatusResponse:
         return StatusResponse(ready=True, mode="disaggregated", model="demo", queued=2)
@@ -159,15 +169,16 @@ class FakeReadiness:
             callback(*self.state())
 
 
-class GatedText:
+class GatedText(NoTokenizer):
     """A `Text` that tokenizes only while its gate is open."""
 
     def __init__(self) -> None:
+        super().__init__("")
         self.gate = asyncio.Event()
         self.asked = asyncio.Event()
         self.abandoned = asyncio.Event()
 
-    async def encode(self, text: str) -> tuple[int, ...]:
+    async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         self.asked.set()
         try:
             await self.gate.wait()
@@ -175,9 +186,6 @@ class GatedText:
             self.abandoned.set()
             raise
         return (1, 2, 3)
-
-    def detokenizer(self) -> Detokenizer:
-        return NoTokenizer("").detokenizer()
 
 
 @dataclass
@@ -204,13 +212,18 @@ def overloaded() -> Overloaded:
 
 @asynccontextmanager
 async def serving(
-    *, text: Text | None = None, api_key: str = "", admin_token: str = "", longest: float = 60.0
+    *,
+    text: Text | None = None,
+    api_key: str = "",
+    admin_token: str = "",
+    longest: float = 60.0,
+    defaults: GenerationDefaults | None = None,
 ) -> AsyncIterator[Front]:
     brain, readiness, refused = FakeBrain(), FakeReadiness(), []
     refusals = Refusals(lambda error: refused.append(error.code))
     loaded: asyncio.Future[Text] = asyncio.get_running_loop().create_future()
     loaded.set_result(text or NoTokenizer("demo has no tokenizer files"))
-    intake = Intake(brain, loaded, model="demo", longest=longest, refusals=refusals)
+    intake = Intake(brain, loaded, model="demo", longest=longest, refusals=refusals, defaults=defaults)
     apps = app.build(intake, readiness, api_key), admin.build(brain, readiness, admin_token, refusals)
     listeners = [Listener(one, bind("127.0.0.1", 0, "--port")) for one in apps]
     port = GrpcPort(intake, readiness, api_key)

@@ -5,6 +5,7 @@ import functools
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from coordinator.chat_template import ChatTemplate
 from coordinator.detokenizer import BYTE_OF_CHAR
 from coordinator.tokenizer import HfTokenizer
 
@@ -40,3 +41,19 @@ def byte_tokens(data: bytes) -> list[int]:
     tokens = [byte_level().token_to_id(BYTE_CHARS[byte]) for byte in data]
     assert None not in tokens
     return tokens
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message.role + '>' }}"
+    "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ (message.name + ': ' if message.name else '') + message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def chatting_tokenizer() -> HfTokenizer:
+    return HfTokenizer(byte_level(), bos=None, template=ChatTemplate(CHAT_TEMPLATE, {"eos_token": EOS}))
+
+
+def ids_of(text: str) -> tuple[int, ...]:
+    return tuple(byte_level().encode(text).ids)

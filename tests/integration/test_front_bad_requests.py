@@ -78,7 +78,7 @@ HTTP_ONLY = [
     Bad("an array", b"[1, 2]", None, "must be a JSON object"),
     Bad("a number", b"5", None, "must be a JSON object"),
     Bad("deep nesting", b"[" * 100_000, None, ""),
-    Bad("deep nesting in a field", b'{"prompt": [1], "stop": ' + b"[" * 100_000, None, "not JSON"),
+    Bad("deep nesting in a field", b'{"prompt": [1], "suffix": ' + b"[" * 100_000, None, "not JSON"),
     Bad(
         "deep nesting in a text",
         b'{"prompt": [1], "user": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
@@ -90,9 +90,15 @@ HTTP_ONLY = [
     Bad("misspelt field", GOOD | {"max_token": 5}, "max_token", "not a field"),
     Bad("prompt is a number", {"prompt": 5}, "prompt", "wrong type"),
     Bad("prompt is null", {"prompt": None}, "prompt", "missing"),
-    Bad("list of texts", {"prompt": ["a", "b"]}, "prompt", "list of prompts: not available yet"),
-    Bad("list of token lists", {"prompt": [[1], [2]]}, "prompt", "list of prompts: not available yet"),
-    Bad("text among ids", {"prompt": [1, "a"]}, "prompt", "not available yet"),
+    Bad("list of texts", {"prompt": ["a", "b"]}, "prompt", "no tokenizer files: send token ids"),
+    Bad("a bad prompt among others", {"prompt": [[1], [2, VOCAB]]}, "prompt", f"prompt[1] has token id {VOCAB}"),
+    Bad("an empty prompt among others", {"prompt": [[1], []]}, "prompt", "prompt[1] is empty"),
+    Bad("too many prompts", {"prompt": [[1]] * 129}, "prompt", "129 prompts: it must be 1 to 128"),
+    Bad("too many choices", {"prompt": [[1]] * 17, "n": 16}, "n", "together at most 256"),
+    Bad("text among ids", {"prompt": [1, "a"]}, "prompt", "prompt[1] and prompt[0] differ"),
+    Bad("ids among texts", {"prompt": ["a", [1]]}, "prompt", "prompt[1] and prompt[0] differ"),
+    Bad("a field twice", b'{"prompt": [1], "n": 1, "n": 1}', "n", "n is given twice"),
+    Bad("a field twice, inside", b'{"prompt": [1], "logit_bias": {"5": 1, "5": 2}}', "5", "5 is given twice"),
     Bad("bool among ids", {"prompt": [1, True]}, "prompt", "prompt[1]"),
     Bad("float among ids", {"prompt": [1.5]}, "prompt", "prompt[0]"),
     Bad("negative id", {"prompt": [-1]}, "prompt", "token id -1"),
@@ -121,21 +127,20 @@ HTTP_ONLY = [
     Bad("unknown stream option", GOOD | {"stream_options": {"x": 1}}, "stream_options.x", "not a field"),
     field("stream_options", {"include_usage": 1}, 'stream_options is {"include_usage":1}'),
     Bad("id overflows", b'{"prompt": [1e999]}', "prompt", "out of range"),
-    field("n", 2, "n is 2: not available yet, it must be null or 1"),
     field("n", True, "n is true"),
-    field("best_of", 3, "best_of is 3"),
-    field("echo", True, "echo is true"),
+    field("n", -1, "n is -1: it must be 1 to 16"),
+    field("best_of", 3, "best_of is 3: not available, it must be null or n (1)"),
     field("echo", 0, "echo is 0"),
-    field("logprobs", 0, "logprobs is 0: not available yet, it must be null"),
-    field("presence_penalty", 0.5, "presence_penalty is 0.5"),
-    field("frequency_penalty", -1, "frequency_penalty is -1"),
-    field("logit_bias", {"5": 1}, 'logit_bias is {"5":1}'),
-    field("stop", ["\n"], "stop is"),
-    field("stop", "x" * 500, "..."),
+    field("logprobs", True, "logprobs is true"),
+    field("logprobs", -1, "logprobs is -1: it must be 0 to 20"),
+    field("first_choice", -1, "first_choice is -1"),
+    field("logit_bias", {"five": 1}, "logit_bias has the key 'five': keys are token ids"),
+    field("logit_bias", {"-5": 1}, "logit_bias has the key '-5'"),
+    field("logit_bias", {"5": 1, "05": 1}, "logit_bias has token id 5 twice"),
+    field("logit_bias", {"5": "1"}, "logit_bias is"),
+    field("stop", [5], "stop is [5]"),
     field("suffix", "", "suffix is"),
-    field("min_p", 0.1, "min_p is 0.1: not available yet, it must be null or 0"),
-    field("repetition_penalty", 1.1, "repetition_penalty is 1.1"),
-    field("priority", 5, "priority is 5"),
+    field("priority", 5, "priority is 5: not available, it must be null or 0"),
 ]
 
 # What only protobuf can say: JSON has no such numbers.
@@ -194,8 +199,19 @@ async def test_grpc_bounds_the_size_of_a_message(front: Front) -> None:
 
 
 async def test_every_unserved_field_may_be_null_or_at_its_default(front: Front) -> None:
-    nothing = ["n", "best_of", "echo", "logprobs", "presence_penalty", "frequency_penalty", "logit_bias", "stop"]
-    nothing += ["suffix", "user", "stream_options", "min_p", "repetition_penalty", "priority", "max_tokens", "model"]
+    nothing = [
+        "n",
+        "first_choice",
+        "best_of",
+        "echo",
+        "logprobs",
+        "presence_penalty",
+        "frequency_penalty",
+        "logit_bias",
+        "stop",
+    ]
+    nothing += ["suffix", "user", "stream_options", "min_p", "repetition_penalty", "priority", "max_tokens"]
+    nothing += ["model"]
     nothing += ["temperature", "top_k", "top_p", "seed", "min_tokens", "ignore_eos", "stop_token_ids", "stream"]
     defaults = {"n": 1, "best_of": 1, "echo": False, "presence_penalty": 0.0, "frequency_penalty": 0, "logit_bias": {}}
     defaults |= {"stop": [], "user": "me", "min_p": 0.0, "repetition_penalty": 1.0, "priority": 0}

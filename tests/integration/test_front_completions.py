@@ -3,14 +3,13 @@
 import json
 from typing import Any
 
-import pytest
-
+from baton.generation_defaults import GenerationDefaults
 from baton.pb import common_pb2
 from baton.pb import generation_pb2 as pb
 from baton.types import FinishReason
 from coordinator.generation import Delta
 from tests.integration.front_fixtures import BOUNDS, FakeGeneration, Front, done, serving
-from tests.integration.front_text import byte_tokens, hello_tokenizer
+from tests.integration.front_text import byte_tokens, chatting_tokenizer, hello_tokenizer
 
 
 def say(*tokens: int, reason: FinishReason = FinishReason.LENGTH) -> Any:
@@ -129,6 +128,24 @@ async def test_defaults() -> None:
         assert len({short.seed, again.seed, other.seed}) == 3
 
 
+async def test_the_models_own_defaults() -> None:
+    """Of its generation_config.json, for what a request does not say."""
+    own = GenerationDefaults((), 0.6, 5000, 0.95, 0.1, 1.1, max_new_tokens=7)
+    async with serving(text=chatting_tokenizer(), defaults=own) as front:
+        talk = [{"role": "user", "content": "hello"}]
+        await front.http.post("/v1/completions", json={"prompt": [1]})
+        await front.http.post("/v1/chat/completions", json={"messages": talk})
+        await front.stub.GenerateOnce(pb.GenerateRequest(chat={"messages": talk}))
+        said = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "max_tokens": 3}
+        await front.http.post("/v1/chat/completions", json={"messages": talk, **said})
+        plain, chat, over_grpc, told = (submission.sampling for submission in front.brain.submissions)
+        for sampling in (plain, chat, over_grpc):
+            assert (sampling.temperature, sampling.top_k, sampling.top_p) == (0.6, BOUNDS.vocab_size, 0.95)
+            assert (sampling.min_p, sampling.repetition_penalty) == (0.1, 1.1)
+        assert (plain.max_tokens, chat.max_tokens, over_grpc.max_tokens) == (16, 7, 7)
+        assert {field: getattr(told, field) for field in said} == said
+
+
 async def test_request_ids() -> None:
     async with serving() as front:
         response = await front.http.post("/v1/completions", json={"prompt": [1]}, headers={"x-request-id": "order 66"})
@@ -154,11 +171,3 @@ async def test_models() -> None:
         assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [("demo", BOUNDS.max_context)]
         listed = await front.stub.ListModels(pb.ListModelsRequest())
         assert [(model.id, model.max_model_len) for model in listed.models] == [("demo", BOUNDS.max_context)]
-
-
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/detokenize"])
-async def test_what_is_not_built_says_so(path: str) -> None:
-    async with serving() as front:
-        response = await front.http.post(path, json={})
-        assert response.status_code == 501
-        assert response.json()["error"]["code"] == "not_available"

@@ -19,7 +19,7 @@ from msgspec import structs
 
 from baton.config import Config
 from baton.errors import ConfigError
-from coordinator import tokenizer
+from coordinator import tokenizer_files as tokenizer
 from coordinator.assemble import Coordinator
 
 ROOT = Path(__file__).resolve().parents[2]

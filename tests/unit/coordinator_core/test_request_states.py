@@ -115,6 +115,20 @@ def test_cancel(state: RequestState) -> None:
     assert it.world.cancel(it.request) == []
 
 
+def test_stop(state: RequestState) -> None:
+    """Its client has all that it wants: a good end, whatever the state."""
+    it = arrange(state)
+    effects = it.world.stop(it.request)
+    (end,) = it.world.ends(it.request)
+    if state in TERMINAL:
+        assert effects == []
+    else:
+        assert isinstance(end.result, m.Finished)
+        assert end.result.reason is FinishReason.STOP
+    assert cancels(it, effects) == LEGS[state]
+    assert it.world.stop(it.request) == []
+
+
 def test_deadline(state: RequestState) -> None:
     it = arrange(state)
     assert it.world.advance(TIMEOUT - 0.1) == []

@@ -125,6 +125,9 @@ class World:
     def cancel(self, request: RequestId, error: BatonError | None = None) -> list[m.Effect]:
         return self._note(self.brain.cancel(request, error or Cancelled("by the test"), self.now))
 
+    def stop(self, request: RequestId) -> list[m.Effect]:
+        return self._note(self.brain.stop(request, self.now))
+
     def advance(self, seconds: float, *, beating: bool = True) -> list[m.Effect]:
         """Turn the clock; with `beating`, nodes are heard just before."""
         self.now += seconds

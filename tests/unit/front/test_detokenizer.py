@@ -114,6 +114,43 @@ def test_byte_fallback_waits_for_the_end_of_its_run() -> None:
     assert detokenizer.add([backend.token_to_id("a")]) == "\ufffd" * 4 + "a"
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_text_that_continues_is_what_it_adds(kind: Callable[[], tokenizers.Tokenizer]) -> None:
+    """As in Llama 2, where a decoding loses the space that its first word brings."""
+    backend = kind()
+    vocabulary = Vocabulary(backend)
+    words = (token for token in range(backend.get_vocab_size()) if "<0x" not in backend.id_to_token(token))
+    before = next(token for token in words if backend.decode([token]).strip().isalnum())
+
+    @settings(max_examples=80, deadline=None)
+    @given(st.lists(st.integers(0, backend.get_vocab_size() - 1), max_size=12))
+    def holds(tokens: list[int]) -> None:
+        detokenizer = vocabulary.detokenizer(continuing=True)
+        added = "".join(detokenizer.add([token]) for token in tokens) + detokenizer.flush()
+        alone = backend.decode([before], skip_special_tokens=True)
+        assert alone + added == backend.decode([before, *tokens], skip_special_tokens=True)
+
+    holds()
+
+
+def test_a_word_that_continues_keeps_its_space() -> None:
+    backend = sentencepiece()
+    word = [backend.token_to_id("▁hello")]
+    assert Vocabulary(backend).detokenizer().add(word) == "hello"
+    assert Vocabulary(backend).detokenizer(continuing=True).add(word) == " hello"
+
+
+NAMES = [(byte_level, "Ġ", " "), (sentencepiece, "▁hello", " hello"), (sentencepiece, "<0x0A>", "\n")]
+NAMES += [(sentencepiece, "<0xE2>", "bytes:\\xe2"), (byte_level, EOS, EOS), (byte_level, "Ã", "bytes:\\xc3")]
+
+
+@pytest.mark.parametrize(("kind", "piece", "text"), NAMES)
+def test_the_text_of_a_token_by_itself(kind: Callable[[], tokenizers.Tokenizer], piece: str, text: str) -> None:
+    vocabulary = Vocabulary(kind())
+    assert vocabulary.token_text(kind().token_to_id(piece)) == text
+    assert vocabulary.token_text(100_000) is None
+
+
 def test_special_tokens_leave_no_text() -> None:
     detokenizer = Vocabulary(byte_level()).detokenizer()
     end = byte_level().token_to_id(EOS)

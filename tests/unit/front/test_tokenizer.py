@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import processors
 
 from baton.errors import ConfigError, InvalidRequest
-from coordinator import tokenizer
+from coordinator import tokenizer_files as tokenizer
 from coordinator.tokenizer import INLINE_BYTES, HfTokenizer
 from tests.integration.front_text import EOS, byte_level
 

@@ -1,0 +1,146 @@
+"""A model's own chat template: messages to the text that the model was trained on.
+
+Templates are Jinja programs that come with the model. They run in Jinja's sandbox with the settings, variables and
+functions that Hugging Face documents for them ("Chat templates" in the manual of transformers).
+"""
+
+import datetime
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from baton.clock import Clock, steady
+from baton.errors import ConfigError, InvalidRequest
+from baton.limits import MAX_BODY_BYTES, MAX_MESSAGES
+
+ROLES = ("system", "developer", "user", "assistant", "tool")  # which of them a template takes is its own affair
+MAX_RENDERED = 2 * MAX_BODY_BYTES  # characters
+MAX_SECONDS = 10.0
+_MAX_REASON = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages as a template sees them: mappings with at least `role` and `content`, a text.
+
+    `answer` opens the assistant's turn at the end."""
+
+    messages: Sequence[Mapping[str, object]]
+    answer: bool = True
+
+    @property
+    def size(self) -> int:
+        """A measure of the work to render it: characters, and something for each message."""
+        return sum(64 + len(str(message.get("content") or "")) for message in self.messages)
+
+
+class ChatTemplate:
+    """One compiled template. Threads may share it."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], clock: Clock = steady) -> None:
+        """`special_tokens` are variables of the template: bos_token, eos_token. Raises ConfigError."""
+        self._special_tokens = dict(special_tokens)
+        self._clock = clock
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the model's chat template cannot be read ({error}): correct it") from None
+
+    def render(self, conversation: Conversation) -> str:
+        """Raises InvalidRequest with what the template says is wrong with the messages."""
+        check_messages(conversation)
+        deadline = self._clock() + MAX_SECONDS
+        pieces: list[str] = []
+        length = 0
+        try:
+            for piece in self._template.generate(
+                messages=[dict(message) for message in conversation.messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=conversation.answer,
+                **self._special_tokens,
+            ):
+                pieces.append(piece)
+                length += len(piece)
+                if length > MAX_RENDERED or self._clock() > deadline:
+                    raise _Endless
+        except _Endless:
+            bound = f"{MAX_RENDERED} characters, {MAX_SECONDS:g} s"
+            raise InvalidRequest(f"messages are too much for the chat template ({bound})", param="messages") from None
+        except _Refused as error:
+            raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            reason = f"it fails with {type(error).__name__}"  # whose text may quote a message
+            raise InvalidRequest(
+                f"the chat template cannot render these messages: {reason}", param="messages"
+            ) from None
+        return "".join(pieces)
+
+
+def check_messages(conversation: Conversation) -> None:
+    """Raises InvalidRequest."""
+    count = len(conversation.messages)
+    if not 1 <= count <= MAX_MESSAGES:
+        raise InvalidRequest(f"messages has {count} messages: it must have 1 to {MAX_MESSAGES}", param="messages")
+    for place, message in enumerate(conversation.messages):
+        role = str(message["role"])
+        if role not in ROLES:
+            given = repr(role if len(role) <= 64 else role[:61] + "...")
+            allowed = ", ".join(ROLES)
+            raise InvalidRequest(f"messages[{place}].role is {given}: it must be one of {allowed}", param="messages")
+
+
+class _Endless(Exception):
+    pass
+
+
+class _Refused(Exception):
+    """What a template says with `raise_exception`: its author's words."""
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}` marks the assistant's words for training; for us it is no more than its content."""
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        self.tags = {"generation"}
+        super().__init__(environment)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+    )
+    functions: dict[str, Callable[..., object]] = {"raise_exception": _raise, "strftime_now": _now}
+    environment.globals.update(functions)
+    environment.filters["tojson"] = _tojson
+    return environment
+
+
+def _raise(message: object) -> NoReturn:
+    raise _Refused(str(message)[:_MAX_REASON])
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is: jinja2's own filter escapes it for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

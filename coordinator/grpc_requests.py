@@ -1,0 +1,109 @@
+"""The messages of baton.v1.Generation, as requests for the intake."""
+
+from collections.abc import Sequence
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from baton.errors import DeadlineExceeded, InvalidRequest
+from baton.pb import generation_pb2 as pb
+from coordinator.ask import Ask, Prompt
+from coordinator.chat_template import Conversation
+
+_OPTIONAL = (
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logprobs",
+    "n",
+)
+
+
+def to_ask(request: pb.GenerateRequest, timeout: float | None, client_id: str | None) -> Ask:
+    """`timeout` is what the call's deadline leaves. Raises InvalidRequest, DeadlineExceeded."""
+    require_known(request)
+    if timeout is not None and timeout <= 0:
+        raise DeadlineExceeded("the deadline passed before the request was read")
+    if request.priority:
+        raise InvalidRequest(f"priority is {request.priority}: not available, it must be 0", param="priority")
+    given = {field: getattr(request, field) for field in _OPTIONAL if request.HasField(field)}
+    return Ask(
+        prompts=_prompts(request),
+        model=request.model or None,
+        min_tokens=request.min_tokens,
+        ignore_eos=request.ignore_eos,
+        stop=request.stop,
+        stop_token_ids=request.stop_token_ids,
+        logit_bias=list(request.logit_bias.items()),
+        echo=request.echo,
+        first_choice=request.first_choice,
+        timeout=timeout,
+        client_id=client_id,
+        wording={"prompt": "messages"} if request.HasField("chat") else {},
+        **given,
+    )
+
+
+def _prompts(request: pb.GenerateRequest) -> Sequence[Prompt] | Conversation | None:
+    match request.WhichOneof("prompt"):
+        case "text":
+            return [request.text]
+        case "token_ids":
+            return [request.token_ids.ids]
+        case "chat":
+            return to_conversation(request.chat)
+        case "prompts":
+            return [_prompt(number, prompt) for number, prompt in enumerate(request.prompts.prompts)]
+        case _:
+            return None
+
+
+def _prompt(number: int, prompt: pb.Prompt) -> Prompt:
+    match prompt.WhichOneof("prompt"):
+        case "text":
+            return prompt.text
+        case "token_ids":
+            return prompt.token_ids.ids
+        case _:
+            raise InvalidRequest(f"prompt[{number}] is missing: it must be text or token ids", param="prompt")
+
+
+def to_conversation(chat: pb.Conversation) -> Conversation:
+    messages = [_message(message) for message in chat.messages]
+    return Conversation(messages, chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True)
+
+
+def _message(message: pb.Message) -> dict[str, object]:
+    shown: dict[str, object] = {"role": message.role, "content": message.content}
+    shown.update((field, getattr(message, field)) for field in ("name", "tool_call_id") if message.HasField(field))
+    return shown
+
+
+def to_wording(request: pb.TokenizeRequest) -> Prompt | Conversation:
+    """Raises InvalidRequest."""
+    require_known(request)
+    match request.WhichOneof("prompt"):
+        case "text":
+            return request.text
+        case "chat":
+            return to_conversation(request.chat)
+        case _:
+            raise InvalidRequest("give prompt or messages, one of them", param="prompt")
+
+
+def require_known(message: Message) -> None:
+    """Raises InvalidRequest for a field that this version does not know, at any depth: it would be ignored."""
+    unknown = UnknownFieldSet(message)
+    if len(unknown):
+        number, kind = unknown[0].field_number, message.DESCRIPTOR.name
+        raise InvalidRequest(f"field number {number} is not a field of {kind}", param=str(number))
+    for field, value in message.ListFields():
+        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            for part in value if field.is_repeated else (value,):
+                require_known(part)

@@ -1,0 +1,154 @@
+"""The wire format of POST /v1/chat/completions."""
+
+from typing import Any, ClassVar
+
+import msgspec
+
+from baton.errors import InvalidRequest
+from coordinator.ask import Ask
+from coordinator.chat_template import Conversation
+from coordinator.http.decoding import Body, cut
+from coordinator.http.fields import Shared
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Of a message's content. One type is served, `text`; the other fields are those of OpenAI's other types."""
+
+    type: str
+    text: str | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    file: Any = None
+    refusal: Any = None
+
+
+class Message(Body, frozen=True, kw_only=True):
+    """`name` and `tool_call_id` are for the chat template, which may ignore them."""
+
+    no_ops: ClassVar[dict[str, tuple[object, ...]]] = {
+        "refusal": (),
+        "audio": (),
+        "function_call": (),
+        "tool_calls": ([],),
+    }
+
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_call_id: str | None = None
+    refusal: Any = None
+    audio: Any = None
+    function_call: Any = None
+    tool_calls: Any = None
+
+
+class ChatRequest(Shared, frozen=True, kw_only=True):
+    """The body. A field of OpenAI's that is not served is accepted when null or at its no-op default."""
+
+    no_ops: ClassVar[dict[str, tuple[object, ...]]] = {
+        **Shared.no_ops,
+        "audio": (),
+        "function_call": ("none", "auto"),
+        "functions": ([],),
+        "modalities": (["text"],),
+        "moderation": (),
+        "prediction": (),
+        "prompt_cache_options": ({},),
+        "prompt_cache_retention": ("in_memory",),
+        "reasoning_effort": ("none",),
+        "response_format": ({"type": "text"},),
+        "service_tier": ("auto", "default"),
+        "store": (False,),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "verbosity": ("medium",),
+        "web_search_options": (),
+    }
+
+    messages: list[Message] | None = None
+    add_generation_prompt: bool | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    metadata: dict[str, str] | None = None
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    audio: Any = None
+    function_call: Any = None
+    functions: Any = None
+    modalities: Any = None
+    moderation: Any = None
+    prediction: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    reasoning_effort: Any = None
+    response_format: Any = None
+    service_tier: Any = None
+    store: Any = None
+    tool_choice: Any = None
+    tools: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+    def to_ask(self, timeout: float | None, client_id: str | None) -> Ask:
+        """Raises InvalidRequest."""
+        common = self.common()
+        wording = {"prompt": "messages", "logprobs": "top_logprobs"}
+        if self.max_completion_tokens is not None:
+            if self.max_tokens not in (None, self.max_completion_tokens):
+                raise InvalidRequest(
+                    f"max_tokens is {self.max_tokens} and max_completion_tokens {self.max_completion_tokens}: "
+                    "they mean the same, send one",
+                    param="max_tokens",
+                )
+            common["max_tokens"] = self.max_completion_tokens
+            wording["max_tokens"] = "max_completion_tokens"
+        return Ask(
+            prompts=conversation(self.messages, self.add_generation_prompt),
+            logprobs=self._logprobs(),
+            timeout=timeout,
+            client_id=client_id,
+            wording=wording,
+            **common,
+        )
+
+    def _logprobs(self) -> int | None:
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise InvalidRequest("top_logprobs is given, but logprobs is not true", param="top_logprobs")
+            return None
+        return self.top_logprobs or 0
+
+
+def conversation(messages: list[Message] | None, add_generation_prompt: bool | None) -> Conversation:
+    """Raises InvalidRequest."""
+    if messages is None:
+        raise InvalidRequest("messages is missing: it must be a list of messages", param="messages")
+    shown = [_shown(f"messages[{place}]", message) for place, message in enumerate(messages)]
+    return Conversation(shown, add_generation_prompt is not False)
+
+
+def _shown(where: str, message: Message) -> dict[str, object]:
+    """As the template sees it. Fields that were not given are not there."""
+    for field, accepted in message.no_ops.items():
+        if getattr(message, field) not in (None, *accepted):
+            raise InvalidRequest(f"{where}.{field} is given: not available, leave it out", param="messages")
+    shown: dict[str, object] = {"role": message.role, "content": _content(where, message)}
+    shown.update((field, value) for field in ("name", "tool_call_id") if (value := getattr(message, field)) is not None)
+    return shown
+
+
+def _content(where: str, message: Message) -> str:
+    if message.content is None:
+        raise InvalidRequest(f"{where}.content is missing: it must be text", param="messages")
+    if isinstance(message.content, str):
+        return message.content
+    for place, part in enumerate(message.content):
+        if part.type != "text" or part.text is None:
+            given = f"{where}.content[{place}]"
+            raise InvalidRequest(
+                f'{given} has the type {cut(part.type)!r}: only {{"type": "text", "text": ...}} is served',
+                param="messages",
+            )
+    return "\n".join(part.text or "" for part in message.content)

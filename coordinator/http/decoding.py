@@ -1,0 +1,100 @@
+"""JSON bodies to typed requests, strictly: what is not understood is refused by name, never ignored."""
+
+import asyncio
+import json
+import re
+from typing import ClassVar, Generic, TypeVar
+
+import msgspec
+
+from baton.errors import InvalidRequest
+
+INLINE_BYTES = 64 << 10  # longer bodies are decoded off the event loop
+_PATH = re.compile(r" - at `\$\.(?P<field>\w+)(?P<rest>[^`]*)`$")
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`(?: - at `\$\.(?P<parent>[^`]+)`)?$", re.DOTALL)
+_SECRET = frozenset({"prompt", "messages", "tokens"})  # fields whose values are repeated nowhere
+
+
+class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A request body. `no_ops` says what each field that is not served may say, beside null."""
+
+    no_ops: ClassVar[dict[str, tuple[object, ...]]] = {}
+
+
+Kind = TypeVar("Kind", bound=Body)
+
+
+class Decoder(Generic[Kind]):
+    """For one kind of body."""
+
+    def __init__(self, kind: type[Kind]) -> None:
+        self._decoder = msgspec.json.Decoder(kind)
+
+    async def decode(self, body: bytes) -> Kind:
+        """Raises InvalidRequest naming the field and what is wrong with it."""
+        return self.decode_now(body) if len(body) <= INLINE_BYTES else await asyncio.to_thread(self.decode_now, body)
+
+    def decode_now(self, body: bytes) -> Kind:
+        try:
+            request = self._decoder.decode(body)
+            _check_once(body)
+        except msgspec.ValidationError as error:
+            raise _explain(str(error), body) from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidRequest(f"the body is not JSON: {error}") from None
+        _check_no_ops(request)
+        return request
+
+
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def _check_once(body: bytes) -> None:
+    """Raises InvalidRequest for a field that is given twice: readers of JSON differ in which one counts."""
+
+    def pairs(items: list[tuple[str, object]]) -> None:
+        names = {name for name, _ in items}
+        if len(names) < len(items):
+            given = [name for name, _ in items]
+            name = cut(next(name for name in given if given.count(name) > 1))
+            raise InvalidRequest(f"{name} is given twice", param=name)
+
+    if body.count(b'":') + body.count(b'" :') > 1:
+        json.loads(body, object_pairs_hook=pairs, parse_int=str, parse_float=str)
+
+
+def _check_no_ops(request: Body) -> None:
+    for field, accepted in request.no_ops.items():
+        value = getattr(request, field)
+        if value is None or any(type(value) in _alike(no_op) and value == no_op for no_op in accepted):
+            continue
+        allowed = " or ".join(["null", *(msgspec.json.encode(no_op).decode() for no_op in accepted)])
+        shown = cut(msgspec.json.encode(value).decode())
+        raise InvalidRequest(f"{field} is {shown}: not available, it must be {allowed}", param=field)
+
+
+def _alike(no_op: object) -> tuple[type, ...]:
+    """JSON has one number type, and a bool is not a number."""
+    return (int, float) if type(no_op) is int else (type(no_op),)
+
+
+def _explain(reason: str, body: bytes) -> InvalidRequest:
+    unknown = _UNKNOWN.match(reason)
+    if unknown:
+        field = ".".join(filter(None, (unknown["parent"], unknown["field"])))[:64]
+        return InvalidRequest(f"{field} is not a field of this request", param=field)
+    at = _PATH.search(reason)
+    if at is None:
+        return InvalidRequest(f"the body must be a JSON object: {reason}")
+    field, rest, expected = at["field"], at["rest"], reason[: at.start()]
+    try:
+        worded = _fields.decode(body)[field]
+    except RecursionError:  # only this pass looks inside a value of the wrong type
+        return InvalidRequest(f"{field} is nested too deeply: {expected}", param=field)
+    if field in _SECRET:
+        return InvalidRequest(f"{field}{rest} is of the wrong type: {expected}", param=field)
+    return InvalidRequest(f"{field} is {cut(bytes(worded).decode())}: {expected}{rest and f' at {rest}'}", param=field)
+
+
+def cut(text: str) -> str:
+    return text if len(text) <= 64 else text[:61] + "..."

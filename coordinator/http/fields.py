@@ -1,0 +1,87 @@
+"""The fields that completions and chat completions share, and their way into an `Ask`."""
+
+import re
+from typing import Any, ClassVar
+
+import msgspec
+
+from baton.errors import InvalidRequest
+from coordinator.http.decoding import Body, cut
+
+_TOKEN_ID = re.compile(r"\d{1,9}")
+
+Number = int | float
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # padding against who listens to sizes: nothing of ours adds any
+
+
+class Shared(Body, frozen=True, kw_only=True):
+    """`user` and the like identify the client's own users and have no effect."""
+
+    no_ops: ClassVar[dict[str, tuple[object, ...]]] = {"priority": (0,)}
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    n: int | None = None
+    first_choice: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    user: str | None = None
+    priority: Any = None
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def common(self) -> dict[str, Any]:
+        """These fields as arguments of an `Ask`. Raises InvalidRequest for what their types cannot say."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options is given, but stream is not true", param="stream_options")
+        return {
+            "model": self.model,
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "seed": self.seed,
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos,
+            "stop": [self.stop] if isinstance(self.stop, str) else self.stop or (),
+            "stop_token_ids": self.stop_token_ids or (),
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": _biases(self.logit_bias or {}),
+            "n": 1 if self.n is None else self.n,
+            "first_choice": self.first_choice or 0,
+        }
+
+
+def _biases(worded: dict[str, float]) -> list[tuple[int, float]]:
+    """Token ids are the keys, and JSON has only texts for those."""
+    biases: dict[int, float] = {}
+    for key, bias in worded.items():
+        if not _TOKEN_ID.fullmatch(key) or not key.isascii():
+            raise InvalidRequest(f"logit_bias has the key {cut(key)!r}: keys are token ids", param="logit_bias")
+        if int(key) in biases:
+            raise InvalidRequest(f"logit_bias has token id {int(key)} twice", param="logit_bias")
+        biases[int(key)] = bias
+    return list(biases.items())

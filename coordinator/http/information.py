@@ -1,0 +1,52 @@
+"""The routes that take nothing: what is served, and whether."""
+
+import msgspec
+from fastapi import FastAPI
+from starlette.responses import Response
+
+from baton.errors import Unavailable
+from coordinator.intake import Intake
+from coordinator.readiness import Readiness
+
+
+class Model(msgspec.Struct):
+    id: str
+    max_model_len: int
+    object: str = "model"
+    created: int = 0
+    owned_by: str = "baton"
+
+
+class Models(msgspec.Struct):
+    data: list[Model]
+    object: str = "list"
+
+
+class Health(msgspec.Struct):
+    status: str
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+def add_information(app: FastAPI, intake: Intake, readiness: Readiness, version: str) -> None:
+    async def models() -> Response:
+        return json_response(Models([Model(*intake.served())]))
+
+    async def health() -> Response:
+        ready, reason = readiness.state()
+        if not ready:
+            raise Unavailable(f"not ready: {reason}", retry_after=1.0)
+        return json_response(Health("ok"))
+
+    async def about() -> Response:
+        return json_response(Version(version))
+
+    app.add_api_route("/v1/models", models, methods=["GET"])
+    app.add_api_route("/health", health, methods=["GET"])
+    app.add_api_route("/version", about, methods=["GET"])
+
+
+def json_response(answer: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(answer), media_type="application/json")

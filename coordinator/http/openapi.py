@@ -1,0 +1,173 @@
+"""The OpenAPI document: every route, what it takes within which bounds, and what it answers, errors too.
+
+The shapes come from the types that decode and encode them; here stand the bounds that the types cannot say, from the
+table that is checked.
+"""
+
+from typing import Any
+
+import msgspec
+
+from baton import limits
+from baton.limits import MAX_SEED
+from coordinator.chat_template import ROLES
+from coordinator.http.chat_schema import ChatRequest, Message
+from coordinator.http.chat_shape import ChatCompletion
+from coordinator.http.completion_schema import CompletionRequest
+from coordinator.http.completion_shape import Completion
+from coordinator.http.decoding import Body
+from coordinator.http.errors import ErrorBody
+from coordinator.http.information import Health, Models, Version
+from coordinator.http.token_schema import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
+
+Json = dict[str, Any]
+
+_REQUESTS: tuple[type[Body], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Message)
+_ANSWERS = (Completion, ChatCompletion, Tokens, DetokenizedText, Models, Health, Version, ErrorBody)
+_ROUTES = (
+    ("/v1/completions", "The continuation of a prompt", CompletionRequest, Completion),
+    ("/v1/chat/completions", "The next message of a conversation", ChatRequest, ChatCompletion),
+    ("/tokenize", "The tokens of a text or of a conversation", TokenizeRequest, Tokens),
+    ("/detokenize", "The text of tokens", DetokenizeRequest, DetokenizedText),
+)
+_PAGES = (
+    ("/v1/models", "What is served", Models),
+    ("/health", "Whether requests would be served", Health),
+    ("/version", "Of Baton", Version),
+)
+_TOKEN_IDS: Json = {"items": {"type": "integer", "minimum": 0}}
+_BOUNDS: dict[str, Json] = {
+    "max_tokens": {"minimum": 0},
+    "max_completion_tokens": {"minimum": 1},
+    "temperature": {"minimum": 0, "maximum": limits.MAX_TEMPERATURE},
+    "top_k": {"minimum": 0},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "seed": {"minimum": -MAX_SEED - 1, "maximum": MAX_SEED},
+    "min_tokens": {"minimum": 0},
+    "presence_penalty": {"minimum": -limits.MAX_PENALTY, "maximum": limits.MAX_PENALTY},
+    "frequency_penalty": {"minimum": -limits.MAX_PENALTY, "maximum": limits.MAX_PENALTY},
+    "repetition_penalty": {"exclusiveMinimum": 0, "maximum": limits.MAX_REPETITION_PENALTY},
+    "n": {"minimum": 1, "maximum": limits.MAX_CHOICES},
+    "best_of": {"minimum": 1, "maximum": limits.MAX_CHOICES},
+    "first_choice": {"minimum": 0, "maximum": limits.MAX_CHOICE_NUMBER - limits.MAX_CHOICES},
+    "top_logprobs": {"minimum": 0, "maximum": limits.MAX_LOGPROBS},
+    "stop": {
+        "minLength": 1,
+        "maxLength": limits.MAX_STOP_CHARACTERS,
+        "maxItems": limits.MAX_STOP_STRINGS,
+        "items": {"type": "string", "minLength": 1, "maxLength": limits.MAX_STOP_CHARACTERS},
+    },
+    "stop_token_ids": {"maxItems": limits.MAX_STOP_TOKEN_IDS, **_TOKEN_IDS},
+    "tokens": _TOKEN_IDS,
+    "messages": {"minItems": 1, "maxItems": limits.MAX_MESSAGES},
+    "logit_bias": {
+        "maxProperties": limits.MAX_LOGIT_BIASES,
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": {
+            "type": "number",
+            "minimum": -limits.MAX_LOGIT_BIAS,
+            "maximum": limits.MAX_LOGIT_BIAS,
+        },
+    },
+    "role": {"enum": list(ROLES)},
+    "content": {"type": ["string", "array"]},
+}
+_PROMPT: Json = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "minItems": 1, **_TOKEN_IDS},
+        {"type": "array", "minItems": 1, "maxItems": limits.MAX_PROMPTS, "items": {"type": "string"}},
+        {
+            "type": "array",
+            "minItems": 1,
+            "maxItems": limits.MAX_PROMPTS,
+            "items": {"type": "array", "minItems": 1, **_TOKEN_IDS},
+        },
+    ]
+}
+_REQUIRED: dict[type[Body], list[Json]] = {
+    CompletionRequest: [{"required": ["prompt"]}],
+    ChatRequest: [{"required": ["messages"]}],
+    TokenizeRequest: [{"required": ["prompt"]}, {"required": ["messages"]}],
+    DetokenizeRequest: [{"required": ["tokens"]}],
+    Message: [{"required": ["role", "content"]}],
+}
+_ERRORS = {
+    400: "The request is wrong: the message names the field, the value and the bound",
+    401: "A key is needed, or is not valid",
+    404: "There is no such model",
+    413: "The body is too large",
+    429: "The queue is full: try again after Retry-After",
+    500: "A defect",
+    503: "The cluster cannot serve it now: try again after Retry-After",
+    504: "The deadline has passed",
+}
+_HEADERS = (
+    ("x-request-timeout", {"type": "number", "exclusiveMinimum": 0}, "Seconds that the client is willing to wait"),
+    ("x-request-id", {"type": "string", "minLength": 1, "maxLength": 128}, "The client's own id, given back"),
+)
+
+
+def document(version: str) -> Json:
+    _, schemas = msgspec.json.schema_components([*_REQUESTS, *_ANSWERS], ref_template="#/components/schemas/{name}")
+    for body in _REQUESTS:
+        _narrow(schemas[body.__name__], body)
+    paths: Json = {path: {"post": _post(summary, takes, gives)} for path, summary, takes, gives in _ROUTES}
+    paths |= {path: {"get": _get(summary, gives)} for path, summary, gives in _PAGES}
+    bearer = {"bearer": {"type": "http", "scheme": "bearer", "description": "--api-key, where one is set"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Baton", "version": version},
+        "paths": paths,
+        "components": {"schemas": schemas, "securitySchemes": bearer},
+        "security": [{}, {"bearer": []}],
+    }
+
+
+def _narrow(schema: Json, body: type[Body]) -> None:
+    properties = schema["properties"]
+    for field, bounds in _BOUNDS.items():
+        if field in properties:
+            properties[field].update(bounds)
+    for field, accepted in body.no_ops.items():
+        properties[field] = {"enum": [None, *accepted]}
+    if body is CompletionRequest:
+        properties["prompt"] = _PROMPT
+        properties["logprobs"].update({"minimum": 0, "maximum": limits.MAX_LOGPROBS})
+    for alternative in _REQUIRED[body]:
+        for field in alternative["required"]:
+            properties[field].pop("default", None)
+            properties[field]["not"] = {"type": "null"}
+    schema["oneOf"] = _REQUIRED[body]
+    schema.pop("required", None)
+
+
+def _post(summary: str, takes: type[Body], gives: type[msgspec.Struct]) -> Json:
+    streams = {"text/event-stream": {"schema": {"type": "string"}}} if gives in (Completion, ChatCompletion) else {}
+    return {
+        "summary": summary,
+        "parameters": [
+            {"name": name, "in": "header", "required": False, "schema": schema, "description": description}
+            for name, schema, description in _HEADERS
+        ],
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _named(takes)}}},
+        "responses": _responses(gives, streams),
+    }
+
+
+def _get(summary: str, gives: type[msgspec.Struct]) -> Json:
+    return {"summary": summary, "responses": _responses(gives, {})}
+
+
+def _responses(gives: type[msgspec.Struct], streams: Json) -> Json:
+    errors: Json = {
+        str(status): {"description": description, "content": {"application/json": {"schema": _named(ErrorBody)}}}
+        for status, description in _ERRORS.items()
+    }
+    content = {"application/json": {"schema": _named(gives)}, **streams}
+    return {"200": {"description": "The answer", "content": content}, **errors}
+
+
+def _named(kind: type[msgspec.Struct]) -> Json:
+    return {"$ref": f"#/components/schemas/{kind.__name__}"}

@@ -1,0 +1,77 @@
+"""The routes that take a body: generation, tokenizing, detokenizing."""
+
+from functools import partial
+
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import Response
+
+from baton.clock import steady
+from baton.errors import InvalidRequest
+from coordinator.http.answering import AnswerResponse
+from coordinator.http.chat_schema import ChatRequest
+from coordinator.http.chat_shape import ChatShape
+from coordinator.http.completion_schema import CompletionRequest
+from coordinator.http.completion_shape import CompletionShape
+from coordinator.http.connection import read_body
+from coordinator.http.decoding import Decoder, Kind
+from coordinator.http.information import json_response
+from coordinator.http.token_schema import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
+from coordinator.intake import Intake
+
+TIMEOUT_HEADER = "x-request-timeout"
+
+
+def add_routes(app: FastAPI, intake: Intake) -> None:
+    completion, chat = Decoder(CompletionRequest), Decoder(ChatRequest)
+    tokenizing, detokenizing = Decoder(TokenizeRequest), Decoder(DetokenizeRequest)
+
+    async def completions(request: Request) -> Response:
+        with intake.refusals.counted():
+            body, left = await _read(request, intake, completion)
+            ask = body.to_ask(left, request.headers.get("x-request-id"))
+        return AnswerResponse(intake, ask, partial(CompletionShape, body), stream=bool(body.stream))
+
+    async def chat_completions(request: Request) -> Response:
+        with intake.refusals.counted():
+            body, left = await _read(request, intake, chat)
+            ask = body.to_ask(left, request.headers.get("x-request-id"))
+        return AnswerResponse(intake, ask, partial(ChatShape, body), stream=bool(body.stream))
+
+    async def tokenize(request: Request) -> Response:
+        with intake.refusals.counted():
+            body, left = await _read(request, intake, tokenizing)
+            intake.check_model(body.model)
+            text, tokens = await intake.tokenize(body.wording, body.add_special_tokens, left)
+        pieces = [text.piece(token) for token in tokens] if body.return_token_strs else None
+        return json_response(Tokens(len(tokens), intake.served()[1], tokens, pieces))
+
+    async def detokenize(request: Request) -> Response:
+        with intake.refusals.counted():
+            body, left = await _read(request, intake, detokenizing)
+            intake.check_model(body.model)
+            if body.tokens is None:
+                raise InvalidRequest("tokens is missing: it must be token ids", param="tokens")
+            return json_response(DetokenizedText(await intake.detokenize(body.tokens, left)))
+
+    app.add_api_route("/v1/completions", completions, methods=["POST"])
+    app.add_api_route("/v1/chat/completions", chat_completions, methods=["POST"])
+    app.add_api_route("/tokenize", tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", detokenize, methods=["POST"])
+
+
+async def _read(request: Request, intake: Intake, decoder: Decoder[Kind]) -> tuple[Kind, float]:
+    """The body, and the seconds that are left for the rest."""
+    limit, began = intake.time_limit(_wanted_time(request), TIMEOUT_HEADER), steady()
+    body = await decoder.decode(await read_body(request, limit))
+    return body, max(limit - (steady() - began), 0.001)
+
+
+def _wanted_time(request: Request) -> float | None:
+    text = request.headers.get(TIMEOUT_HEADER)
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidRequest(f"{TIMEOUT_HEADER} is {text[:64]!r}: it must be seconds", param=TIMEOUT_HEADER) from None

@@ -1,0 +1,43 @@
+"""The wire formats of POST /tokenize and POST /detokenize, as vLLM has them."""
+
+import msgspec
+
+from baton.errors import InvalidRequest
+from coordinator.ask import Prompt
+from coordinator.chat_template import Conversation
+from coordinator.http.chat_schema import Message, conversation
+from coordinator.http.decoding import Body
+
+
+class TokenizeRequest(Body, frozen=True, kw_only=True):
+    """A text, or a conversation as the model will see it."""
+
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+    @property
+    def wording(self) -> Prompt | Conversation:
+        """Raises InvalidRequest."""
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("give prompt or messages, one of them", param="prompt")
+        return self.prompt if self.prompt is not None else conversation(self.messages, self.add_generation_prompt)
+
+
+class DetokenizeRequest(Body, frozen=True, kw_only=True):
+    tokens: list[int] | None = None
+    model: str | None = None
+
+
+class Tokens(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: tuple[int, ...]
+    token_strs: list[str] | None
+
+
+class DetokenizedText(msgspec.Struct):
+    prompt: str

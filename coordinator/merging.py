@@ -1,0 +1,39 @@
+"""Several generations read as one stream."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from coordinator.generation import Done, Event, Generation
+
+
+async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Event]]:
+    """Every event with the number of its generation, in order for each. The first error of any ends it.
+
+    What waits to be read stays in the bounded buffers of the generations: this one holds one event of each at most.
+    """
+    if len(generations) == 1:
+        async for event in generations[0]:
+            yield 0, event
+        return
+    queue: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue(len(generations))
+    readers = [asyncio.create_task(_read(*numbered, queue)) for numbered in enumerate(generations)]
+    left = len(readers)
+    try:
+        while left:
+            number, read = await queue.get()
+            if isinstance(read, Exception):
+                raise read
+            left -= isinstance(read, Done)
+            yield number, read
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)
+
+
+async def _read(number: int, generation: Generation, queue: "asyncio.Queue[tuple[int, Event | Exception]]") -> None:
+    try:
+        async for event in generation:
+            await queue.put((number, event))
+    except Exception as error:
+        await queue.put((number, error))

@@ -1,0 +1,156 @@
+"""Both front doors on a real cluster with a real model: what they are told is what the model says."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+import pytest_asyncio
+import torch
+from tokenizers import Tokenizer
+
+from baton.pb import generation_pb2 as pb
+from baton.pb.generation_pb2_grpc import GenerationStub
+from tests.cluster import Cluster
+from tests.models import END, build_model, load_reference
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role + ': ' + message.content + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+PROMPT = "The quick brown fox waits for the baton while the decode node writes"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = build_model("llama", tmp_path_factory.mktemp("models"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    settings = {"dtype": "float32", "transport": "shm", "threads": "1"}
+    made = Cluster(tmp_path_factory.mktemp("front"), model=str(model), **settings)
+    async with made:
+        yield made
+        await made.wait_quiet()
+    made.assert_clean()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=cluster.http, timeout=60) as client:
+        yield client
+
+
+async def ask(http: httpx.AsyncClient, path: str = "/v1/completions", **fields: object) -> Any:
+    response = await http.post(path, json=fields)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def streamed(http: httpx.AsyncClient, **fields: object) -> tuple[str, list[int], str, Any]:
+    """Text, tokens, finish reason and usage."""
+    options = {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
+    response = await http.post("/v1/completions", json=fields | options)
+    *parts, end = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert end == "[DONE]", response.text
+    *told, last = map(json.loads, parts)
+    choices = [part["choices"][0] for part in told]
+    tokens = [token for choice in choices for token in choice["token_ids"]]
+    return "".join(choice["text"] for choice in choices), tokens, choices[-1]["finish_reason"], last["usage"]
+
+
+async def test_choices_are_those_of_requests_of_their_own(http: httpx.AsyncClient) -> None:
+    fields = {"prompt": PROMPT, "max_tokens": 6, "seed": 11, "temperature": 1.0, "return_token_ids": True}
+    together = (await ask(http, n=4, **fields))["choices"]
+    alone = await asyncio.gather(*(ask(http, first_choice=number, **fields) for number in range(4)))
+    assert [choice["token_ids"] for choice in together] == [answer["choices"][0]["token_ids"] for answer in alone]
+    assert len({tuple(choice["token_ids"]) for choice in together}) > 1
+    greedy = (await ask(http, n=4, **fields | {"temperature": 0}))["choices"]
+    assert len({choice["text"] for choice in greedy}) == 1
+
+
+async def test_echoed_log_probabilities_are_the_models_own(http: httpx.AsyncClient, model: Path) -> None:
+    tokenizer, reference = Tokenizer.from_file(str(model / "tokenizer.json")), load_reference(model)
+    prompts = [tokenizer.encode(text).ids for text in (PROMPT, "def handoff(blocks): return")]
+    fields = {"prompt": prompts, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
+    answer = await ask(http, **fields)
+    for ids, choice in zip(prompts, answer["choices"], strict=True):
+        with torch.inference_mode():
+            scores = torch.log_softmax(reference(torch.tensor([ids])).logits[0].double(), dim=-1)
+        told = choice["logprobs"]
+        expected = [float(scores[place, token]) for place, token in enumerate(ids[1:])]
+        assert told["token_logprobs"][0] is None
+        assert told["token_logprobs"][1:-1] == pytest.approx(expected, abs=1e-4)
+        best = [max(top.values()) for top in told["top_logprobs"][1:]]
+        assert best == pytest.approx(scores.max(dim=-1).values.tolist(), abs=1e-4)
+        assert told["token_logprobs"][-1] == best[-1]
+        assert choice["text"].startswith(tokenizer.decode(ids))
+
+
+async def test_short_answers_streamed_are_the_same(http: httpx.AsyncClient) -> None:
+    for most in (1, 2, 3):
+        fields = {"prompt": PROMPT, "max_tokens": most, "temperature": 0}
+        answer = await ask(http, return_token_ids=True, **fields)
+        choice = answer["choices"][0]
+        text, tokens, reason, usage = await streamed(http, **fields)
+        assert (text, tokens, reason) == (choice["text"], choice["token_ids"], choice["finish_reason"])
+        assert usage["completion_tokens"] == answer["usage"]["completion_tokens"] == len(tokens) <= most
+
+
+async def test_stop_strings(http: httpx.AsyncClient, cluster: Cluster) -> None:
+    """Cut out of what comes without them; the request counts as one that ended well."""
+    fields = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0}
+    text = (await ask(http, **fields))["choices"][0]["text"]
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    before = (await cluster.status()).counters
+    answer = await ask(http, stop=[stop, "never said"], return_token_ids=True, **fields)
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (text[: text.index(stop)], "stop")
+    assert answer["usage"]["completion_tokens"] < 24
+    shown, tokens, reason, usage = await streamed(http, stop=stop, **fields)
+    assert (shown, tokens, reason) == (choice["text"], choice["token_ids"], "stop")
+    assert usage["completion_tokens"] == answer["usage"]["completion_tokens"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] > 0
+    after = (await cluster.status()).counters
+    ended = {name: int(after[name] - before.get(name, 0)) for name in after if "baton_requests_total" in name}
+    (outcome,) = ((name, count) for name, count in ended.items() if count)
+    assert outcome[1] == 2
+    assert "stop" in outcome[0]
+
+
+async def test_a_conversation_is_its_rendered_prompt(http: httpx.AsyncClient, cluster: Cluster) -> None:
+    talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPT}]
+    rendered = f"system: Be brief.\nuser: {PROMPT}\nassistant:"
+    chat = await ask(http, "/v1/chat/completions", messages=talk, max_tokens=5, temperature=0)
+    plain = await ask(http, prompt=rendered, max_tokens=5, temperature=0)
+    assert chat["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
+    assert chat["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
+    tokens = (await ask(http, "/tokenize", messages=talk))["tokens"]
+    assert tokens == (await ask(http, "/tokenize", prompt=rendered))["tokens"]
+    assert (await ask(http, "/detokenize", tokens=tokens))["prompt"] == rendered
+    async with grpc.aio.insecure_channel(cluster.where.grpc) as channel:
+        once = await GenerationStub(channel).GenerateOnce(
+            pb.GenerateRequest(chat={"messages": talk}, max_tokens=5, temperature=0.0)
+        )
+    assert once.text == plain["choices"][0]["text"]
+
+
+async def test_the_first_token_may_be_the_end(http: httpx.AsyncClient, model: Path) -> None:
+    """A stop token is one that its client does not see the text of; what ends at once has no text."""
+    end = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id(END)
+    fields = {"prompt": PROMPT, "max_tokens": 4, "logit_bias": {str(end): 100}, "stop_token_ids": [end]}
+    answer = await ask(http, return_token_ids=True, **fields)
+    choice = answer["choices"][0]
+    text, tokens, reason, usage = await streamed(http, **fields)
+    assert (
+        (text, tokens, reason) == (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [end], "stop")
+    )
+    assert usage["completion_tokens"] == answer["usage"]["completion_tokens"] == 1

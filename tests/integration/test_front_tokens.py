@@ -1,0 +1,64 @@
+"""POST /tokenize and /detokenize."""
+
+from typing import Any
+
+import pytest
+
+from tests.integration.front_fixtures import BOUNDS, Front, serving
+from tests.integration.front_text import EOS, chatting_tokenizer, hello_tokenizer, ids_of
+
+
+async def post(front: Front, path: str, **fields: object) -> Any:
+    return await front.http.post(path, json=fields)
+
+
+async def test_there_and_back() -> None:
+    async with serving(text=chatting_tokenizer()) as front:
+        text = f"héllo {EOS} 😀"
+        ids = list(ids_of(text))
+        answer = (await post(front, "/tokenize", prompt=text, model="demo")).json()
+        expected = {"count": len(ids), "max_model_len": BOUNDS.max_context, "tokens": ids, "token_strs": None}
+        assert answer == expected
+        named = (await post(front, "/tokenize", prompt="hello", return_token_strs=True)).json()
+        assert "".join(named["token_strs"]) == "hello"
+        assert (await post(front, "/detokenize", tokens=ids)).json() == {"prompt": text}
+        assert (await post(front, "/detokenize", tokens=[])).json() == {"prompt": ""}
+
+
+async def test_conversations() -> None:
+    async with serving(text=chatting_tokenizer()) as front:
+        talk = [{"role": "user", "content": "hello"}]
+        for fields, rendered in (({}, "<user>hello<assistant>"), ({"add_generation_prompt": False}, "<user>hello")):
+            answer = (await post(front, "/tokenize", messages=talk, **fields)).json()
+            assert tuple(answer["tokens"]) == ids_of(rendered)
+
+
+BAD: list[tuple[str, dict[str, object], str, str]] = [
+    ("/tokenize", {}, "prompt", "give prompt or messages"),
+    ("/tokenize", {"prompt": "x", "messages": []}, "prompt", "give prompt or messages"),
+    ("/tokenize", {"prompt": [1]}, "prompt", "wrong type"),
+    ("/tokenize", {"prompt": "x", "colour": 1}, "colour", "not a field"),
+    ("/tokenize", {"messages": [{"role": "user", "content": "x"}]}, "messages", "the model has none"),
+    ("/detokenize", {}, "tokens", "tokens is missing"),
+    ("/detokenize", {"tokens": "x"}, "tokens", "wrong type"),
+    ("/detokenize", {"tokens": [BOUNDS.vocab_size]}, "tokens", f"ids are 0 to {BOUNDS.vocab_size - 1}"),
+    ("/detokenize", {"tokens": [-1]}, "tokens", "tokens has -1"),
+]
+
+
+async def test_bad_requests() -> None:
+    async with serving(text=hello_tokenizer()) as front:
+        for path, fields, param, told in BAD:
+            response = await post(front, path, **fields)
+            error = response.json()["error"]
+            assert (response.status_code, error["param"]) == (400, param)
+            assert told in error["message"]
+        assert (await post(front, "/tokenize", prompt="x", model="other")).status_code == 404
+
+
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})])
+async def test_without_a_tokenizer(path: str, body: dict[str, object]) -> None:
+    async with serving() as front:
+        response = await post(front, path, **body)
+        assert response.status_code == 400
+        assert "demo has no tokenizer files" in response.json()["error"]["message"]
