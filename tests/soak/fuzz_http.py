@@ -41,8 +41,25 @@ def cases(document: Json, path: str, method: str, *, good: bool) -> st.SearchStr
     return strategy
 
 
-def narrowed(document: Json, vocabulary: int, model: str, longest: int) -> Json:
-    """The same schema, of requests that a cluster with such bounds serves."""
+def as_written(case: Case) -> Case:
+    """With whole numbers as every client writes them: to JSON Schema 7.0 is an integer, to us it is none."""
+    case.body = _whole(case.body)
+    return case
+
+
+def _whole(value: Any) -> Any:
+    match value:
+        case dict():
+            return {name: _whole(part) for name, part in value.items()}
+        case list():
+            return [_whole(part) for part in value]
+        case float() if value.is_integer():
+            return int(value)
+    return value
+
+
+def narrowed(document: Json, vocabulary: int, model: str, longest: int, *, texts: bool) -> Json:
+    """The same schema, of requests that a cluster with such bounds serves. `texts`: it has a tokenizer."""
     document = copy.deepcopy(document)
     token = {"type": "integer", "minimum": 0, "maximum": vocabulary - 1}
     tokens = {"type": "array", "minItems": 1, "maxItems": longest, "items": token}
@@ -62,9 +79,20 @@ def narrowed(document: Json, vocabulary: int, model: str, longest: int) -> Json:
     for name in ("CompletionRequest", "ChatRequest", "TokenizeRequest", "DetokenizeRequest"):
         properties = document["components"]["schemas"][name]["properties"]
         properties.update({field: bound for field, bound in bounds.items() if field in properties})
-    if model != "demo":  # a cluster that knows no text
-        completion = document["components"]["schemas"]["CompletionRequest"]["properties"]
-        completion.update({"prompt": {"anyOf": [tokens, prompts]}, "stop": {"type": "null"}})
+    schemas = document["components"]["schemas"]
+    schemas["Part"] = {
+        "type": "object",
+        "required": ["type", "text"],
+        "additionalProperties": False,
+        "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    }
+    schemas["Message"]["properties"]["role"] = {"enum": ["system", "user", "assistant"]}
+    completion = schemas["CompletionRequest"]["properties"]
+    words = {"type": "string", "minLength": 1}
+    several = {"type": "array", "minItems": 1, "maxItems": 3, "items": words}
+    completion["prompt"] = {"anyOf": [tokens, prompts, words, several] if texts else [tokens, prompts]}
+    if not texts:
+        completion["stop"] = {"type": "null"}
     for operations in document["paths"].values():
         for operation in operations.values():
             operation.pop("parameters", None)

@@ -26,6 +26,13 @@ pytestmark = pytest.mark.timeout(1800)
 SHARES = {"schema": 0.5, "admin": 0.07, "proto": 0.23, "wire": 0.2}
 TARGETS = ("cluster", "front")
 VOCABULARIES = {"cluster": VOCABULARY, "front": 1000}
+KINDS = [
+    (target, path, kind)
+    for target in TARGETS
+    for path in PATHS
+    for kind in ("allowed", "forbidden", "served")
+    if (target, kind) != ("cluster", "served") or path == "/v1/completions"  # paced nodes know no text
+]
 _GENERATION = [method.name for method in generation_pb2.DESCRIPTOR.services_by_name["Generation"].methods]
 _CLUSTER = [method.name for method in cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].methods]
 _DEFECTS = (
@@ -75,26 +82,24 @@ def play(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> C
     return run
 
 
-@pytest.mark.parametrize("kind", ["allowed", "forbidden", "served"])
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(("target", "path", "kind"), KINDS)
 def test_schema(scene: Scene, play: Callable[..., None], target: str, path: str, kind: str) -> None:
     there: Target = getattr(scene, target)
     url = f"http://127.0.0.1:{there.http}"
     with requests.Session() as session:
         document = session.get(f"{url}/openapi.json", timeout=_PATIENCE).json()
         if kind == "served":
-            document = fuzz_http.narrowed(document, VOCABULARIES[target], there.model, CONTEXT // 4)
+            texts = target == "front"
+            document = fuzz_http.narrowed(document, VOCABULARIES[target], there.model, CONTEXT // 4, texts=texts)
 
         def judge(case: Any) -> None:
             response = case.call(base_url=url, session=session, timeout=_PATIENCE)
             fuzz_http.judge(case, response, strict=kind == "forbidden")
 
-        play(
-            SHARES["schema"] / len(PATHS) / len(TARGETS) / 3,
-            fuzz_http.cases(document, path, "POST", good=kind != "forbidden"),
-            judge,
-        )
+        cases = fuzz_http.cases(document, path, "POST", good=kind != "forbidden")
+        shares = 3 if kind == "served" else 1
+        weight = shares / sum(3 if kind == "served" else 1 for _, _, kind in KINDS)
+        play(SHARES["schema"] * weight, cases.map(fuzz_http.as_written) if kind == "served" else cases, judge)
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/version", "/openapi.json"])
