@@ -93,7 +93,7 @@ def test_schema(scene: Scene, play: Callable[..., None], target: str, path: str,
             document = fuzz_http.narrowed(document, VOCABULARIES[target], there.model, CONTEXT // 4, texts=texts)
 
         def judge(case: Any) -> None:
-            response = case.call(base_url=url, session=session, timeout=_PATIENCE)
+            response = fuzz_http.send(case, url, session, _PATIENCE)
             fuzz_http.judge(case, response, strict=kind == "forbidden")
 
         cases = fuzz_http.cases(document, path, "POST", good=kind != "forbidden")
@@ -121,7 +121,7 @@ def test_admin(scene: Scene, play: Callable[..., None], kind: str) -> None:
     with requests.Session() as session:
 
         def judge(case: Any) -> None:
-            response = case.call(base_url=url, session=session, timeout=_PATIENCE)
+            response = fuzz_http.send(case, url, session, _PATIENCE)
             fuzz_http.judge(case, response, strict=kind == "forbidden")
 
         play(SHARES["admin"] / 2, drain, judge)
