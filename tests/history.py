@@ -248,9 +248,7 @@ def _wrong_tokens(operation: Operation, choice: int, right: tuple[int, ...]) -> 
     return []
 
 
-def _wrong_scores(
-    operation: Operation, choice: int, right: tuple[int, ...], scorer: Scorer | None
-) -> list[str]:
+def _wrong_scores(operation: Operation, choice: int, right: tuple[int, ...], scorer: Scorer | None) -> list[str]:
     """As many as there are tokens, and each as it should be."""
     call, output = operation.call, operation.output(choice)
     expected: Sequence[TokenScore] = ()
