@@ -77,12 +77,14 @@ class Record:
     """`admit_by` is set while nobody could serve the request: it is not accepted yet. Times on the brain's clock.
 
     `followers` are requests of the same prompt that wait until this one's is in a decode node's cache; `holder` is that
-    node, for one which has waited. `prompt_scores` are complete, or None if they are not or nobody asked."""
+    node, for one which has waited. `prompt_scores` are complete, or None if they are not or nobody asked. `others` are
+    those that came in with it, if it is the first of them: further choices of one answer."""
 
     request: Request
     deadline: float
     marks: Marks
     internal: bool
+    others: tuple[RequestId, ...] = ()
     state: RequestState = RequestState.QUEUED
     emitted: list[int] = field(default_factory=list)
     attempt: Attempt | None = None

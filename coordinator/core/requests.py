@@ -87,8 +87,16 @@ class RequestTable:
         self.resting: set[RequestId] = set()  # failed more than once: out of the queue until their time has come
         self._unadmitted: set[RequestId] = set()
 
-    def add(self, request: Request, now: float, *, internal: bool, after: RequestId | None = None) -> None:
-        record = Record(request, now + request.timeout, Marks(now), internal)
+    def add(
+        self,
+        request: Request,
+        now: float,
+        *,
+        internal: bool,
+        after: RequestId | None = None,
+        others: tuple[RequestId, ...] = (),
+    ) -> None:
+        record = Record(request, now + request.timeout, Marks(now), internal, others)
         if len(request.prompt) == 1:
             record.prompt_scores = ()
         self.records[request.id] = record
