@@ -117,6 +117,8 @@ class Intake:
         for number, prompt in enumerate(prompts):
             with worded({"prompt": f"prompt[{number}]"} if len(prompts) > 1 else {}):
                 firsts.append(to_submission(ask, prompt, left, bounds, self._defaults))
+        if ask.echo and ask.logprobs is not None:
+            limits.check_prompt_scores(sum(map(len, prompts)), ask.logprobs)
         echoed = zip(wordings, prompts, strict=True) if ask.echo else ()
         scored = ask.logprobs is not None
         return text, firsts, [await _echo(text, wording, prompt, placed=scored) for wording, prompt in echoed]

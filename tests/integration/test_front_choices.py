@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from baton.errors import NodeGone
+from baton.limits import MAX_PROMPT_SCORES
 from baton.pb import generation_pb2 as pb
 from baton.types import SamplingParams, TokenScore
 from coordinator.answer import Answer, Choice
@@ -292,6 +293,18 @@ async def test_grpc_tells_the_same(front: Front) -> None:
     assert not any(part.HasField("usage") for part in [*parts[:-1], *once.others])
     over_http = await post(front, prompt=[list(prompt) for prompt in prompts], n=2, max_tokens=2, echo=True, seed=5)
     assert [choice["text"] for choice in over_http["choices"]] == [one.prompt.text + one.text for one in whole]
+
+
+async def test_scores_of_prompts_are_bounded(front: Front) -> None:
+    """They are held until they are told, and a body has room for a million tokens."""
+    fields = {"prompt": [[7] * 500] * 128, "max_tokens": 1, "echo": True}
+    response = await front.http.post("/v1/completions", json={**fields, "logprobs": 20})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "logprobs"
+    for part in ("logprobs is 20", "64000 tokens", str(64000 * 21), str(MAX_PROMPT_SCORES)):
+        assert part in response.json()["error"]["message"]
+    assert front.brain.submissions == []
+    assert (await front.http.post("/v1/completions", json=fields)).status_code == 200
 
 
 @pytest.mark.parametrize("as_ids", [False, True], ids=["text", "token ids"])
