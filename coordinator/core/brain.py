@@ -66,10 +66,8 @@ class Brain:
         except Rejected as error:
             self.counters.rejected[error.code, INTERNAL if internal else CLASS] += 1
             raise
-        others = tuple(arrival.request.id for arrival in arrivals[1:])
-        for place, arrival in enumerate(arrivals):
-            named = () if place else others
-            self._table.add(arrival.request, now, internal=internal, after=arrival.after, others=named)
+        records = [self._table.add(one.request, now, internal=internal, after=one.after) for one in arrivals]
+        records[0].others = tuple(record.request.id for record in records[1:])
         return self._effects(now)
 
     def join(self, info: JoinInfo, incarnation: Incarnation, now: float) -> list[Effect]:

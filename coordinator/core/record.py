@@ -84,7 +84,6 @@ class Record:
     deadline: float
     marks: Marks
     internal: bool
-    others: tuple[RequestId, ...] = ()
     state: RequestState = RequestState.QUEUED
     emitted: list[int] = field(default_factory=list)
     attempt: Attempt | None = None
@@ -94,6 +93,7 @@ class Record:
     admit_by: float | None = None
     not_before: float | None = None  # it rests, out of the queue, after attempts that failed one upon the other
     avoid: frozenset[Incarnation] = frozenset()
+    others: tuple[RequestId, ...] = ()
     followers: list[RequestId] = field(default_factory=list)
     holder: Incarnation | None = None
     prompt_scores: tuple[TokenScore, ...] | None = None
