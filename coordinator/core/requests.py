@@ -70,7 +70,7 @@ class RequestTable:
         self.resting: set[RequestId] = set()  # failed more than once: out of the queue until their time has come
         self._unadmitted: set[RequestId] = set()
 
-    def add(self, request: Request, now: float, *, internal: bool, after: RequestId | None = None) -> None:
+    def add(self, request: Request, now: float, *, internal: bool, after: RequestId | None = None) -> Record:
         record = Record(request, now + request.timeout, Marks(now), internal)
         if len(request.prompt) == 1:
             record.prompt_scores = ()
@@ -83,6 +83,7 @@ class RequestTable:
         self._unadmitted.add(request.id)
         self.timers.set(request.id, record.next_due())
         self.placeable = True
+        return record
 
     def current(self, key: AttemptKey, sender: Incarnation) -> tuple[Record, Attempt] | None:
         """The request whose present attempt is `key`, if `sender` still works on it; else the message is dropped."""
