@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+from baton import wire
 from baton.cli.main import app
 from baton.cli.unbuilt import COMMANDS as UNBUILT
 from baton.cli.up import UNBUILT as UNBUILT_OPTIONS
@@ -225,6 +226,11 @@ def test_messages_of_the_node_link_are_documented(message: str) -> None:
     assert {f"`{kind.message_type.name}`" for kind in kinds} <= told
 
 
+def test_the_protocols_versions_are_documented() -> None:
+    (told,) = re.findall(r"Both planes speak version (\d+) ", PROTOCOL)
+    assert int(told) == wire.PROTOCOL_VERSION == frames.PROTOCOL_VERSION
+
+
 def test_frames_and_events_are_documented() -> None:
     text = section(PROTOCOL, "The transfer plane")
     told = {row[0].strip("`"): row[1] for row in rows(text)}
@@ -251,8 +257,9 @@ def test_failpoints_are_documented() -> None:
 
 
 def test_dependencies_are_documented() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    described = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, build = described["project"], described["build-system"]["requires"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values(), build]
     wanted = {re.match(r"[\w.-]+", line)[0] for group in groups for line in group}  # type: ignore[index]
     text = (ROOT / "docs" / "dependencies.md").read_text()
     told = {name for row in rows(text) for name in re.findall(r"`([\w.-]+)`", row[0])}
