@@ -8,7 +8,8 @@ import pytest
 from baton.cli.foreground import announcement
 from baton.cli.ports import Endpoints
 from baton.config import Config
-from coordinator.http import schema
+from coordinator.http.completion_schema import CompletionRequest
+from coordinator.http.decoding import Decoder
 
 WHERE = Endpoints(http="127.0.0.1:1", grpc="127.0.0.1:2", admin="127.0.0.1:3", cluster="127.0.0.1:4")
 
@@ -18,7 +19,7 @@ def test_the_body_to_try_is_one_that_the_engine_can_answer(engine: str, kind: ty
     text = announcement(Config(model="" if engine == "paced" else "/models/small", engine=engine), WHERE)
     body = re.search(r"-d '(.*)'$", text)
     assert body is not None
-    assert isinstance(schema.decode(body[1].encode()).prompt, kind)
+    assert isinstance(Decoder(CompletionRequest).decode_now(body[1].encode()).prompt, kind)
     assert json.loads(body[1])["stream"] is True
     assert ("paced, " if engine == "paced" else "small, ") in text
 
