@@ -20,8 +20,10 @@ from baton.errors import (
 )
 from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, Role, TokenScore, Work
 from coordinator.core import sources
-from coordinator.core.counters import CLASS, INTERNAL, Counters
+from coordinator.core.admission import Admission
+from coordinator.core.counters import Counters
 from coordinator.core.explain import Explanations, explain
+from coordinator.core.fair_order import Claim
 from coordinator.core.loads import Loads
 from coordinator.core.messages import (
     Admit,
@@ -38,6 +40,7 @@ from coordinator.core.messages import (
     Submit,
 )
 from coordinator.core.notes import REFUSED, SERVED, begin
+from coordinator.core.pace import Pace
 from coordinator.core.placement import Choice, Demand, NodeView, Placement
 from coordinator.core.queue import WaitingQueue
 from coordinator.core.record import Attempt, Record, RequestState
@@ -53,6 +56,11 @@ def rest_after(failures: int) -> float:
     """Seconds before a request is placed again. The first failure costs none: another node may well serve it. A cluster
     that fails it again and again gets time to mend before the last attempt is spent."""
     return min(FIRST_REST * 2.0 ** (failures - 2), LONGEST_REST) if failures > 1 else 0.0
+
+
+def _too_late(record: Record, now: float) -> str:
+    left, tokens = record.deadline - now, record.context_tokens
+    return f"a prompt of {tokens} tokens cannot be answered in the {left:.3g} s that are left to its deadline"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +89,8 @@ class RequestTable:
         self.out: list[Effect] = []
         self.last_progress = 0.0
         self.placeable = False  # something has changed since placement was last tried
+        self.admission = Admission(self.queue, settings.max_queue, self._decode_full)
+        self._pace = Pace()
         self._registry = registry
         self._placement = placement
         self._settings = settings
@@ -92,7 +102,8 @@ class RequestTable:
         if len(request.prompt) == 1:
             record.prompt_scores = ()
         self.records[request.id] = record
-        self.queue.push(request.id)
+        self.queue.push(request.id, self._claim(request, record.deadline, now))
+        self.admission.let_in(request.standing, len(request.prompt), now)
         leader = self.records.get(after) if after is not None else None
         if leader is not None:
             self._follow(record, leader)
@@ -144,6 +155,9 @@ class RequestTable:
         views = [self.loads.view(node) for node in nodes]
         for request in self.queue.candidates() if views else ():
             record = self.records[request]
+            if now + self._pace.least(record.context_tokens) >= record.deadline:
+                self.end(record, DeadlineExceeded(_too_late(record, now)), now)
+                return True
             demand = self.demand(record)
             choice = self._placement.choose(demand, views)
             if choice is not None:
@@ -165,6 +179,7 @@ class RequestTable:
             decode=not prefill or record.remaining > 1,
             avoid=record.avoid,
             holder=record.holder,
+            reserve=self.admission.tenants.reserve if record.request.standing.level > 0 else 0.0,
         )
 
     def _place(self, record: Record, demand: Demand, choice: Choice, views: list[NodeView], now: float) -> None:
@@ -175,14 +190,14 @@ class RequestTable:
         record.begin(attempt)
         for node in filter(None, (decode, prefill)):
             attempt.legs.add(node)
-            self.loads.place(node, key, demand.tokens, demand.blocks)
+            self.loads.place(node, key, demand.tokens, demand.blocks, first_class=not request.standing.level)
         record.to(RequestState.PLACED)
         record.marks.placed_at(now, self.name(prefill), self.name(decode))
         sampling = request.sampling
         if sampling.prompt_logprobs is not None and not record.awaits_scores:
             sampling = replace(sampling, prompt_logprobs=None)  # so that it may use caches
         left = replace(request, sampling=sampling, timeout=record.deadline - now)
-        work = Work(key, left, tuple(record.emitted))
+        work = Work(key, left, tuple(record.emitted), record.prefill_payer)
         if decode is not None:
             writer = self._registry.nodes[prefill].address if prefill is not None else None
             self.out.append(Send(decode, Submit(work, writer)))
@@ -227,7 +242,11 @@ class RequestTable:
             record.to(RequestState.STREAMING)
             record.marks.mark("first_token", now)
             attempt.answer_by = None
+            record.prefill_payer = ""
+            self._pace.served(record.context_tokens, now - attempt.notes.placed_at)
         record.emitted += tokens
+        self.queue.produced(record.request.id, len(tokens))
+        self.admission.produced(record.request.standing.tenant, len(tokens), now)
         self.counters.generated_tokens += 0 if record.internal else len(tokens)
         self.last_progress = now
         self.out.append(Emit(record.request.id, tuple(tokens), scores))
@@ -317,8 +336,18 @@ class RequestTable:
         self.explanations.add(explain(record, now, result), now)
         refused = record.admit_by is not None and isinstance(result, Rejected)
         counter = self.counters.rejected if refused else self.counters.requests
-        counter[label, INTERNAL if record.internal else CLASS] += 1
-        self.out.append(End(request, outcome, len(record.emitted), timeline, record.marks.ttft, record.internal))
+        counter[label, record.request.standing.tenant_class] += 1
+        self.out.append(
+            End(
+                request,
+                outcome,
+                len(record.emitted),
+                timeline,
+                record.marks.ttft,
+                record.internal,
+                record.request.standing.tenant_class,
+            )
+        )
 
     def lose_node(self, node: Incarnation, error: BatonError, now: float) -> None:
         """The node is no more, and off the registry: what had a leg there goes on elsewhere, the oldest first."""
@@ -365,6 +394,16 @@ class RequestTable:
         """What keeps the cluster from serving, "" if nothing does."""
         wanted = (Role.DECODE, Role.PREFILL) if self._settings.mode == "disaggregated" else (Role.DECODE,)
         return next(filter(None, map(self._registry.lacks, wanted)), "")
+
+    def _claim(self, request: Request, deadline: float, now: float) -> Claim:
+        tenant, tokens = self.admission.tenants.get(request.standing.tenant), len(request.prompt)
+        due = self.queue.due(tokens, now, deadline)
+        return Claim(request.standing.tenant, request.standing.level, tenant.weight, tokens, due, now)
+
+    def _decode_full(self) -> bool:
+        """Does every decode node serve as many as it can?"""
+        nodes = self._registry.serving(Role.DECODE)
+        return all(self.loads.attempts(node.incarnation) >= node.info.max_num_seqs for node in nodes)
 
     def _follow(self, record: Record, leader: Record) -> None:
         """Wait, in line, until the leader's prompt is in a decode node's cache. One that asks for the prompt's scores
