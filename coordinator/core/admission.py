@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.errors import Overloaded
-from baton.types import Standing
+from baton.types import Request, Standing
 from coordinator.core.fair_order import Claim
 from coordinator.core.queue import WaitingQueue, clamp_retry
 from coordinator.core.tenants import Tenant, Tenants
@@ -64,12 +64,16 @@ class Admission:
                 retry_after=clamp_retry(wait - limit),
             )
 
-    def let_in(self, standing: Standing, tokens: int, now: float) -> None:
-        """One request with its prompt: it is paid for."""
+    def let_in(self, request: Request, now: float) -> Claim:
+        """One request: it and its prompt are paid for. What it brings into the queue."""
+        standing, tokens = request.standing, len(request.prompt)
         account = self._account(standing.tenant, now)
         if account.requests is not None:
             account.requests.pay(1.0, now)
         self.produced(standing.tenant, tokens, now)
+        due = self._queue.due(tokens, now, now + request.timeout)
+        weight = self.tenants.get(standing.tenant).weight
+        return Claim(standing.tenant, standing.level, weight, tokens, due, now)
 
     def produced(self, tenant: str, tokens: int, now: float) -> None:
         account = self._account(tenant, now)

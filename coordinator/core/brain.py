@@ -28,7 +28,8 @@ from coordinator.core.placement import Placement
 from coordinator.core.record import RequestState
 from coordinator.core.registry import Node, Registry
 from coordinator.core.reports import Reports
-from coordinator.core.requests import UNSERVED_PATIENCE, RequestTable, Settings
+from coordinator.core.requests import UNSERVED_PATIENCE, RequestTable
+from coordinator.core.settings import Settings
 from coordinator.core.tenants import Tenants
 
 

@@ -1,5 +1,7 @@
 """The fastest that prompts have lately been served: what no deadline can be expected to beat."""
 
+from baton.errors import DeadlineExceeded
+
 _FADE = 1.02  # how much slower the record gets with each request that does not beat it
 _LEAST_TOKENS = 64  # of a prompt, for its time to say more about the machine than about the message
 _MARGIN = 0.5  # of the fastest: who is near the edge is given the chance
@@ -15,6 +17,11 @@ class Pace:
             worse = self._per_token * _FADE if self._per_token is not None else seconds / tokens
             self._per_token = min(seconds / tokens, worse)
 
-    def least(self, tokens: int) -> float:
-        """Seconds that a prompt takes at the least, once it is placed; 0 while nothing is known."""
-        return _MARGIN * tokens * (self._per_token or 0.0)
+    def too_late(self, tokens: int, left: float) -> DeadlineExceeded | None:
+        """Why a prompt that was not placed yet cannot be served in the seconds that are left to its deadline, if so."""
+        least = _MARGIN * tokens * (self._per_token or 0.0)
+        if least < left:
+            return None
+        return DeadlineExceeded(
+            f"{left:.3g} s are left to the deadline of a prompt of {tokens} tokens, which takes {least:.3g} s at least"
+        )

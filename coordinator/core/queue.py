@@ -49,7 +49,7 @@ class WaitingQueue:
         self._class(claim.level).push_front(request, claim)
 
     def hold(self, request: RequestId) -> None:
-        """Until `release`, or until it is pushed or removed."""
+        """Until `release`, or until it is removed."""
         self._held.add(request)
 
     def release(self, request: RequestId) -> None:

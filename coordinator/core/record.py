@@ -16,7 +16,7 @@ any of the first four ------ its reader has all that it wants ------------------
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.types import AttemptKey, Incarnation, Request, RequestId, TokenEvent, TokenScore
+from baton.types import AttemptKey, Incarnation, Request, TokenEvent, TokenScore
 from coordinator.core.messages import Admitted, PrefillEnded
 from coordinator.core.notes import Notes
 from coordinator.core.sources import Sources
@@ -76,8 +76,8 @@ class Attempt:
 class Record:
     """`admit_by` is set while nobody could serve the request: it is not accepted yet. Times on the brain's clock.
 
-    `followers` are requests of the same prompt that wait until this one's is in a decode node's cache; `holder` is that
-    node, for one which has waited. `prompt_scores` are complete, or None if they are not or nobody asked."""
+    `holder` is a decode node whose cache has the prompt, because another request brought it there. `prompt_scores` are
+    complete, or None if they are not or nobody asked."""
 
     request: Request
     deadline: float
@@ -92,7 +92,6 @@ class Record:
     admit_by: float | None = None
     not_before: float | None = None  # it rests, out of the queue, after attempts that failed one upon the other
     avoid: frozenset[Incarnation] = frozenset()
-    followers: list[RequestId] = field(default_factory=list)
     holder: Incarnation | None = None
     prompt_scores: tuple[TokenScore, ...] | None = None
     sources: Sources | None = None

@@ -10,6 +10,7 @@ from baton.errors import BatonError, Cancelled, HandoffFailed, NodeFailed, Preem
 from baton.types import FinishReason, Incarnation, TokenEvent, TokenScore
 from coordinator.core import messages as m
 from coordinator.core import scores
+from coordinator.core.counting import count_sources
 from coordinator.core.record import Attempt, Record, RequestState
 from coordinator.core.registry import Registry
 from coordinator.core.requests import RequestTable
@@ -184,7 +185,7 @@ class Reports:
         attempt.notes.prefill_ended = now
         record.marks.mark("prefill_ended", now)
         self._table.loads.heard_of(sender, message.key, computed=True)
-        self._table.count_sources(record, attempt)
+        count_sources(record, attempt, self._table.counters)
         self._table.placeable = True
         self._table.last_progress = now
         if record.awaits_scores:
@@ -231,7 +232,7 @@ class Reports:
         record.marks.mark("committed", now)
         self._table.loads.heard_of(sender, message.key)
         self._table.committed(record, attempt)
-        self._table.count_sources(record, attempt)
+        count_sources(record, attempt, self._table.counters)
         self._table.last_progress = now
 
     def _heartbeat(self, sender: Incarnation, message: m.Heartbeat, now: float) -> None:

@@ -12,6 +12,7 @@ from tests.history import Door, Failed
 
 HOLD = 0.5  # seconds
 LONG = 600  # tokens: seconds of decoding, if nobody stops it
+DOORS = list(Door)  # a prompt of its own for each: one that decode holds to its end is not handed off again
 Caught = Callable[[Scene, Door], Awaitable[Asked]]
 
 
@@ -37,7 +38,7 @@ async def placed(scene: Scene, door: Door) -> Asked:
 async def reserved(scene: Scene, door: Door) -> Asked:
     """Decode has set blocks aside, and prefill is at its first layer."""
     await scene.cluster.arm("prefill", f"prefill.layer.before=delay({HOLD})*1")
-    asked = scene.ask(call(door, 100, LONG, salt=2))
+    asked = scene.ask(call(door, 100, LONG, salt=20 + DOORS.index(door)))
     await scene.until_blocks("reserved", "writing")
     return asked
 
@@ -61,7 +62,7 @@ async def finished(scene: Scene, door: Door) -> Asked:
 async def failed(scene: Scene, door: Door) -> Asked:
     """Its deadline has just passed."""
     await scene.cluster.arm("prefill", f"prefill.layer.before=delay({HOLD})*1")
-    asked = scene.ask(call(door, 100, LONG, salt=5, timeout=0.3))
+    asked = scene.ask(call(door, 100, LONG, salt=50 + DOORS.index(door), timeout=0.3))
     await scene.until("an end", lambda: asked.operation.end)
     assert isinstance(asked.operation.end, Failed)
     assert asked.operation.end.code == "DEADLINE_EXCEEDED"

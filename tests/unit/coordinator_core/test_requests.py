@@ -21,7 +21,7 @@ from baton.errors import (
 from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, TokenEvent
 from coordinator.core import messages as m
 from coordinator.core.record import RequestState
-from coordinator.core.requests import LONGEST_REST
+from coordinator.core.settings import LONGEST_REST
 from tests.unit.coordinator_core.world import DECODE, PREFILL, World, ticket_for
 
 
