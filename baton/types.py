@@ -84,6 +84,9 @@ class Standing:
     level: int = 0
 
 
+DEFAULT_STANDING = Standing()
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What the client asked, one choice of it: several choices are requests of their own. `timeout` is seconds left at
@@ -95,7 +98,7 @@ class Request:
     timeout: float
     cache_salt: bytes = b""
     choice: int = 0
-    standing: Standing = Standing()
+    standing: Standing = DEFAULT_STANDING
 
 
 @dataclass(frozen=True, slots=True)

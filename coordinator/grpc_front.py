@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
@@ -14,7 +15,7 @@ from baton.pb import generation_pb2 as pb
 from baton.pb import generation_pb2_grpc
 from coordinator.answer import Answer
 from coordinator.ask import check_client_id
-from coordinator.auth import BearerKey
+from coordinator.auth import Clients
 from coordinator.grpc_requests import require_known, to_ask, to_wording
 from coordinator.grpc_responses import Responses
 from coordinator.grpc_terms import Context, abort, authorization, metadata, told
@@ -27,9 +28,9 @@ Kind = TypeVar("Kind", bound=Message)
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
-    def __init__(self, intake: Intake, api_key: str) -> None:
+    def __init__(self, intake: Intake, who: Clients) -> None:
         self._intake = intake
-        self._key = BearerKey(api_key, "--api-key")
+        self._who = who
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         async with told(context), self._started(request, context) as answer:
@@ -47,7 +48,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         async with told(context):
             with self._intake.refusals.counted():
-                self._key.check(authorization(context))
+                self._who.identify(authorization(context))
                 self._intake.check_model(request.model or None)
                 wording, limit = to_wording(request), self._intake.time_limit(context.time_remaining())
                 special = request.add_special_tokens if request.HasField("add_special_tokens") else None
@@ -58,7 +59,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         async with told(context):
             with self._intake.refusals.counted():
-                self._key.check(authorization(context))
+                self._who.identify(authorization(context))
                 require_known(request)
                 self._intake.check_model(request.model or None)
                 limit = self._intake.time_limit(context.time_remaining())
@@ -66,7 +67,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         async with told(context):
-            self._key.check(authorization(context))
+            self._who.identify(authorization(context))
             name, max_model_len = self._intake.served()
             return pb.ListModelsResponse(models=[pb.Model(id=name, max_model_len=max_model_len)])
 
@@ -74,9 +75,10 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def _started(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[Answer]:
         """A submitted request that is cancelled when the call ends early, however it ends."""
         with self._intake.refusals.counted():
-            self._key.check(authorization(context))
+            tenant = self._who.identify(authorization(context))
             client_id = check_client_id(metadata(context, "x-request-id"))
             ask = to_ask(request, context.time_remaining(), client_id)
+            ask = replace(ask, standing=self._who.standing(tenant, ask.priority), cache_salt=tenant.salt)
         answer = await self._intake.start(ask)
         try:
             echoed = (("x-request-id", client_id),) if client_id else ()

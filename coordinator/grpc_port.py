@@ -11,6 +11,7 @@ from baton.errors import ConfigError
 from baton.limits import MAX_BODY_BYTES
 from baton.pb import cluster_pb2, generation_pb2
 from coordinator import grpc_front
+from coordinator.auth import Clients
 from coordinator.grpc_front import GenerationService
 from coordinator.intake import Intake
 from coordinator.readiness import Readiness
@@ -33,13 +34,13 @@ _OPTIONS = (
 class GrpcPort:
     """`server` is open for further services (baton.v1.Cluster) until `start`."""
 
-    def __init__(self, intake: Intake, readiness: Readiness, api_key: str) -> None:
+    def __init__(self, intake: Intake, readiness: Readiness, who: Clients) -> None:
         self.server = grpc.aio.server(options=_OPTIONS)
         self.port = 0
         self._health = health.aio.HealthServicer()
         self._changed: asyncio.Queue[bool] = asyncio.Queue()
         self._following: asyncio.Task[None] | None = None
-        grpc_front.add_to(self.server, GenerationService(intake, api_key))
+        grpc_front.add_to(self.server, GenerationService(intake, who))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
         self._readiness = readiness

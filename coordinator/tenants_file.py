@@ -1,4 +1,4 @@
-"""The file of tenants, as TOML: docs/tenants.md describes it. Names, weights, rates, and hashes of keys; never a key."""
+"""The file of tenants, in TOML: docs/tenants.md describes it. Names, weights, rates and hashes of keys, never a key."""
 
 import re
 import tomllib
@@ -34,7 +34,9 @@ class _TenantEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, rena
 
 class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tenants: Annotated[list[_TenantEntry], Meta(min_length=1, max_length=MAX_TENANTS)]
-    classes: Annotated[list[str], Meta(min_length=1, max_length=MAX_CLASSES)] = list(USUAL_CLASSES)  # noqa: RUF009
+    classes: Annotated[list[str], Meta(min_length=1, max_length=MAX_CLASSES)] = msgspec.field(
+        default_factory=lambda: list(USUAL_CLASSES)
+    )
     reserve: Annotated[float, Meta(ge=0, le=0.9)] = RESERVE
     max_wait: dict[str, Amount] = {}
 

@@ -44,9 +44,7 @@ class Reporter:
 
     def failed(self, key: AttemptKey, error: BatonError, caused_by: str = "") -> None:
         """`caused_by`: of a preemption, the class that took the blocks."""
-        message = cluster_pb2.AttemptFailed(
-            key=wire.key_to_pb(key), error=wire.error_to_pb(error), caused_by=caused_by
-        )
+        message = cluster_pb2.AttemptFailed(key=wire.key_to_pb(key), error=wire.error_to_pb(error), caused_by=caused_by)
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, failed=message))
 
     def prefill_ended(self, key: AttemptKey, computed: int, cached: int, seconds: float) -> None:

@@ -59,7 +59,7 @@ class Admission:
         limit = min(timeout, self.tenants.max_wait.get(standing.tenant_class, timeout))
         if wait > limit:
             raise Overloaded(
-                f"the wait for a first token would be {wait:.1f} s, the limit is {limit:g} s (the request's deadline, or"
+                f"the wait for a first token would be {wait:.1f} s, the limit is {limit:g} s (the deadline, or"
                 f" max_wait of class {standing.tenant_class!r})",
                 retry_after=clamp_retry(wait - limit),
             )

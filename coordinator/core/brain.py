@@ -19,7 +19,7 @@ from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import ExplainResponse
 from baton.pb.common_pb2 import Timeline
 from baton.types import FinishReason, Incarnation, NodeName, Request, RequestId, Standing
-from coordinator.core.counters import Counters
+from coordinator.core.counters import INTERNAL, Counters
 from coordinator.core.drains import Service, is_empty
 from coordinator.core.explain import MAX_AGE, explain
 from coordinator.core.identity import JoinInfo
@@ -65,7 +65,8 @@ class Brain:
             for arrival in arrivals:
                 self._require_fit(arrival.request)
         except Rejected as error:
-            self.counters.rejected[error.code, arrivals[0].request.standing.tenant_class] += 1
+            tenant_class = INTERNAL if internal else arrivals[0].request.standing.tenant_class
+            self.counters.rejected[error.code, tenant_class] += 1
             raise
         for arrival in arrivals:
             self._table.add(arrival.request, now, internal=internal, after=arrival.after)
@@ -76,9 +77,11 @@ class Brain:
         anything is spent on them. Raises Draining, Overloaded or InvalidRequest; not counted."""
         self._require(standing, count, 0, timeout, now)
 
-    def reload_tenants(self, tenants: Tenants, now: float) -> None:
+    def reload_tenants(self, tenants: Tenants, now: float) -> list[Effect]:
         """Other tenants from now on. Requests that are here keep their standing."""
         self._table.admission.reload(tenants, now)
+        self._table.placeable = True
+        return self._effects(now)
 
     def join(self, info: JoinInfo, incarnation: Incarnation, now: float) -> list[Effect]:
         """A node joins as `incarnation`; an older one of its name is gone. Raises ConfigError, counted."""

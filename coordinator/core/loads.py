@@ -63,9 +63,7 @@ class Loads:
         load = self._nodes.pop(node, None)
         return list(load.legs) if load else []
 
-    def place(
-        self, node: Incarnation, key: AttemptKey, tokens: int, blocks: int, *, first_class: bool = True
-    ) -> None:
+    def place(self, node: Incarnation, key: AttemptKey, tokens: int, blocks: int, *, first_class: bool = True) -> None:
         self._serial += 1
         load = self._nodes[node]
         load.legs[key] = Leg(tokens, blocks, self._serial, first_class)

@@ -59,7 +59,9 @@ class NodeView:
 
     def takes_decode(self, demand: Demand) -> bool:
         kept = max(0, int(demand.reserve * self.blocks) - self.first_class_blocks)
-        return self.attempts < self.max_num_seqs and demand.blocks <= self.room - kept and not self._is_closed_to(demand)
+        return (
+            self.attempts < self.max_num_seqs and demand.blocks <= self.room - kept and not self._is_closed_to(demand)
+        )
 
     def _is_closed_to(self, demand: Demand) -> bool:
         return self.closed_from is not None and demand.blocks >= self.closed_from

@@ -19,7 +19,7 @@ from baton.errors import (
 )
 from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, Role, TokenScore, Work
 from coordinator.core.admission import Admission
-from coordinator.core.counters import Counters
+from coordinator.core.counters import INTERNAL, Counters
 from coordinator.core.counting import count_sources
 from coordinator.core.explain import Explanations, explain
 from coordinator.core.followers import Followers
@@ -292,7 +292,8 @@ class RequestTable:
         self.explanations.add(explain(record, now, result), now)
         refused = record.admit_by is not None and isinstance(result, Rejected)
         counter = self.counters.rejected if refused else self.counters.requests
-        counter[label, record.request.standing.tenant_class] += 1
+        tenant_class = INTERNAL if record.internal else record.request.standing.tenant_class
+        counter[label, tenant_class] += 1
         self.out.append(
             End(
                 request,
@@ -301,7 +302,7 @@ class RequestTable:
                 timeline,
                 record.marks.ttft,
                 record.internal,
-                record.request.standing.tenant_class,
+                tenant_class,
             )
         )
 

@@ -1,5 +1,6 @@
 """The routes that take a body: generation, tokenizing, detokenizing."""
 
+from dataclasses import replace
 from functools import partial
 
 from fastapi import FastAPI
@@ -8,7 +9,11 @@ from starlette.responses import Response
 
 from baton.clock import steady
 from baton.errors import InvalidRequest
+from coordinator.ask import Ask
+from coordinator.auth import Clients
+from coordinator.core.tenants import Tenant
 from coordinator.http.answering import AnswerResponse
+from coordinator.http.boundary import TENANT
 from coordinator.http.chat_schema import ChatRequest
 from coordinator.http.chat_shape import ChatShape
 from coordinator.http.completion_schema import CompletionRequest
@@ -22,20 +27,24 @@ from coordinator.intake import Intake
 TIMEOUT_HEADER = "x-request-timeout"
 
 
-def add_routes(app: FastAPI, intake: Intake) -> None:
+def add_routes(app: FastAPI, intake: Intake, who: Clients) -> None:
     completion, chat = Decoder(CompletionRequest), Decoder(ChatRequest)
     tokenizing, detokenizing = Decoder(TokenizeRequest), Decoder(DetokenizeRequest)
+
+    def on_account(ask: Ask, request: Request) -> Ask:
+        tenant: Tenant = request.scope["state"][TENANT]
+        return replace(ask, standing=who.standing(tenant, ask.priority), cache_salt=tenant.salt)
 
     async def completions(request: Request) -> Response:
         with intake.refusals.counted():
             body, left = await _read(request, intake, completion)
-            ask = body.to_ask(left, request.headers.get("x-request-id"))
+            ask = on_account(body.to_ask(left, request.headers.get("x-request-id")), request)
         return AnswerResponse(intake, ask, partial(CompletionShape, body), stream=bool(body.stream))
 
     async def chat_completions(request: Request) -> Response:
         with intake.refusals.counted():
             body, left = await _read(request, intake, chat)
-            ask = body.to_ask(left, request.headers.get("x-request-id"))
+            ask = on_account(body.to_ask(left, request.headers.get("x-request-id")), request)
         return AnswerResponse(intake, ask, partial(ChatShape, body), stream=bool(body.stream))
 
     async def tokenize(request: Request) -> Response:
