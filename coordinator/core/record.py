@@ -16,7 +16,7 @@ any of the first four ------ its reader has all that it wants ------------------
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.types import AttemptKey, Incarnation, Request, TokenEvent, TokenScore
+from baton.types import AttemptKey, Incarnation, Request, RequestId, TokenEvent, TokenScore
 from coordinator.core.messages import Admitted, PrefillEnded
 from coordinator.core.notes import Notes
 from coordinator.core.sources import Sources
@@ -77,7 +77,8 @@ class Record:
     """`admit_by` is set while nobody could serve the request: it is not accepted yet. Times on the brain's clock.
 
     `holder` is a decode node whose cache has the prompt, because another request brought it there. `prompt_scores` are
-    complete, or None if they are not or nobody asked."""
+    complete, or None if they are not or nobody asked. `others` are those that came in with it, if it is the first of
+    them: further choices of one answer."""
 
     request: Request
     deadline: float
@@ -92,6 +93,7 @@ class Record:
     admit_by: float | None = None
     not_before: float | None = None  # it rests, out of the queue, after attempts that failed one upon the other
     avoid: frozenset[Incarnation] = frozenset()
+    others: tuple[RequestId, ...] = ()
     holder: Incarnation | None = None
     prompt_scores: tuple[TokenScore, ...] | None = None
     sources: Sources | None = None

@@ -74,7 +74,7 @@ class RequestTable:
         self.resting: set[RequestId] = set()  # failed more than once: out of the queue until their time has come
         self._unadmitted: set[RequestId] = set()
 
-    def add(self, request: Request, now: float, *, internal: bool, after: RequestId | None = None) -> None:
+    def add(self, request: Request, now: float, *, internal: bool, after: RequestId | None = None) -> Record:
         record = Record(request, now + request.timeout, Marks(now), internal)
         if len(request.prompt) == 1:
             record.prompt_scores = ()
@@ -87,15 +87,21 @@ class RequestTable:
         self._unadmitted.add(request.id)
         self.timers.set(request.id, record.next_due())
         self.placeable = True
+        return record
 
     def current(self, key: AttemptKey, sender: Incarnation) -> tuple[Record, Attempt] | None:
         """The request whose present attempt is `key`, if `sender` still works on it; else the message is dropped."""
-        record = self.records.get(key.request)
-        attempt = record.attempt if record else None
-        if record is None or attempt is None or attempt.key != key or sender not in attempt.legs:
+        found = self.present(key)
+        if found is None or sender not in found[1].legs:
             self.counters.dropped_messages["stale"] += 1
             return None
-        return record, attempt
+        return found
+
+    def present(self, key: AttemptKey) -> tuple[Record, Attempt] | None:
+        """The request whose present attempt is `key`, whoever still works on it."""
+        record = self.records.get(key.request)
+        attempt = record.attempt if record else None
+        return (record, attempt) if record and attempt and attempt.key == key else None
 
     def name(self, node: Incarnation | None) -> NodeName:
         found = self._registry.nodes.get(node) if node else None
