@@ -8,6 +8,7 @@ import heapq
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 from baton.block_hash import BlockHash
@@ -79,6 +80,7 @@ class VirtualCluster:
     ) -> None:
         self.now = 0.0
         self.random = random.Random(seed)
+        self._seed = seed
         self.served: dict[RequestId, Served] = {}
         self.refused: list[Served] = []
         self.most_waiting = 0
@@ -86,7 +88,7 @@ class VirtualCluster:
         self.longest_silence = 0.0
         self.on_end: Callable[[Served], None] = lambda _: None
         self._costs = costs or PacedCosts()
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._serial = count()
         self.brain = Brain(Registry(1e6, 1e6), LeastLoaded(), Settings("colocated", max_queue, 8, 15.0))
         if tenants is not None:
@@ -103,7 +105,7 @@ class VirtualCluster:
 
     # what a test does
 
-    def at(self, when: float, call: Callable[[], None]) -> None:
+    def at(self, when: float, call: Callable[[], object]) -> None:
         heapq.heappush(self._events, (when, next(self._serial), call))
 
     def ask(
@@ -134,11 +136,22 @@ class VirtualCluster:
         self._carry_out(effects)
         return served
 
-    def load(self, rate: float, until: float, *, start: float = 0.0, **fields: object) -> None:
-        """Poisson arrivals."""
-        when = start
-        while (when := when + self.random.expovariate(rate)) < until:
-            self.at(when, lambda: self.ask(**fields) and None)  # type: ignore[arg-type,func-returns-value]
+    def load(
+        self,
+        rate: float,
+        until: float,
+        *,
+        start: float = 0.0,
+        tenant: str = "default",
+        prompt: int = 64,
+        output: int = 8,
+        vary: bool = False,
+    ) -> None:
+        """Poisson arrivals; with `vary` outputs are uniform around `output`."""
+        draw, when = random.Random(f"{tenant} {self._seed}"), start
+        while (when := when + draw.expovariate(rate)) < until:
+            tokens = draw.randint(output // 4, 2 * output - output // 4) if vary else output
+            self.at(when, partial(self.ask, tenant, prompt, tokens))
 
     def run(self, until: float) -> None:
         while self._events and self._events[0][0] <= until:

@@ -3,7 +3,9 @@
 Between tenants, start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair Queueing", SIGCOMM 1996) over the cost in
 tokens divided by the tenant's weight. As in the Virtual Token Counter of Sheng et al. ("Fairness in Serving Large
 Language Models", OSDI 2024) a tenant pays for its prompt when it is placed and for its output as that is made, because
-nobody knows the length of an answer beforehand; and one that was idle saves nothing up.
+nobody knows the length of an answer beforehand. One that was idle saves up at most `CREDIT`, so that the bursts of
+those who ask for less than their share are not spread out by those who ask for more (Duda, Cheriton: "Borrowed-virtual-
+time scheduling", SOSP 1999).
 
 Within a tenant, by the time at which a request is due: a moment fixed at its arrival, so that whoever comes later than
 that never passes it. Before them all go requests that are to be placed again, the last one first.
@@ -17,6 +19,7 @@ from itertools import count
 
 from baton.types import RequestId
 
+CREDIT = 2048.0  # of virtual time: tokens, for a weight of 1
 OUTPUT_COST = 2.0  # of an output token, in prompt tokens: the ratio that Sheng et al. use
 
 
@@ -59,7 +62,7 @@ class FairOrder:
         place = (claim.due, next(self._serial), request)
         flow = self._flow(claim)
         if not flow.entries:
-            flow.start = max(flow.start, self._virtual)
+            flow.start = max(flow.start, self._virtual - CREDIT)
         insort(flow.entries, place)
         flow.backlog += claim.tokens
         self._places[request] = (claim, place)
@@ -136,11 +139,11 @@ class FairOrder:
     def _flow(self, claim: Claim) -> _Flow:
         flow = self._flows.get(claim.tenant)
         if flow is None:
-            flow = self._flows[claim.tenant] = _Flow(self._virtual, claim.weight)
+            flow = self._flows[claim.tenant] = _Flow(self._virtual - CREDIT, claim.weight)
         flow.weight = claim.weight
         return flow
 
     def _forget_idle(self) -> None:
-        idle = [name for name, flow in self._flows.items() if not flow.entries and flow.start <= self._virtual]
+        idle = [name for name, flow in self._flows.items() if not flow.entries and flow.start <= self._virtual - CREDIT]
         for name in idle:
             del self._flows[name]

