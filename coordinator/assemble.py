@@ -15,7 +15,6 @@ from baton.config import Config, model_name
 from baton.errors import ConfigError
 from baton.generation_defaults import GenerationDefaults, load_generation_defaults
 from baton.limits import LINK_OPTIONS
-from baton.pb import cluster_pb2_grpc
 from coordinator import admin, tenants_file, tokenizer_files
 from coordinator.auth import Clients, check_exposure
 from coordinator.cluster_service import ClusterService
@@ -72,7 +71,7 @@ class Coordinator:
             admin_port = bound.enter_context(bind(config.admin_host, config.admin_port, "--admin-port"))
             self._admin = Listener(operators, admin_port)
             self._grpc = GrpcPort(intake, self._readiness, self._who)
-            cluster_pb2_grpc.add_ClusterServicer_to_server(self._cluster, self._grpc.server)
+            self._grpc.add_cluster(self._cluster)
             self._grpc.bind(config.host, config.grpc_port)
             self._nodes = grpc.aio.server(options=(*LINK_OPTIONS, ("grpc.so_reuseport", 0)))
             link_codec.add_to(self._nodes, NodeLink(config, self._dispatcher, self._ledgers).Attach)
