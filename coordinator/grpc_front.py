@@ -68,6 +68,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         """A submitted request that is cancelled when the call ends early, however it ends."""
         with self._intake.refusals.counted():
             tenant = self._who.identify(authorization(context))
+        with self._intake.refusals.counted(tenant.tenant_class):
             client_id = check_client_id(metadata(context, "x-request-id"))
             ask = to_ask(request, context.time_remaining(), client_id)
             ask = replace(ask, standing=self._who.standing(tenant, ask.priority), cache_salt=tenant.salt)

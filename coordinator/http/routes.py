@@ -1,5 +1,6 @@
 """The routes that take a body: generation, tokenizing, detokenizing."""
 
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
@@ -35,20 +36,23 @@ def add_routes(app: FastAPI, intake: Intake, who: Clients) -> None:
         tenant: Tenant = request.scope["state"][TENANT]
         return replace(ask, standing=who.standing(tenant, ask.priority), cache_salt=tenant.salt)
 
+    def counted(request: Request) -> AbstractContextManager[None]:
+        return intake.refusals.counted(request.scope["state"][TENANT].tenant_class)
+
     async def completions(request: Request) -> Response:
-        with intake.refusals.counted():
+        with counted(request):
             body, left = await _read(request, intake, completion)
             ask = on_account(body.to_ask(left, request.headers.get("x-request-id")), request)
         return AnswerResponse(intake, ask, partial(CompletionShape, body), stream=bool(body.stream))
 
     async def chat_completions(request: Request) -> Response:
-        with intake.refusals.counted():
+        with counted(request):
             body, left = await _read(request, intake, chat)
             ask = on_account(body.to_ask(left, request.headers.get("x-request-id")), request)
         return AnswerResponse(intake, ask, partial(ChatShape, body), stream=bool(body.stream))
 
     async def tokenize(request: Request) -> Response:
-        with intake.refusals.counted():
+        with counted(request):
             body, left = await _read(request, intake, tokenizing)
             intake.check_model(body.model)
             text, tokens = await intake.tokenize(body.wording, body.add_special_tokens, left)
@@ -56,7 +60,7 @@ def add_routes(app: FastAPI, intake: Intake, who: Clients) -> None:
         return json_response(Tokens(len(tokens), intake.served()[1], tokens, pieces))
 
     async def detokenize(request: Request) -> Response:
-        with intake.refusals.counted():
+        with counted(request):
             body, left = await _read(request, intake, detokenizing)
             intake.check_model(body.model)
             if body.tokens is None:
