@@ -1,8 +1,10 @@
 """A rate with an allowance for bursts: the token bucket (Turner, "New Directions in Communications", 1986), paid
-afterwards. What is asked for is let in while the bucket is not empty, and may leave it in debt. So a request larger
-than the burst is served, and its tenant waits the longer for the next one."""
+afterwards. What is asked for is let in while there is at least one in the bucket, and may leave it in debt. So a
+request larger than the burst is served, and its tenant waits the longer for the next one."""
 
 from dataclasses import dataclass
+
+_NOTHING = 1e-9  # what rounding leaves
 
 
 @dataclass(slots=True)
@@ -21,7 +23,8 @@ class TokenBucket:
     def wait(self, now: float) -> float:
         """Seconds until something is let in again; 0 is now."""
         self._refill(now)
-        return 0.0 if self.level > 0 else (1.0 - self.level) / self.rate
+        lacking = min(1.0, self.burst) - self.level
+        return lacking / self.rate if lacking > _NOTHING else 0.0
 
     def pay(self, amount: float, now: float) -> None:
         self._refill(now)
