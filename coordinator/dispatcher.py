@@ -14,9 +14,9 @@ from baton.config import Config
 from baton.errors import BatonError, Cancelled, Draining, Rejected, SlowReader
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import CoordinatorMessage, ExplainResponse
-from baton.types import Incarnation, NodeName, Request, RequestId, mint_id
+from baton.types import Incarnation, NodeName, Request, RequestId, Standing, mint_id
 from coordinator.core.brain import Arrival, Brain
-from coordinator.core.counters import CLASS
+from coordinator.core.counters import INTERNAL
 from coordinator.core.identity import JoinInfo
 from coordinator.core.messages import (
     Admit,
@@ -35,10 +35,12 @@ from coordinator.core.messages import (
 from coordinator.core.placement import LeastLoaded
 from coordinator.core.registry import Registry
 from coordinator.core.settings import Settings
+from coordinator.core.tenants import Tenants
 from coordinator.generation import Delta, Done, PromptScores, Submission
 from coordinator.node_messages import order_to_pb, welcome
 from coordinator.stream import MAX_UNREAD, Stream
 
+_INTERNAL = Standing(INTERNAL, INTERNAL)
 _TIMER_GRAIN = 0.001  # seconds: event loops round to milliseconds
 
 _log = log.get("dispatcher")
@@ -89,7 +91,7 @@ class Dispatcher:
 
     async def submit_all(self, submissions: Sequence[Submission], *, internal: bool = False) -> list[Stream]:
         """See `Generator.submit_all`."""
-        arrivals = _arrivals(submissions)
+        arrivals = _arrivals(submissions, internal=internal)
         effects = self.brain.submit_all(arrivals, self.clock(), internal=internal)
         streams = [Stream(arrival.request.id, self._client_gone, self._client_content) for arrival in arrivals]
         self._streams.update((stream.id, stream) for stream in streams)
@@ -104,9 +106,16 @@ class Dispatcher:
             raise
         return streams
 
-    def count_rejection(self, error: Rejected) -> None:
+    def require_admission(self, standing: Standing, count: int, timeout: float) -> None:
+        """See `Generator.require_admission`."""
+        self.brain.require_admission(standing, count, timeout, self.clock())
+
+    def reload_tenants(self, tenants: Tenants) -> None:
+        self._carry_out(self.brain.reload_tenants(tenants, self.clock()))
+
+    def count_rejection(self, error: Rejected, tenant_class: str) -> None:
         """For what a front door refuses before it submits; `submit` counts its own."""
-        self.brain.counters.rejected[error.code, CLASS] += 1
+        self.brain.counters.rejected[error.code, tenant_class] += 1
 
     async def drain(self, patience: float) -> None:
         """Refuse new requests, wait for those that run, and after `patience` seconds end the rest with Draining."""
@@ -256,7 +265,7 @@ class Dispatcher:
         self._carry_out(self.brain.tick(self.clock()))
 
 
-def _arrivals(submissions: Sequence[Submission]) -> list[Arrival]:
+def _arrivals(submissions: Sequence[Submission], *, internal: bool) -> list[Arrival]:
     """With ids, and those of one prompt one after another: see `Generator.submit_all`."""
     found: list[Arrival] = []
     leader: Request | None = None
@@ -268,6 +277,7 @@ def _arrivals(submissions: Sequence[Submission]) -> list[Arrival]:
             timeout=submission.timeout,
             cache_salt=submission.cache_salt,
             choice=submission.choice,
+            standing=_INTERNAL if internal else submission.standing,
         )
         if leader is None or request.choice <= leader.choice or request.prompt != leader.prompt:
             leader = request

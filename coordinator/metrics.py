@@ -12,7 +12,6 @@ from prometheus_client.registry import Collector
 from baton.pb.cluster_pb2 import Latency, NodeStats
 from baton.types import Role
 from coordinator.core.brain import Brain
-from coordinator.core.counters import CLASS, INTERNAL
 from coordinator.core.messages import End
 from coordinator.core.recent import Recent
 from coordinator.dispatcher import Dispatcher
@@ -61,7 +60,7 @@ class Metrics:
         """The durations of a request that had a first token."""
         if end.ttft is None:
             return
-        label = INTERNAL if end.internal else CLASS
+        label = end.tenant_class
         tpot = (end.timeline.total - end.ttft) / (end.tokens - 1) if end.tokens > 1 else None
         self._ttft.labels(label).observe(end.ttft)
         if tpot is not None:

@@ -62,7 +62,9 @@ _INPUTS: dict[str, Callable[[Any], m.NodeInput]] = {
     "refused": lambda message: m.Refused(wire.key_from_pb(message.key), message.needed, message.free),
     "prompt_scores": _prompt_scores,
     "tokens": lambda message: m.Tokens(tuple(map(wire.token_from_pb, message.tokens))),
-    "failed": lambda message: m.AttemptFailed(wire.key_from_pb(message.key), wire.error_from_pb(message.error)),
+    "failed": lambda message: m.AttemptFailed(
+        wire.key_from_pb(message.key), wire.error_from_pb(message.error), message.caused_by
+    ),
     "prefill_ended": _prefill_ended,
     "handed_off": lambda message: m.HandedOff(wire.key_from_pb(message.key), message.report),
     "admitted": _admitted,

@@ -120,9 +120,9 @@ class DecodeRole:
                     if sequence.key in self._local:
                         self._admitted_locally(sequence)
                     tokens.append(event)
-                case Failed(sequence, error):
+                case Failed(sequence, error, caused_by):
                     self._local.discard(sequence.key)
-                    self._report.failed(sequence.key, error)
+                    self._report.failed(sequence.key, error, caused_by)
                 case Dropped(sequence) | PrefillCompleted(sequence):
                     raise TypeError(f"{sequence.key} is handing off on a decode node")
         if tokens:

@@ -42,8 +42,9 @@ class Reporter:
             )
             self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, prompt_scores=message))
 
-    def failed(self, key: AttemptKey, error: BatonError) -> None:
-        message = cluster_pb2.AttemptFailed(key=wire.key_to_pb(key), error=wire.error_to_pb(error))
+    def failed(self, key: AttemptKey, error: BatonError, caused_by: str = "") -> None:
+        """`caused_by`: of a preemption, the class that took the blocks."""
+        message = cluster_pb2.AttemptFailed(key=wire.key_to_pb(key), error=wire.error_to_pb(error), caused_by=caused_by)
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, failed=message))
 
     def prefill_ended(self, key: AttemptKey, computed: int, cached: int, seconds: float) -> None:

@@ -371,20 +371,26 @@ class LogitBias(_message.Message):
     def __init__(self, token: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
 
 class Work(_message.Message):
-    __slots__ = ("key", "prompt", "emitted", "sampling", "timeout_seconds", "cache_salt")
+    __slots__ = ("key", "prompt", "emitted", "sampling", "timeout_seconds", "cache_salt", "tenant_class", "level", "prefill_payer")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     EMITTED_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_CLASS_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PAYER_FIELD_NUMBER: _ClassVar[int]
     key: AttemptKey
     prompt: _common_pb2.TokenIds
     emitted: _common_pb2.TokenIds
     sampling: Sampling
     timeout_seconds: float
     cache_salt: bytes
-    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., prompt: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., emitted: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
+    tenant_class: str
+    level: int
+    prefill_payer: str
+    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., prompt: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., emitted: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., cache_salt: _Optional[bytes] = ..., tenant_class: _Optional[str] = ..., level: _Optional[int] = ..., prefill_payer: _Optional[str] = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("name", "incarnation", "host_id", "transfer_endpoint")
@@ -561,12 +567,14 @@ class Tokens(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
 
 class AttemptFailed(_message.Message):
-    __slots__ = ("key", "error")
+    __slots__ = ("key", "error", "caused_by")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    CAUSED_BY_FIELD_NUMBER: _ClassVar[int]
     key: AttemptKey
     error: _common_pb2.Error
-    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+    caused_by: str
+    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., caused_by: _Optional[str] = ...) -> None: ...
 
 class PrefillEnded(_message.Message):
     __slots__ = ("key", "computed_tokens", "cached_tokens", "compute_seconds")

@@ -24,6 +24,7 @@ class Leg:
     tokens: int
     blocks: int
     serial: int
+    first_class: bool
     known: bool = False
     reported: bool = False
     computed: bool = False
@@ -62,10 +63,10 @@ class Loads:
         load = self._nodes.pop(node, None)
         return list(load.legs) if load else []
 
-    def place(self, node: Incarnation, key: AttemptKey, tokens: int, blocks: int) -> None:
+    def place(self, node: Incarnation, key: AttemptKey, tokens: int, blocks: int, *, first_class: bool = True) -> None:
         self._serial += 1
         load = self._nodes[node]
-        load.legs[key] = Leg(tokens, blocks, self._serial)
+        load.legs[key] = Leg(tokens, blocks, self._serial, first_class)
         load.last_serial = self._serial
         load.quiet_reports = 0
 
@@ -140,6 +141,9 @@ class Loads:
             room=min(info.num_blocks, room - unseen + load.freed),
             closed_from=load.closed.blocks if load.closed else None,
             last_placed=load.last_serial,
+            window_tokens=sum(min(tokens, info.max_batched_tokens) for tokens in to_compute),
+            blocks=info.num_blocks,
+            first_class_blocks=sum(leg.blocks for leg in load.legs.values() if leg.first_class),
         )
 
     @staticmethod

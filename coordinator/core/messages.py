@@ -60,8 +60,11 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
+    """`caused_by`: of a preemption, the class that took the blocks."""
+
     key: AttemptKey
     error: BatonError
+    caused_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +194,7 @@ class Finished:
 @dataclass(frozen=True, slots=True)
 class End:
     """The one terminal event. `tokens` is the number of tokens the client was sent; `ttft` is None without any;
-    `internal` marks a request that no client made."""
+    `internal` marks a request that no client made; `tenant_class` labels it."""
 
     request: RequestId
     result: Finished | BatonError
@@ -199,6 +202,7 @@ class End:
     timeline: Timeline
     ttft: float | None
     internal: bool
+    tenant_class: str = "default"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ PREFILL_ATTEMPTS = 2  # one computes, the next is there when it ends
 class Demand:
     """What an attempt needs. `tokens` of context, `blocks` for them and a little growth. `avoid`: nodes of its last
     failed attempt, taken only if there is no other. `holder`: a decode node whose cache has the whole context, so that
-    there it needs no prefill."""
+    there it needs no prefill. `reserve`: share of a node's blocks that this demand must leave to the first class."""
 
     tokens: int
     blocks: int
@@ -25,12 +25,14 @@ class Demand:
     decode: bool
     avoid: frozenset[Incarnation] = frozenset()
     holder: Incarnation | None = None
+    reserve: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
     """One node at this moment. `computing` attempts with `uncomputed_tokens` are placed on a prefill node and not
-    computed yet; `room` in blocks; `closed_from`: demands of so many blocks were refused."""
+    computed yet; `window_tokens` are those, but of one prompt at most a step's; `room` in blocks; `closed_from`:
+    demands of so many blocks were refused; `first_class_blocks` of `blocks` are taken by the first class."""
 
     incarnation: Incarnation
     role: Role
@@ -42,17 +44,24 @@ class NodeView:
     room: int
     closed_from: int | None
     last_placed: int
+    window_tokens: int = 0
+    blocks: int = 0
+    first_class_blocks: int = 0
 
     def takes_prefill(self, demand: Demand) -> bool:
-        """Two attempts, or two steps' worth of tokens, and always at least one. Blocks are the node's to refuse: what
-        it keeps until a hand-off has committed is not in the coordinator's books."""
+        """Two attempts, or two steps' worth of tokens, and always at least one. A long prompt takes one step's share of
+        that, so that short ones can come to the node and pass it. Blocks are the node's to refuse: what it keeps until
+        a hand-off has committed is not in the coordinator's books."""
         if self._is_closed_to(demand) or self.computing >= self.max_num_seqs:
             return False
-        fits = self.uncomputed_tokens + demand.tokens <= 2 * self.max_batched_tokens
-        return fits or self.computing < PREFILL_ATTEMPTS
+        share = min(demand.tokens, self.max_batched_tokens)
+        return self.window_tokens + share <= 2 * self.max_batched_tokens or self.computing < PREFILL_ATTEMPTS
 
     def takes_decode(self, demand: Demand) -> bool:
-        return self.attempts < self.max_num_seqs and demand.blocks <= self.room and not self._is_closed_to(demand)
+        kept = max(0, int(demand.reserve * self.blocks) - self.first_class_blocks)
+        return (
+            self.attempts < self.max_num_seqs and demand.blocks <= self.room - kept and not self._is_closed_to(demand)
+        )
 
     def _is_closed_to(self, demand: Demand) -> bool:
         return self.closed_from is not None and demand.blocks >= self.closed_from

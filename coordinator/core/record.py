@@ -98,6 +98,7 @@ class Record:
     prompt_scores: tuple[TokenScore, ...] | None = None
     sources: Sources | None = None
     replaced_because: str = ""
+    prefill_payer: str = ""  # class that pays for computing the context again: who preempted the last attempt
 
     @property
     def remaining(self) -> int:

@@ -167,6 +167,7 @@ class Reports:
         if isinstance(message.error, Preempted):
             blocks = self._table.demand(record).blocks
             self._table.loads.close(sender, blocks, needed=blocks)
+        record.prefill_payer = message.caused_by
         error = message.error
         if isinstance(error, Cancelled):  # only clients cancel, and they tell us
             error = NodeFailed(f"node {self._table.name(sender)} gave the request up: {error.message}")

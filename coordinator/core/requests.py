@@ -18,7 +18,8 @@ from baton.errors import (
     Unavailable,
 )
 from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, Role, TokenScore, Work
-from coordinator.core.counters import CLASS, INTERNAL, Counters
+from coordinator.core.admission import Admission
+from coordinator.core.counters import INTERNAL, Counters
 from coordinator.core.counting import count_sources
 from coordinator.core.explain import Explanations, explain
 from coordinator.core.followers import Followers
@@ -38,6 +39,7 @@ from coordinator.core.messages import (
     Submit,
 )
 from coordinator.core.notes import REFUSED, SERVED, begin
+from coordinator.core.pace import Pace
 from coordinator.core.placement import Choice, Demand, NodeView, Placement
 from coordinator.core.queue import WaitingQueue
 from coordinator.core.record import Attempt, Record, RequestState
@@ -63,6 +65,8 @@ class RequestTable:
         self.out: list[Effect] = []
         self.last_progress = 0.0
         self.placeable = False  # something has changed since placement was last tried
+        self.admission = Admission(self.queue, settings.max_queue, self._decode_full)
+        self._pace = Pace()
         self._registry = registry
         self._placement = placement
         self._settings = settings
@@ -75,7 +79,7 @@ class RequestTable:
         if len(request.prompt) == 1:
             record.prompt_scores = ()
         self.records[request.id] = record
-        self.queue.push(request.id)
+        self.queue.push(request.id, self.admission.let_in(request, now))
         leader = self.records.get(after) if after is not None else None
         if leader is not None:
             self._followers.add(record, leader)
@@ -128,6 +132,9 @@ class RequestTable:
         views = [self.loads.view(node) for node in nodes]
         for request in self.queue.candidates() if views else ():
             record = self.records[request]
+            if (late := self._pace.too_late(record.context_tokens, record.deadline - now)) is not None:
+                self.end(record, late, now)
+                return True
             demand = self.demand(record)
             choice = self._placement.choose(demand, views)
             if choice is not None:
@@ -149,6 +156,7 @@ class RequestTable:
             decode=not prefill or record.remaining > 1,
             avoid=record.avoid,
             holder=record.holder,
+            reserve=self.admission.tenants.reserve if record.request.standing.level > 0 else 0.0,
         )
 
     def _place(self, record: Record, demand: Demand, choice: Choice, views: list[NodeView], now: float) -> None:
@@ -159,14 +167,14 @@ class RequestTable:
         record.begin(attempt)
         for node in filter(None, (decode, prefill)):
             attempt.legs.add(node)
-            self.loads.place(node, key, demand.tokens, demand.blocks)
+            self.loads.place(node, key, demand.tokens, demand.blocks, first_class=not request.standing.level)
         record.to(RequestState.PLACED)
         record.marks.placed_at(now, self.name(prefill), self.name(decode))
         sampling = request.sampling
         if sampling.prompt_logprobs is not None and not record.awaits_scores:
             sampling = replace(sampling, prompt_logprobs=None)  # so that it may use caches
         left = replace(request, sampling=sampling, timeout=record.deadline - now)
-        work = Work(key, left, tuple(record.emitted))
+        work = Work(key, left, tuple(record.emitted), record.prefill_payer)
         if decode is not None:
             writer = self._registry.nodes[prefill].address if prefill is not None else None
             self.out.append(Send(decode, Submit(work, writer)))
@@ -211,7 +219,11 @@ class RequestTable:
             record.to(RequestState.STREAMING)
             record.marks.mark("first_token", now)
             attempt.answer_by = None
+            record.prefill_payer = ""
+            self._pace.served(record.context_tokens, now - attempt.notes.placed)
         record.emitted += tokens
+        self.queue.produced(record.request.id, len(tokens))
+        self.admission.produced(record.request.standing.tenant, len(tokens), now)
         self.counters.generated_tokens += 0 if record.internal else len(tokens)
         self.last_progress = now
         self.out.append(Emit(record.request.id, tuple(tokens), scores))
@@ -286,8 +298,19 @@ class RequestTable:
         self.explanations.add(explain(record, now, result), now)
         refused = record.admit_by is not None and isinstance(result, Rejected)
         counter = self.counters.rejected if refused else self.counters.requests
-        counter[label, INTERNAL if record.internal else CLASS] += 1
-        self.out.append(End(request, outcome, len(record.emitted), timeline, record.marks.ttft, record.internal))
+        tenant_class = INTERNAL if record.internal else record.request.standing.tenant_class
+        counter[label, tenant_class] += 1
+        self.out.append(
+            End(
+                request,
+                outcome,
+                len(record.emitted),
+                timeline,
+                record.marks.ttft,
+                record.internal,
+                tenant_class,
+            )
+        )
 
     def lose_node(self, node: Incarnation, error: BatonError, now: float) -> None:
         """The node is no more, and off the registry: what had a leg there goes on elsewhere, the oldest first."""
@@ -333,6 +356,11 @@ class RequestTable:
     def missing(self) -> str:
         """What keeps the cluster from serving, "" if nothing does."""
         return next(filter(None, map(self._registry.lacks, self._settings.roles)), "")
+
+    def _decode_full(self) -> bool:
+        """Does every decode node serve as many as it can?"""
+        nodes = self._registry.serving(Role.DECODE)
+        return all(self.loads.attempts(node.incarnation) >= node.info.max_num_seqs for node in nodes)
 
     def _leave_attempt(self, record: Record, attempt: Attempt, reason: BatonError) -> None:
         attempt.prompt_scores.clear()

@@ -10,6 +10,7 @@ from baton import log
 from baton.clock import Clock
 from baton.errors import BatonError
 from baton.failpoints import FAILPOINTS
+from node_engine.core.device_time import DeviceTime
 from node_engine.core.messages import Command, LedgerQuery
 from node_engine.core.step import StepBatch
 from node_engine.host.inbox import Inbox
@@ -40,6 +41,8 @@ class ComputeThread:
         self.load = parts.scheduler.load()  # a snapshot for other threads, made anew in every turn of the loop
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._log = log.get("compute")
+        self._device_time = DeviceTime()
+        self.device_seconds: dict[str, float] = {}  # likewise a snapshot
         self._when_idle: Callable[[], None] | None = None
         self._progress_at: float | None = None  # of a thread at work; None while it waits for something to do
 
@@ -108,8 +111,15 @@ class ComputeThread:
             computed = self._parts.engine.run(batch, self._role.on_layer)
             FAILPOINTS.hit("decode.step.after")
         except (BatonError, RuntimeError) as error:
+            self._account(batch, self._clock() - started)
             self._log.error("step failed", error=str(error), kind=type(error).__name__)
             self._role.step_failed(batch, error)
             return
+        seconds = self._clock() - started
+        self._account(batch, seconds)
         outcomes = self._parts.scheduler.update(batch, computed)
-        self._role.after_step(batch, outcomes, self._clock() - started)
+        self._role.after_step(batch, outcomes, seconds)
+
+    def _account(self, batch: StepBatch, seconds: float) -> None:
+        self._device_time.add(batch, self._parts.scheduler.computing, seconds)
+        self.device_seconds = self._device_time.counters()

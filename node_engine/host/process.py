@@ -24,6 +24,7 @@ from node_engine.core.messages import Command
 from node_engine.core.scheduler import Scheduler, SchedulerLimits
 from node_engine.core.sequence import SequenceState
 from node_engine.core.step import Engine
+from node_engine.core.victims import POLICIES
 from node_engine.host.advertise import advertised
 from node_engine.host.compute import ComputeThread, WhenIdle
 from node_engine.host.coordinator_link import CoordinatorLink
@@ -92,7 +93,7 @@ class _Node:
             engine=engine,
             arena=arena,
             pool=self._pool,
-            scheduler=Scheduler(self._pool, limits, engine.eos_token_ids),
+            scheduler=Scheduler(self._pool, limits, engine.eos_token_ids, POLICIES[config.preemption]()),
             report=Reporter(name, lambda message: _soon(loop, self._link.send, message)),
             clock=steady,
             emit=self._inbox.put,
@@ -170,7 +171,7 @@ class _Node:
             running=live[SequenceState.RUNNING],
             queued_tokens=load.queued_tokens,
             progress_age_seconds=self._compute.progress_age,
-            counters=self._role.counters(),
+            counters=self._role.counters() | self._compute.device_seconds,
             **counts,
         )
 

@@ -293,9 +293,9 @@ def test_what_is_not_built_is_said() -> None:
 def test_options_that_the_pages_name_exist() -> None:
     """Of any command or process of ours, or of a tool that the page is about."""
     known = {"--" + field.replace("_", "-") for field in Config.__struct_fields__}
-    known |= {
-        option for command in get_command(app).commands.values() for each in command.params for option in each.opts
-    }  # type: ignore[attr-defined]
+    commands = list(get_command(app).commands.values())  # type: ignore[attr-defined]
+    commands += [inner for command in commands for inner in getattr(command, "commands", {}).values()]
+    known |= {option for command in commands for each in command.params for option in each.opts}
     parsers = [_parser({name: importlib.import_module(module)}) for name, module in BENCHMARKS.items()]
     known |= {option for parser in parsers for option in options_of(parser)}
     for page in PAGES:

@@ -32,7 +32,7 @@ def choose(demand: Demand, *nodes: NodeView) -> Choice | None:
     ],
 )
 def test_prefill_window(computing: int, uncomputed: int, tokens: int, takes: bool) -> None:
-    node = replace(P, computing=computing, uncomputed_tokens=uncomputed)
+    node = replace(P, computing=computing, uncomputed_tokens=uncomputed, window_tokens=uncomputed)
     assert node.takes_prefill(replace(BOTH, tokens=tokens)) is takes
 
 
