@@ -24,6 +24,7 @@ from coordinator.core.counters import CLASS, INTERNAL, Counters
 from coordinator.core.drains import Service, is_empty
 from coordinator.core.explain import MAX_AGE, explain
 from coordinator.core.identity import JoinInfo
+from coordinator.core.knowledge import Knowledge
 from coordinator.core.messages import Effect, Lost, NodeInput, PeerGone, Send
 from coordinator.core.placement import Placement
 from coordinator.core.record import RequestState
@@ -79,7 +80,7 @@ class Brain:
             raise
         if replaced is not None:
             self._drop(replaced, NodeGone(f"node {info.name} has joined anew"), now)
-        self.registry.add(info, incarnation, now)
+        self._table.knowledge.joined(self.registry.add(info, incarnation, now))
         self._table.loads.add_node(incarnation)
         self._table.placeable = True
         self.counters.joins["joined"] += 1
@@ -156,6 +157,10 @@ class Brain:
     @property
     def counters(self) -> Counters:
         return self._table.counters
+
+    @property
+    def knowledge(self) -> Knowledge:
+        return self._table.knowledge
 
     @property
     def draining(self) -> bool:
@@ -237,6 +242,7 @@ class Brain:
 
     def _drop(self, node: Node, error: BatonError, now: float) -> None:
         self.registry.remove(node.incarnation)
+        self._table.knowledge.left(node.incarnation)
         self.counters.nodes_lost[error.code] += 1
         self._table.out.append(Lost(node.incarnation, node.info.name, error))
         self._table.out += [Send(other, PeerGone(node.incarnation)) for other in self.registry.nodes]

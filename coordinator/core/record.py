@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.types import AttemptKey, Incarnation, Request, RequestId, TokenEvent, TokenScore
+from coordinator.core.counters import CLASS, INTERNAL
 from coordinator.core.messages import Admitted, PrefillEnded
+from coordinator.core.names import PromptNames
 from coordinator.core.notes import Notes
 from coordinator.core.sources import Sources
 from coordinator.core.timeline import Marks
@@ -97,6 +99,12 @@ class Record:
     prompt_scores: tuple[TokenScore, ...] | None = None
     sources: Sources | None = None
     replaced_because: str = ""
+    names: PromptNames | None = None  # of the prompt's blocks, once placement has been tried
+
+    @property
+    def label(self) -> str:
+        """Its class in metrics and in the history of lengths."""
+        return INTERNAL if self.internal else CLASS
 
     @property
     def remaining(self) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from baton.errors import NodeFailed, NodeGone, Stalled
+from baton.kv_layout import KVLayout
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import NodeStats
 from baton.types import Incarnation, NodeName, PeerAddress, Role
@@ -71,6 +72,10 @@ class Registry:
         """Nodes that may be given new work: not leaving, not drained, and not seen to stand still."""
         return [node for node in self.nodes.values() if node.info.role is role and self._may_serve(node)]
 
+    def in_service(self) -> list[Node]:
+        """Of both roles: see `serving`."""
+        return [node for node in self.nodes.values() if self._may_serve(node)]
+
     def named(self, prefix: str) -> list[Node]:
         return [node for node in self.nodes.values() if node.info.name.startswith(prefix)]
 
@@ -125,6 +130,6 @@ class Registry:
             cache_tokens=min(info.num_blocks * info.layout.block_size for info in infos),
         )
 
-    def block_size(self) -> int:
-        """Tokens of a block. Only while nodes are here."""
-        return next(iter(self.nodes.values())).info.layout.block_size
+    def layout(self) -> KVLayout:
+        """The cluster's. Only while nodes are here."""
+        return next(iter(self.nodes.values())).info.layout

@@ -31,6 +31,8 @@ class Reports:
             m.HandedOff: self._handed_off,
             m.Admitted: self._admitted,
             m.Heartbeat: self._heartbeat,
+            m.CacheEvents: self._cache_events,
+            m.CacheSnapshot: self._cache_snapshot,
             m.Leaving: self._leaving,
         }
 
@@ -67,7 +69,7 @@ class Reports:
         record, attempt = found
         attempt.notes.needed, attempt.notes.free = message.needed, message.free
         self._table.close_leg(attempt, sender)
-        self._table.loads.refused(sender, message, self._table.demand(record).blocks)
+        self._table.loads.refused(sender, message, self._table.decisions.demand(record).blocks)
         self._table.replace(record, None, now)
 
     def _tokens(self, sender: Incarnation, message: m.Tokens, now: float) -> None:
@@ -107,7 +109,7 @@ class Reports:
                 finish = FinishReason.LENGTH
         if fresh:
             if record.state is not RequestState.STREAMING:
-                self._table.loads.heard_of(sender, attempt.key, computed=True)
+                self._table.loads.heard_of(sender, attempt.key, computed=True, now=now)
             if sender == attempt.decode and not attempt.committed:
                 self._table.committed(record, attempt)
             self._table.emit(record, attempt, fresh, tuple(fresh_scores), now)
@@ -146,7 +148,7 @@ class Reports:
         if sender == attempt.computes or len(attempt.held) > record.remaining:
             self._table.replace(record, self._without_scores(record, attempt), now)
             return
-        self._table.loads.heard_of(sender, attempt.key, computed=True)
+        self._table.loads.heard_of(sender, attempt.key, computed=True, now=now)
         self._table.committed(record, attempt)
         self._table.last_progress = now
 
@@ -164,7 +166,7 @@ class Reports:
             self._table.counters.handoffs[message.error.code, attempt.transport or "none"] += 1
         self._table.close_leg(attempt, sender)
         if isinstance(message.error, Preempted):
-            blocks = self._table.demand(record).blocks
+            blocks = self._table.decisions.demand(record).blocks
             self._table.loads.close(sender, blocks, needed=blocks)
         error = message.error
         if isinstance(error, Cancelled):  # only clients cancel, and they tell us
@@ -182,7 +184,8 @@ class Reports:
         attempt.ended = message
         attempt.notes.prefill_ended = now
         record.marks.mark("prefill_ended", now)
-        self._table.loads.heard_of(sender, message.key, computed=True)
+        self._table.loads.heard_of(sender, message.key, computed=True, now=now)
+        self._table.knowledge.computed(sender, message.computed_tokens, message.cached_tokens, message.share_seconds)
         self._table.count_sources(record, attempt)
         self._table.placeable = True
         self._table.last_progress = now
@@ -196,6 +199,8 @@ class Reports:
         attempt = record.attempt if record else None
         if record is not None and attempt is not None and (attempt.key, attempt.prefill) == (key, sender):
             news = not attempt.handed_off
+            if news:
+                table.knowledge.handed_off(sender, attempt.decode, report)
             attempt.handed_off = True
             record.marks.mark("committed", now)
             record.marks.handoff = attempt.notes.handoff = report
@@ -229,6 +234,7 @@ class Reports:
         attempt.notes.mark_committed(now)
         record.marks.mark("committed", now)
         self._table.loads.heard_of(sender, message.key)
+        self._table.knowledge.computed(sender, message.computed_tokens, message.cached_tokens, message.share_seconds)
         self._table.committed(record, attempt)
         self._table.count_sources(record, attempt)
         self._table.last_progress = now
@@ -237,9 +243,17 @@ class Reports:
         node = self._registry.nodes[sender]
         if node.stats is not None and message.stats.queued_tokens < node.stats.queued_tokens:
             self._table.last_progress = now
+        self._table.knowledge.steps(node, node.stats, message.stats)
         node.stats = message.stats
         self._table.loads.report(sender, message.stats.blocks_free + message.stats.blocks_cached)
         self._table.placeable = True
+
+    def _cache_events(self, sender: Incarnation, message: m.CacheEvents, now: float) -> None:
+        if self._table.knowledge.cache_events(sender, message, now):
+            self._table.out.append(m.Send(sender, m.CacheQuery()))
+
+    def _cache_snapshot(self, sender: Incarnation, message: m.CacheSnapshot, now: float) -> None:
+        self._table.knowledge.cache_snapshot(sender, message)
 
     def _leaving(self, sender: Incarnation, message: m.Leaving, now: float) -> None:
         self._registry.nodes[sender].leaving = True

@@ -21,7 +21,9 @@ from baton.errors import (
 from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, Role, TokenScore, Work
 from coordinator.core import sources
 from coordinator.core.counters import CLASS, INTERNAL, Counters
+from coordinator.core.decisions import Decisions
 from coordinator.core.explain import Explanations, explain
+from coordinator.core.knowledge import Knowledge
 from coordinator.core.loads import Loads
 from coordinator.core.messages import (
     Admit,
@@ -38,7 +40,8 @@ from coordinator.core.messages import (
     Submit,
 )
 from coordinator.core.notes import REFUSED, SERVED, begin
-from coordinator.core.placement import Choice, Demand, NodeView, Placement
+from coordinator.core.placement import Placement
+from coordinator.core.prediction import Decision
 from coordinator.core.queue import WaitingQueue
 from coordinator.core.record import Attempt, Record, RequestState
 from coordinator.core.registry import Registry
@@ -82,7 +85,8 @@ class RequestTable:
         self.last_progress = 0.0
         self.placeable = False  # something has changed since placement was last tried
         self._registry = registry
-        self._placement = placement
+        self.knowledge = Knowledge(registry)
+        self.decisions = Decisions(registry, self.loads, placement, self.knowledge, settings.mode)
         self._settings = settings
         self.resting: set[RequestId] = set()  # failed more than once: out of the queue until their time has come
         self._unadmitted: set[RequestId] = set()
@@ -140,42 +144,24 @@ class RequestTable:
         self._unadmitted.clear()
 
     def _place_one(self, now: float) -> bool:
-        nodes = [node for role in (Role.PREFILL, Role.DECODE) for node in self._registry.serving(role)]
-        views = [self.loads.view(node) for node in nodes]
+        views = self.decisions.views()
         for request in self.queue.candidates() if views else ():
             record = self.records[request]
-            demand = self.demand(record)
-            choice = self._placement.choose(demand, views)
-            if choice is not None:
+            decision = self.decisions.decide(record, views, now)
+            if decision is not None:
                 self.queue.take(request, now)
-                self._place(record, demand, choice, views, now)
+                self._place(record, decision, now)
                 return True
         return False
 
-    def demand(self, record: Record) -> Demand:
-        """What the next attempt needs. The last token of an output needs no decode node where there is prefill."""
-        mode = self._settings.mode
-        prefill = mode == "disaggregated" or (mode == "auto" and bool(self._registry.serving(Role.PREFILL)))
-        block_size = self._registry.block_size()
-        tokens = record.context_tokens + min(record.remaining, block_size)
-        return Demand(
-            tokens=record.context_tokens,
-            blocks=-(-tokens // block_size),
-            prefill=prefill,
-            decode=not prefill or record.remaining > 1,
-            avoid=record.avoid,
-            holder=record.holder,
-        )
-
-    def _place(self, record: Record, demand: Demand, choice: Choice, views: list[NodeView], now: float) -> None:
+    def _place(self, record: Record, decision: Decision, now: float) -> None:
         record.attempts += 1
-        request, prefill, decode = record.request, choice.prefill, choice.decode
+        request, prefill, decode = record.request, decision.choice.prefill, decision.choice.decode
         key = AttemptKey(request.id, record.attempts, request.choice)
-        attempt = Attempt(key, prefill, decode, begin(demand, choice, views, self.name, now))
+        attempt = Attempt(key, prefill, decode, begin(decision, self.name, now))
         record.begin(attempt)
-        for node in filter(None, (decode, prefill)):
-            attempt.legs.add(node)
-            self.loads.place(node, key, demand.tokens, demand.blocks)
+        attempt.legs.update(filter(None, (decode, prefill)))
+        self.decisions.book(key, decision, now)
         record.to(RequestState.PLACED)
         record.marks.placed_at(now, self.name(prefill), self.name(decode))
         sampling = request.sampling
@@ -226,6 +212,7 @@ class RequestTable:
                 record.prompt_scores = ()
             record.to(RequestState.STREAMING)
             record.marks.mark("first_token", now)
+            self.knowledge.first_token(attempt.notes.prediction, now - attempt.notes.placed)
             attempt.answer_by = None
         record.emitted += tokens
         self.counters.generated_tokens += 0 if record.internal else len(tokens)
@@ -310,6 +297,7 @@ class RequestTable:
         if isinstance(result, FinishReason):
             record.to(RequestState.FINISHED)
             label = result.value
+            self.knowledge.lengths.took(record.label, record.request.sampling.max_tokens, len(record.emitted))
             outcome = Finished(result, record.sources.cached if record.sources else 0)
         else:
             record.to(RequestState.FAILED)
