@@ -40,7 +40,7 @@ class Decisions:
     def demand(self, record: Record, *, look_up: bool = False) -> Demand:
         """What the next attempt needs; with `look_up`, also whose caches have its prompt. The last token of an output
         needs no decode node where there is prefill."""
-        prefill = self._mode == "disaggregated" or (self._mode == "auto" and bool(self._registry.serving(Role.PREFILL)))
+        prefill = self._mode == "disaggregated" or (self._mode == "auto" and self._registry.serves(Role.PREFILL))
         block_size = self._registry.layout().block_size
         tokens = record.context_tokens + min(record.remaining, block_size)
         expected = self._knowledge.lengths.expect(record.label, record.request.sampling.max_tokens)

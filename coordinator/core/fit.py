@@ -4,8 +4,9 @@ Exponentially weighted least squares of the *relative* error, solved by cyclic c
 orthant (Franc, Hlavac, Navara, "Sequential coordinate-wise algorithm for the non-negative least squares problem",
 2005), which costs O(features**2) for each of a fixed number of sweeps. An observation weighs
 1 / max(seen, predicted)**2, so that long prompts do not drown short ones; one that is further off than usual weighs
-less in proportion (Huber's weights), so that a step that a page fault made slow moves little. The prior counts as `PRIOR_WEIGHT` observations that
-fade like all others; the first observation scales it, since a prior knows the shape of a cost and not the machine.
+less in proportion (Huber's weights), so that a step that a page fault made slow moves little. The prior counts as
+`PRIOR_WEIGHT` observations that fade like all others; the first observation scales it, since a prior knows the shape of
+a cost and not the machine.
 """
 
 import math

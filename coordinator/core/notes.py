@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from heapq import nsmallest
 from math import inf
+from typing import NamedTuple
 
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import Incarnation, NodeName, Role
@@ -14,8 +14,7 @@ MAX_CONSIDERED = 16  # nodes of each role; those chosen are always among them
 SERVED, REFUSED = "served", "refused"
 
 
-@dataclass(frozen=True, slots=True)
-class Considered:
+class Considered(NamedTuple):
     """One node as placement saw it: attempts placed there, their uncomputed tokens, room in blocks, tokens of the
     context that its cache seems to have; `seconds` that its policy predicted, None if it predicts nothing."""
 
@@ -67,26 +66,27 @@ NameOf = Callable[[Incarnation | None], NodeName]
 def begin(decision: Decision, name: NameOf, now: float) -> Notes:
     """Of an attempt that is placed at this moment."""
     choice = decision.choice
-    considered = tuple(one for role in needed(decision.demand) for one in _consider(decision, role, name))
+    considered = tuple(one for role in needed(decision.demand) for one in _consider(decision, role))
     return Notes(
         name(choice.prefill), name(choice.decode), now, decision.demand.tokens, considered, decision.prediction
     )
 
 
-def _consider(decision: Decision, role: Role, name: NameOf) -> Iterator[Considered]:
+def _consider(decision: Decision, role: Role) -> Iterator[Considered]:
     """What was known of nodes that the demand could have gone to, when it was placed: the one chosen first, then those
     that were predicted to be fastest."""
     demand, scores = decision.demand, decision.choice.scores
     chosen = {decision.choice.prefill, decision.choice.decode}
-    of_role = [view for view in decision.views if view.role is role]
-    first = nsmallest(
-        MAX_CONSIDERED,
-        of_role,
-        key=lambda view: (view.incarnation not in chosen, scores.get(view.incarnation, inf)),
-    )
-    for view in first:
+    ranked = [
+        (view.incarnation not in chosen, scores.get(view.incarnation, inf), number)
+        for number, view in enumerate(decision.views)
+        if view.role is role
+    ]
+    ranked.sort()
+    for _, _, number in ranked[:MAX_CONSIDERED]:
+        view = decision.views[number]
         yield Considered(
-            node=name(view.incarnation),
+            node=view.name,
             role=view.role,
             attempts=view.attempts,
             uncomputed_tokens=view.uncomputed_tokens,

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.types import Incarnation
 from coordinator.core.placement import Choice, Demand, NodeView, Outlook
 
 
@@ -31,7 +30,12 @@ class Decision:
 
 
 def predict(demand: Demand, choice: Choice, nodes: Sequence[NodeView], outlook: Outlook) -> Prediction:
-    prefill, decode = _view(choice.prefill, nodes), _view(choice.decode, nodes)
+    prefill = decode = None
+    for view in nodes:
+        if view.incarnation == choice.prefill:
+            prefill = view
+        elif view.incarnation == choice.decode:
+            decode = view
     costs, tokens, output = outlook.costs, demand.tokens, demand.output
     queue = compute = transfer = step = 0.0
     computes = prefill or decode
@@ -46,7 +50,3 @@ def predict(demand: Demand, choice: Choice, nodes: Sequence[NodeView], outlook: 
     if decode is not None:
         step = costs.node(decode.name).step(decode.attempts + 1, decode.resident_tokens + resident)
     return Prediction(queue, compute, transfer, step, output, resident)
-
-
-def _view(node: Incarnation | None, nodes: Sequence[NodeView]) -> NodeView | None:
-    return next((view for view in nodes if view.incarnation == node), None) if node is not None else None

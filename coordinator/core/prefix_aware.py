@@ -15,7 +15,8 @@ Predictions that differ by less than they err do not decide: then the load does.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 from baton.types import Role
 from coordinator.core.placement import Choice, Demand, NodeView, Outlook, holds_all
@@ -26,12 +27,10 @@ IDLE = 0.05  # a prefill node that computes less of its time than this is never 
 RAMP = 10.0  # seconds until a node that has joined is given as much as others
 NEAR, NEAR_SECONDS = 0.02, 0.0005  # predictions so close are equal
 _LOADED, _AVOIDED = 1, 2
+_by_tier_and_time = itemgetter(0, 1)
 
 
-class _Candidate(NamedTuple):
-    tier: int
-    seconds: float
-    node: NodeView
+_Candidate = tuple[int, float, NodeView]  # tier, seconds, node
 
 
 class PrefixAware:
@@ -62,23 +61,24 @@ class PrefixAware:
 
 def _decode_candidates(demand: Demand, nodes: Sequence[NodeView], outlook: Outlook) -> list[_Candidate]:
     of_role = [node for node in nodes if node.role is Role.DECODE]
-    crowded = BOUND * sum(node.attempts for node in of_role) / max(1, len(of_role)) + 1
+    crowded = BOUND * sum([node.attempts for node in of_role]) / max(1, len(of_role)) + 1
     costs, now, tokens, output = outlook.costs, outlook.now, demand.tokens, demand.output
     growth = max(1.0, output / outlook.block_size)
+    unheld = costs.any_link(tokens * outlook.token_bytes)
     found: list[_Candidate] = []
     for node in of_role:
         if not node.takes_decode(demand):
             continue
-        cost, held = costs.node(node.name), demand.held_by(node.incarnation)
+        cost, held = costs.node(node.name), demand.held_by(node.incarnation) if demand.held else 0
         seconds = output * cost.step(node.attempts + 1, node.resident_tokens + tokens)
-        if demand.prefill:
-            seconds += costs.any_link((tokens - held) * outlook.token_bytes)
-        else:
+        if not demand.prefill:
             seconds += node.wait(now) + cost.prefill(tokens - held, held)
+        else:
+            seconds += costs.any_link((tokens - held) * outlook.token_bytes) if held else unheld
         spare = node.room - demand.blocks
         if spare < growth:
             seconds += (1.0 - spare / growth) * cost.prefill(tokens, 0)
-        found.append(_Candidate(_tier(demand, node, node.attempts > crowded, now), seconds, node))
+        found.append((_tier(demand, node, node.attempts > crowded, now), seconds, node))
     return found
 
 
@@ -86,7 +86,7 @@ def _prefill_candidates(
     demand: Demand, nodes: Sequence[NodeView], decode: NodeView | None, outlook: Outlook
 ) -> list[_Candidate]:
     of_role = [node for node in nodes if node.role is Role.PREFILL]
-    mean = sum(node.recent_work for node in of_role) / max(1, len(of_role))
+    mean = sum([node.recent_work for node in of_role]) / max(1, len(of_role))
     loaded = max(BOUND * mean, IDLE * WINDOW * outlook.unit)
     costs, now, tokens = outlook.costs, outlook.now, demand.tokens
     lacking = (tokens - demand.held_by(decode.incarnation)) * outlook.token_bytes if decode is not None else 0
@@ -94,11 +94,13 @@ def _prefill_candidates(
     for node in of_role:
         if not node.takes_prefill(demand):
             continue
-        held = demand.held_by(node.incarnation)
-        seconds = node.wait(now) + costs.node(node.name).prefill(tokens - held, held)
+        held = demand.held_by(node.incarnation) if demand.held else 0
+        seconds = costs.node(node.name).prefill(tokens - held, held)
+        if node.queued_seconds:
+            seconds += node.wait(now)
         if decode is not None:
             seconds += costs.link(node.name, decode.name, lacking)
-        found.append(_Candidate(_tier(demand, node, node.recent_work > loaded, now), seconds, node))
+        found.append((_tier(demand, node, node.recent_work > loaded, now), seconds, node))
     return found
 
 
@@ -107,8 +109,9 @@ def _tier(demand: Demand, node: NodeView, loaded: bool, now: float) -> int:
     if node.incarnation in demand.avoid:
         return _AVOIDED
     age = now - node.joined_at
-    ramping = age < RAMP and node.attempts >= max(1.0, node.max_num_seqs * age / RAMP)
-    return _LOADED if loaded or ramping else 0
+    if loaded or (age < RAMP and node.attempts >= max(1.0, node.max_num_seqs * age / RAMP)):
+        return _LOADED
+    return 0
 
 
 def _decode_tie(demand: Demand, node: NodeView) -> tuple[Any, ...]:
@@ -118,7 +121,6 @@ def _decode_tie(demand: Demand, node: NodeView) -> tuple[Any, ...]:
 
 
 def _best(found: Sequence[_Candidate], tie: Callable[[NodeView], tuple[Any, ...]]) -> NodeView:
-    tier = min(one.tier for one in found)
-    fastest = min(one.seconds for one in found if one.tier == tier)
+    best, fastest, _ = min(found, key=_by_tier_and_time)
     near = fastest * (1.0 + NEAR) + NEAR_SECONDS
-    return min((one.node for one in found if one.tier == tier and one.seconds <= near), key=tie)
+    return min([node for tier, seconds, node in found if tier == best and seconds <= near], key=tie)

@@ -244,7 +244,7 @@ class Reports:
         if node.stats is not None and message.stats.queued_tokens < node.stats.queued_tokens:
             self._table.last_progress = now
         self._table.knowledge.steps(node, node.stats, message.stats)
-        node.stats = message.stats
+        self._registry.report(node, message.stats)
         self._table.loads.report(sender, message.stats.blocks_free + message.stats.blocks_cached)
         self._table.placeable = True
 

@@ -116,8 +116,8 @@ class RequestTable:
 
     def serviceable(self) -> bool:
         """Are there nodes for every role that the mode needs?"""
-        decode = bool(self._registry.serving(Role.DECODE))
-        return decode and (self._settings.mode != "disaggregated" or bool(self._registry.serving(Role.PREFILL)))
+        decode = self._registry.serves(Role.DECODE)
+        return decode and (self._settings.mode != "disaggregated" or self._registry.serves(Role.PREFILL))
 
     def name(self, node: Incarnation | None) -> NodeName:
         found = self._registry.nodes.get(node) if node else None
