@@ -30,7 +30,7 @@ from coordinator.core.brain import Brain
 from coordinator.core.identity import JoinInfo
 from coordinator.core.prefix_aware import PrefixAware
 from coordinator.core.registry import Registry
-from coordinator.core.requests import Settings
+from coordinator.core.settings import Settings
 
 HELP = "what one placement costs, over many nodes and a large prefix directory"
 LIMIT = 1000.0  # microseconds of CPU for a decision

@@ -57,7 +57,7 @@ class Fit:
             self._moment[place] = PRIOR_WEIGHT / width**2 * coefficient
 
     def _weigh_in(self, features: Sequence[float], seconds: float, weight: float) -> None:
-        keep = 1.0 - 1.0 / MEMORY
+        keep = 1.0 - max(1.0 / MEMORY, self._usual / 8.0)  # a machine that has changed is learned anew within a few
         for row, one in enumerate(features):
             self._moment[row] = keep * self._moment[row] + weight * one * seconds
             line = self._gram[row]

@@ -74,16 +74,12 @@ class Registry:
         """Of the nodes that are here, or of the last that were. None before the first join."""
         return self._bounds
 
-    def serving(self, role: Role) -> list[Node]:
-        """Nodes that may be given new work: not leaving, not drained, and not seen to stand still."""
-        return [node for node in self.nodes.values() if node.info.role is role and self._may_serve(node)]
-
     def serves(self, role: Role) -> bool:
-        """Is there one?"""
+        """Is there a node of the role that may be given new work?"""
         return any(node.info.role is role and self._may_serve(node) for node in self.nodes.values())
 
     def in_service(self) -> list[Node]:
-        """Of both roles: see `serving`."""
+        """Nodes that may be given new work: not leaving, not drained, and not seen to stand still."""
         return [node for node in self.nodes.values() if self._may_serve(node)]
 
     def named(self, prefix: str) -> list[Node]:
