@@ -2,7 +2,6 @@
 
 from typing import Protocol
 
-import msgspec
 from fastapi import FastAPI
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
@@ -10,12 +9,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from baton.errors import BatonError, InvalidRequest, NotAvailable, Unavailable
+from baton.errors import BatonError, NotAvailable, Unavailable
 from baton.pb.cluster_pb2 import DrainResponse, ExplainResponse, LedgerResponse, StatusResponse
 from coordinator.auth import AdminGate
 from coordinator.http import errors
 from coordinator.http.boundary import Boundary, authorization
 from coordinator.http.connection import read_body
+from coordinator.http.decoding import Body, Decoder
 from coordinator.readiness import Readiness
 from coordinator.refusals import Refusals
 
@@ -46,7 +46,7 @@ class ClusterView(Protocol):
         ...
 
 
-class _Drain(msgspec.Struct, forbid_unknown_fields=True):
+class _Drain(Body, frozen=True, kw_only=True):
     """The body of POST /admin/drain. `timeout` in seconds."""
 
     node: str
@@ -106,11 +106,10 @@ def _add_views(app: FastAPI, cluster: ClusterView) -> None:
 
 
 def _add_drain(app: FastAPI, cluster: ClusterView) -> None:
+    decoder = Decoder(_Drain)
+
     async def drain(request: Request) -> Response:
-        try:
-            wanted = msgspec.json.decode(await read_body(request, BODY_TIMEOUT), type=_Drain)
-        except msgspec.DecodeError as error:
-            raise InvalidRequest(f"the body is not {{node, undrain, timeout}}: {error}") from None
+        wanted = await decoder.decode(await read_body(request, BODY_TIMEOUT))
         done = cluster.undrain(wanted.node) if wanted.undrain else cluster.drain(wanted.node, wanted.timeout)
         return _json(done)
 

@@ -28,7 +28,11 @@ async def test_there_and_back() -> None:
 async def test_conversations() -> None:
     async with serving(text=chatting_tokenizer()) as front:
         talk = [{"role": "user", "content": "hello"}]
-        for fields, rendered in (({}, "<user>hello<assistant>"), ({"add_generation_prompt": False}, "<user>hello")):
+        for fields, rendered in (
+            ({}, "<user>hello<assistant>"),
+            ({"add_generation_prompt": False}, "<user>hello"),
+            ({"chat_template_kwargs": {"opening": "!", "enable_thinking": False}}, "!<user>hello<assistant>"),
+        ):
             answer = (await post(front, "/tokenize", messages=talk, **fields)).json()
             assert tuple(answer["tokens"]) == ids_of(rendered)
 
@@ -38,6 +42,7 @@ BAD: list[tuple[str, dict[str, object], str, str]] = [
     ("/tokenize", {"prompt": "x", "messages": []}, "prompt", "give prompt or messages"),
     ("/tokenize", {"prompt": [1]}, "prompt", "wrong type"),
     ("/tokenize", {"prompt": "x", "colour": 1}, "colour", "not a field"),
+    ("/tokenize", {"prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "no conversation"),
     ("/tokenize", {"messages": [{"role": "user", "content": "x"}]}, "messages", "the model has none"),
     ("/detokenize", {}, "tokens", "tokens is missing"),
     ("/detokenize", {"tokens": "x"}, "tokens", "wrong type"),

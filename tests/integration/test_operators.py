@@ -83,6 +83,16 @@ async def test_drain_and_undrain(bench: Bench) -> None:
     assert (code, "timeout_seconds is nan" in message) == ("INVALID_ARGUMENT", True)
 
 
+@pytest.mark.parametrize("method", ["Status", "Watch", "Ledger", "Explain", "Drain", "Undrain", "ArmFailpoints"])
+async def test_bytes_that_are_no_message(bench: Bench, method: str) -> None:
+    async with grpc.aio.insecure_channel(bench.address) as channel:
+        make = channel.unary_stream if method == "Watch" else channel.unary_unary
+        call = make(f"/baton.v1.Cluster/{method}")(b"\xff\xff\xff")
+        with pytest.raises(grpc.aio.AioRpcError, match="its bytes cannot be read") as told:
+            await (call.read() if method == "Watch" else call)
+    assert told.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 def service(bench: Bench, name: str) -> str:
     return next((str(node.service) for node in bench.service.status().nodes if node.name == name), "")
 
