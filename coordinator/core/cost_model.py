@@ -18,6 +18,7 @@ PREFILL_PRIOR = (0.002, 0.05, 0.005)  # seconds: as such, per 1024 tokens, per 1
 STEP_PRIOR = (0.005, 0.0002, 0.00002)  # as such, per sequence, per 1024 tokens
 LINK_PRIOR = (0.001, 0.0005)  # as such, per MiB
 MAX_NODES, MAX_PAIRS = 1024, 16384  # remembered, the last used first
+MARGINS = 0.02, 0.1  # shares of a prediction
 _KILO, _MEBI = 1 / 1024, 1 / 1024**2
 
 
@@ -85,6 +86,11 @@ class CostModel:
         """Mean relative error of the fleet's own predictions, by what was predicted."""
         fits = {"prefill": self.fleet.prefill_fit, "step": self.fleet.step_fit, "transfer": self._fleet_link}
         return {name: fit.error.value for name, fit in fits.items() if fit.error.count}
+
+    @property
+    def margin(self) -> float:
+        """Predictions that differ by a smaller share than this say nothing: as far as they are off, within reason."""
+        return min(max(MARGINS[0], self.fleet.prefill_fit.error.value), MARGINS[1])
 
     # what things took
 

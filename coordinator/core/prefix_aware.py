@@ -25,7 +25,7 @@ from coordinator.core.recent_work import WINDOW
 BOUND = 1.25  # of the mean load, from where affinity counts no more
 IDLE = 0.05  # a prefill node that computes less of its time than this is never too loaded
 RAMP = 10.0  # seconds until a node that has joined is given as much as others
-NEAR, NEAR_SECONDS = 0.02, 0.0005  # predictions so close are equal
+NEAR = 0.0005  # seconds: predictions so close are equal
 _LOADED, _AVOIDED = 1, 2
 _by_tier_and_time = itemgetter(0, 1)
 
@@ -39,18 +39,19 @@ class PrefixAware:
         if alone is not None:
             return alone
         decode = prefill = None
+        margin = outlook.costs.margin
         scores: list[_Candidate] = []
         if demand.decode:
             found = _decode_candidates(demand, nodes, outlook)
             if not found:
                 return None
-            decode = _best(found, lambda node: _decode_tie(demand, node))
+            decode = _best(found, margin, lambda node: _decode_tie(demand, node))
             scores += found
         if demand.prefill:
             found = _prefill_candidates(demand, nodes, decode, outlook)
             if not found:
                 return None
-            prefill = _best(found, lambda node: (node.recent_work, node.last_placed))
+            prefill = _best(found, margin, lambda node: (node.recent_work, node.last_placed))
             scores += found
         return Choice(
             prefill.incarnation if prefill else None,
@@ -120,7 +121,7 @@ def _decode_tie(demand: Demand, node: NodeView) -> tuple[Any, ...]:
     return -quarters, node.attempts / node.max_num_seqs, -node.room, node.last_placed
 
 
-def _best(found: Sequence[_Candidate], tie: Callable[[NodeView], tuple[Any, ...]]) -> NodeView:
+def _best(found: Sequence[_Candidate], margin: float, tie: Callable[[NodeView], tuple[Any, ...]]) -> NodeView:
     best, fastest, _ = min(found, key=_by_tier_and_time)
-    near = fastest * (1.0 + NEAR) + NEAR_SECONDS
+    near = fastest * (1.0 + margin) + NEAR
     return min([node for tier, seconds, node in found if tier == best and seconds <= near], key=tie)
