@@ -24,8 +24,9 @@ class Decisions:
         self._knowledge = knowledge
         self._mode = mode
 
-    def views(self) -> list[NodeView]:
+    def views(self, now: float) -> list[NodeView]:
         """Every node that may be given work."""
+        self._loads.keep_scale(now)
         return [self._loads.view(node) for node in self._registry.in_service()]
 
     def decide(self, record: Record, views: Sequence[NodeView], now: float) -> Decision | None:

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from coordinator.core.mean_error import MEMORY, MeanError
 
 PRIOR_WEIGHT = 2.0  # observations
-LONGEST = 3600.0  # seconds: what is longer, or no time at all, is no observation
+SHORTEST, LONGEST = 1e-9, 3600.0  # seconds: what is not between them is no observation
 _SWEEPS = 8
 _USUAL_ERRORS = 3.0  # an error of so many times the usual one is still believed in full
-_TINY = 1e-9
 
 
 class Fit:
@@ -35,9 +34,9 @@ class Fit:
     def add(self, features: Sequence[float], seconds: float) -> float | None:
         """Learn from one observation; None, and nothing learned, if it is none. Returns the relative error that the
         prediction had, between 0 and 1: the difference as a share of the greater of the two."""
-        if not (math.isfinite(seconds) and 0.0 < seconds < LONGEST):
+        if not (math.isfinite(seconds) and SHORTEST <= seconds < LONGEST):
             return None
-        predicted = max(self.predict(features), _TINY)
+        predicted = max(self.predict(features), SHORTEST)
         error = self.error.add(predicted, seconds)
         if self.error.count == 1:
             self._begin(features, seconds, seconds / predicted)
@@ -52,7 +51,7 @@ class Fit:
         """A coefficient's prior is as wide as itself, or as a tenth of what was seen if that is more."""
         self.coefficients = tuple(coefficient * scale for coefficient in self.coefficients)
         for place, (coefficient, feature) in enumerate(zip(self.coefficients, features, strict=True)):
-            width = max(coefficient, 0.1 * seconds / max(feature, _TINY))
+            width = max(coefficient, 0.1 * seconds / max(feature, SHORTEST))
             self._gram[place][place] = PRIOR_WEIGHT / width**2
             self._moment[place] = PRIOR_WEIGHT / width**2 * coefficient
 

@@ -87,9 +87,9 @@ class Loads:
         self._serial += 1
         load = self._changing(node)
         load.legs[key] = Leg(tokens, blocks, self._serial, seconds, resident, now)
-        if seconds and self._recent.add(node, seconds, now):
-            for other in self._nodes.values():
-                other.view = None
+        if seconds:
+            self.keep_scale(now)
+            self._recent.add(node, seconds, now)
         load.last_serial = self._serial
         load.quiet_reports = 0
 
@@ -157,6 +157,12 @@ class Loads:
         if load.view is None:
             load.view = self._view(node, load)
         return load.view
+
+    def keep_scale(self, now: float) -> None:
+        """To be called before the views of a moment are looked at: see `RecentWork`."""
+        if self._recent.keep_scale(now):
+            for load in self._nodes.values():
+                load.view = None
 
     def unit(self, now: float) -> float:
         """What a second of work placed now adds to a node's recent work."""

@@ -8,13 +8,22 @@ compare as they stand, and nothing has to be touched as time passes.
 import math
 
 WINDOW = 30.0  # seconds
-_MOST = 1e100  # a unit beyond this: begin anew, before floats end
+_LONGEST = 200.0  # windows after which the scale is chosen anew, long before floats end
 
 
 class RecentWork:
     def __init__(self) -> None:
-        self._landmark = 0.0
+        self._landmark = -math.inf  # when a second of work counts 1
         self._sums: dict[str, float] = {}
+
+    def keep_scale(self, now: float) -> bool:
+        """To be called before anything else at a moment. True if every sum has changed: the scale is another one."""
+        windows = (now - self._landmark) / WINDOW
+        if windows <= _LONGEST:
+            return False
+        self._sums = {node: total * math.exp(-windows) for node, total in self._sums.items()}
+        self._landmark = now
+        return True
 
     def unit(self, now: float) -> float:
         """What a second of work given now adds to a sum."""
@@ -23,16 +32,8 @@ class RecentWork:
     def of(self, node: str) -> float:
         return self._sums.get(node, 0.0)
 
-    def add(self, node: str, seconds: float, now: float) -> bool:
-        """True if every sum has changed, and not this node's alone."""
-        if not self._sums:
-            self._landmark = now
-        unit = self.unit(now)
-        if unit > _MOST:
-            self._sums = {name: total / unit for name, total in self._sums.items()}
-            self._landmark = now
+    def add(self, node: str, seconds: float, now: float) -> None:
         self._sums[node] = self._sums.get(node, 0.0) + seconds * self.unit(now)
-        return unit > _MOST
 
     def forget(self, node: str) -> None:
         self._sums.pop(node, None)

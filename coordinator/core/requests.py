@@ -128,7 +128,7 @@ class RequestTable:
         self._unadmitted.clear()
 
     def _place_one(self, now: float) -> bool:
-        views = self.decisions.views()
+        views = self.decisions.views(now)
         for request in self.queue.candidates() if views else ():
             record = self.records[request]
             decision = self.decisions.decide(record, views, now)

@@ -15,7 +15,7 @@ from tests.cluster import Cluster
 
 async def metric(cluster: Cluster, name: str) -> float:
     async with httpx.AsyncClient() as client:
-        text = (await client.get(f"http://{cluster.admin}/metrics")).text
+        text = (await client.get(f"{cluster.admin}/metrics")).text
     found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
     return float(found[1]) if found else 0.0
 
@@ -70,3 +70,6 @@ async def conversations(cluster: Cluster) -> None:
     prompt = [*prefixes[0], *range(9000, 9020)]
     answer = await cluster.generate(prompt, max_tokens=4, ignore_eos=True)
     assert list(answer.tokens) == paced_reference(prompt, 4)
+    cluster.start(first[0])  # it sweeps what it left
+    await cluster.wait_status(lambda status: len(status.nodes) == 4)
+    await cluster.wait_quiet()

@@ -115,6 +115,7 @@ class Simulation:
             found = self.directory.match(job.names)
             held = {node: blocks * BLOCK for node, blocks in found.items()}
             demand = Demand(len(job.tokens), len(job.tokens) // BLOCK + 1, prefill=True, decode=False, held=held)
+            self.loads.keep_scale(self.now)
             outlook = Outlook(self.now, self.costs, self.loads.unit(self.now))
             views = [self.loads.view(each.node) for each in self.nodes.values()]
             choice = self.policy.choose(demand, views, outlook)

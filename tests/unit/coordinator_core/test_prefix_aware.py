@@ -1,5 +1,6 @@
 """The policies: never one that cannot take it, whoever is soonest, bounded affinity, and no herds."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -163,6 +164,7 @@ def test_a_thousand_at_once_are_spread(name: str) -> None:
     demand = replace(DEMAND, tokens=64, blocks=5, held={Incarnation("prefill0"): 48, Incarnation("decode0"): 48})
     taken: Counter[Incarnation] = Counter()
     for number in range(1000):
+        loads.keep_scale(NOW)
         seen = Outlook(NOW, costs, loads.unit(NOW), token_bytes=1024)
         place = [loads.view(node) for node in nodes]
         choice = policy.choose(demand, place, seen)
@@ -174,18 +176,35 @@ def test_a_thousand_at_once_are_spread(name: str) -> None:
             seconds = expected.prefill if node == choice.prefill else 0.0
             key = AttemptKey(RequestId(f"r{number}"), 1, 0)
             loads.place(node, key, 64, 5, seconds=seconds, resident=expected.resident, now=NOW)
-    assert sum(taken.values()) == 2000
-    assert max(taken.values()) <= 1.5 * 125
-    assert len(taken) == 16
+    assert (sum(taken.values()), len(taken)) == (2000, 16)
+    assert max(taken[node.incarnation] for node in nodes if node.info.role is DECODE) <= 1.5 * 125
+    work = [loads.view(node).queued_seconds for node in nodes if node.info.role is PREFILL]
+    assert max(work) <= 1.5 * sum(work) / 8  # who holds the prefix computes more prompts in the same time
 
 
 def test_recent_work_fades_and_floats_do_not_end() -> None:
     recent = RecentWork()
-    recent.add("a", 1.0, NOW)
-    assert not recent.add("b", 1.0, NOW + WINDOW)
-    assert recent.of("b") == pytest.approx(recent.of("a") * 2.718281828)
-    assert recent.add("c", 1.0, NOW + 1000 * WINDOW)
-    assert recent.of("c") == 1.0
-    assert recent.of("a") < 1e-99
+    assert recent.keep_scale(1e9)
+    recent.add("a", 1.0, 1e9)
+    assert not recent.keep_scale(1e9 + WINDOW)
+    recent.add("b", 1.0, 1e9 + WINDOW)
+    assert recent.of("b") == pytest.approx(recent.of("a") * math.e)
+    later = 1e9 + 1e6 * WINDOW
+    assert recent.keep_scale(later)
+    recent.add("c", 1.0, later)
+    assert (recent.of("c"), recent.unit(later)) == (1.0, 1.0)
+    assert recent.of("a") == 0.0
     recent.forget("c")
     assert recent.of("c") == 0.0
+
+
+def test_a_change_of_scale_is_seen_in_every_view() -> None:
+    loads = Loads()
+    nodes = [Node(join_info(name, PREFILL), Incarnation(name), 0.0, 0.0) for name in ("p0", "p1")]
+    for node in nodes:
+        loads.add_node(node.incarnation)
+        loads.keep_scale(NOW)
+        loads.place(node.incarnation, AttemptKey(RequestId(node.info.name), 1, 0), 1, 1, seconds=1.0, now=NOW)
+    assert [loads.view(node).recent_work for node in nodes] == [1.0, 1.0]
+    loads.keep_scale(NOW + 1e6)
+    assert [loads.view(node).recent_work for node in nodes] == [0.0, 0.0]
