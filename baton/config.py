@@ -65,6 +65,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Seconds, _help("Seconds a request may take at most, and when its client gives no deadline")
     ] = 600.0
     max_queue: Annotated[Positive, _help("Requests that may wait; more are refused with 429")] = 1024
+    placement: Annotated[
+        Literal["round_robin", "least_loaded", "prefix_aware"], _help("How nodes are chosen for a request")
+    ] = "prefix_aware"
     explain_keep: Annotated[int, Meta(ge=0, le=1 << 20), _help("Ended requests that `baton explain` knows")] = 4096
 
     # where things listen

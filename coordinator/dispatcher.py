@@ -32,7 +32,7 @@ from coordinator.core.messages import (
     Replaced,
     Send,
 )
-from coordinator.core.placement import LeastLoaded
+from coordinator.core.policies import POLICIES
 from coordinator.core.registry import Registry
 from coordinator.core.settings import Settings
 from coordinator.core.tenants import Tenants
@@ -65,7 +65,7 @@ class Dispatcher:
         mode = config.mode if config.prefill else "colocated"
         settings = Settings(mode, config.max_queue, config.max_attempts, config.stall, config.explain_keep)
         self._config = config
-        self.brain = Brain(Registry(config.silence, config.stall), LeastLoaded(), settings)
+        self.brain = Brain(Registry(config.silence, config.stall), POLICIES[config.placement](), settings)
         self.clock = clock
         self.mode = mode
         self.links: dict[Incarnation, Outbound] = {}

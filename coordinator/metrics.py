@@ -95,7 +95,7 @@ class BrainCollector(Collector):
         yield from self._reported(taken)
 
     def own_counters(self) -> list[Metric]:
-        counted = self._brain.counters
+        counted, resyncs = self._brain.counters, self._brain.knowledge.directory.resyncs
         return [
             _counter("baton_requests_total", "Requests ended", ["outcome", "class"], counted.requests),
             _counter("baton_rejected_total", "Requests not admitted", ["reason", "class"], counted.rejected),
@@ -108,6 +108,7 @@ class BrainCollector(Collector):
             _counter("baton_dropped_messages_total", "Messages of nodes dropped", ["reason"], counted.dropped_messages),
             _counter("baton_joins_total", "Nodes that came", ["outcome"], counted.joins),
             _counter("baton_nodes_lost_total", "Nodes given up", ["reason"], counted.nodes_lost),
+            _counter("baton_prefix_directory_resyncs_total", "Snapshots asked of nodes", [], {(): resyncs}),
         ]
 
     def _gauges(self) -> list[Metric]:
@@ -125,8 +126,17 @@ class BrainCollector(Collector):
             attempts.add_metric([node.info.name], self._brain.placed_on(node.incarnation))
             for state in _BLOCK_STATES if node.stats is not None else ():
                 blocks.add_metric([node.info.name, state], getattr(node.stats, f"blocks_{state}"))
+        known = self._brain.knowledge
+        errors = GaugeMetricFamily(
+            "baton_prediction_error_ratio", "Mean relative error of the last predictions", labels=["quantity"]
+        )
+        for quantity, error in known.errors.items():
+            errors.add_metric([quantity], error)
+        directory = GaugeMetricFamily(
+            "baton_prefix_directory_blocks", "Different blocks in nodes' caches, as told", len(known.directory)
+        )
         running = GaugeMetricFamily("baton_requests_running", "Requests placed and not ended", self._brain.running)
-        return [depth, roles, blocks, attempts, running]
+        return [depth, roles, blocks, attempts, errors, directory, running]
 
     def _reported(self, taken: set[str]) -> Iterator[Metric]:
         """Nodes' own counters, with the node as a label. One that has a name of ours is put beside it."""

@@ -5,20 +5,31 @@
   one; and among tenants of a class each may take its weight's worth of the places that are still free (Choudhury,
   Hahne: "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", IEEE/ACM Transactions on Networking,
   1998), so that one that floods the queue leaves room for the others.
-- The predicted wait for the first token against the request's deadline, or the class's `max_wait` if that is shorter.
+- The predicted wait against what the request's deadline leaves beside computing its prompt, or the class's `max_wait`
+  if that is shorter: what is ahead in the queue over the rate at which it drains, and what nodes have still to compute.
 
 Every refusal says when to come back.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from baton.errors import Overloaded
 from baton.types import Request, Standing
 from coordinator.core.fair_order import Claim
-from coordinator.core.queue import WaitingQueue, clamp_retry
+from coordinator.core.queue import WaitingQueue, clamp_retry, due
 from coordinator.core.tenants import Tenant, Tenants
 from coordinator.core.token_bucket import TokenBucket
+
+
+class Expectations(Protocol):
+    """See `Prospects`."""
+
+    def computing(self, tokens: int) -> float: ...
+
+    def node_wait(self, now: float) -> float: ...
+
+    def decode_full(self) -> bool: ...
 
 
 @dataclass(slots=True)
@@ -28,11 +39,11 @@ class _Account:
 
 
 class Admission:
-    def __init__(self, queue: WaitingQueue, max_queue: int, decode_full: Callable[[], bool]) -> None:
+    def __init__(self, queue: WaitingQueue, max_queue: int, prospects: Expectations) -> None:
         self.tenants = Tenants()
         self._queue = queue
         self._max_queue = max_queue
-        self._decode_full = decode_full
+        self._prospects = prospects
         self._accounts: dict[str, _Account] = {}
 
     def reload(self, tenants: Tenants, now: float) -> None:
@@ -54,15 +65,7 @@ class Admission:
         tenant = self.tenants.get(standing.tenant)
         self._require_rate(tenant, now)
         self._require_place(standing, tenant, count)
-        claim = Claim(tenant.name, standing.level, tenant.weight, tokens)
-        wait = self._queue.rate.predict_wait(self._queue.ahead(claim, decode_full=self._decode_full()))
-        limit = min(timeout, self.tenants.max_wait.get(standing.tenant_class, timeout))
-        if wait > limit:
-            raise Overloaded(
-                f"the wait for a first token would be {wait:.1f} s, the limit is {limit:g} s (the deadline, or"
-                f" max_wait of class {standing.tenant_class!r})",
-                retry_after=clamp_retry(wait - limit),
-            )
+        self._require_patience(Claim(tenant.name, standing.level, tenant.weight, tokens), standing, timeout, now)
 
     def let_in(self, request: Request, now: float) -> Claim:
         """One request: it and its prompt are paid for. What it brings into the queue."""
@@ -71,9 +74,13 @@ class Admission:
         if account.requests is not None:
             account.requests.pay(1.0, now)
         self.produced(standing.tenant, tokens, now)
-        due = self._queue.due(tokens, now, now + request.timeout)
+        when = due(self._prospects.computing(tokens), now, now + request.timeout)
         weight = self.tenants.get(standing.tenant).weight
-        return Claim(standing.tenant, standing.level, weight, tokens, due, now)
+        return Claim(standing.tenant, standing.level, weight, tokens, when, now)
+
+    def reserve_against(self, standing: Standing) -> float:
+        """The share of a node's blocks that a request must leave to the first class."""
+        return self.tenants.reserve if standing.level > 0 else 0.0
 
     def produced(self, tenant: str, tokens: int, now: float) -> None:
         account = self._account(tenant, now)
@@ -106,6 +113,20 @@ class Admission:
                     f" {share:.0f} (--max-queue)",
                     retry_after=self._queue.retry_after(standing.level),
                 )
+
+    def _require_patience(self, claim: Claim, standing: Standing, timeout: float, now: float) -> None:
+        """A prompt that takes longer to compute than it has is no reason to come back later: it is let in, and ends
+        with DeadlineExceeded when its turn comes."""
+        left = timeout - self._prospects.computing(claim.tokens)
+        limit = min(left, self.tenants.max_wait.get(standing.tenant_class, left))
+        ahead = self._queue.ahead(claim, decode_full=self._prospects.decode_full())
+        wait = self._queue.rate.predict_wait(ahead) + self._prospects.node_wait(now)
+        if left > 0 and wait > limit:
+            raise Overloaded(
+                f"the prompt would wait {wait:.1f} s to be computed, the limit is {limit:.3g} s (what its deadline"
+                f" leaves, or max_wait of class {standing.tenant_class!r})",
+                retry_after=clamp_retry(wait - limit),
+            )
 
     def _account(self, name: str, now: float) -> _Account:
         account = self._accounts.get(name)

@@ -23,6 +23,7 @@ from coordinator.core.counters import INTERNAL, Counters
 from coordinator.core.drains import Service, is_empty
 from coordinator.core.explain import MAX_AGE, explain
 from coordinator.core.identity import JoinInfo
+from coordinator.core.knowledge import Knowledge
 from coordinator.core.messages import Effect, Lost, NodeInput, PeerGone, Send
 from coordinator.core.placement import Placement
 from coordinator.core.record import RequestState
@@ -92,7 +93,7 @@ class Brain:
             raise
         if replaced is not None:
             self._drop(replaced, NodeGone(f"node {info.name} has joined anew"), now)
-        self.registry.add(info, incarnation, now)
+        self._table.knowledge.joined(self.registry.add(info, incarnation, now))
         self._table.loads.add_node(incarnation)
         self._table.placeable = True
         self.counters.joins["joined"] += 1
@@ -171,6 +172,10 @@ class Brain:
         return self._table.counters
 
     @property
+    def knowledge(self) -> Knowledge:
+        return self._table.knowledge
+
+    @property
     def draining(self) -> bool:
         return self._draining
 
@@ -199,15 +204,16 @@ class Brain:
 
     def timeline(self, request: RequestId) -> Timeline | None:
         """Of a request that has ended not long ago."""
-        return self._table.ended.get(request)
+        return self._table.endings.timelines.get(request)
 
     def explain(self, request: RequestId, now: float) -> ExplainResponse:
         """Of a request that is here or has ended not long ago, with the others of its answer if it is the first. Raises
         NotFound."""
         told = self._told(request, now)
         if told is None:
+            most = self._table.endings.explanations.most
             raise NotFound(
-                f"there is no request {request[:64]!r}: the last {self._table.explanations.most} that have ended are "
+                f"there is no request {request[:64]!r}: the last {most} that have ended are "
                 f"kept (--explain-keep), for {MAX_AGE / 3600:g} h at most"
             )
         for other in told.others:
@@ -251,7 +257,7 @@ class Brain:
 
     def _told(self, request: RequestId, now: float) -> ExplainResponse | None:
         record = self._table.records.get(request)
-        return explain(record, now) if record else self._table.explanations.get(request, now)
+        return explain(record, now) if record else self._table.endings.explanations.get(request, now)
 
     def _effects(self, now: float) -> list[Effect]:
         self._table.place_waiting(now)
@@ -260,6 +266,7 @@ class Brain:
 
     def _drop(self, node: Node, error: BatonError, now: float) -> None:
         self.registry.remove(node.incarnation)
+        self._table.knowledge.left(node.incarnation)
         self.counters.nodes_lost[error.code] += 1
         self._table.out.append(Lost(node.incarnation, node.info.name, error))
         self._table.out += [Send(other, PeerGone(node.incarnation)) for other in self.registry.nodes]

@@ -69,11 +69,13 @@ class AttemptFailed:
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
-    """The prompt is computed on the prefill node; the hand-off is about to be sealed. In tokens."""
+    """The prompt is computed on the prefill node; the hand-off is about to be sealed. In tokens, and in seconds of its
+    steps: the prompt's share of them."""
 
     key: AttemptKey
     computed_tokens: int
     cached_tokens: int
+    share_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +88,35 @@ class HandedOff:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The attempt runs on decode; where its context came from there, in tokens."""
+    """The attempt runs on decode; where its context came from there, in tokens; seconds as in PrefillEnded."""
 
     key: AttemptKey
     computed_tokens: int
     cached_tokens: int
     received_tokens: int
+    share_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     stats: NodeStats
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvents:
+    """What the node's prefix index has gained and lost: short names of BlockHashes."""
+
+    sequence: int
+    inserted: tuple[int, ...]
+    evicted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSnapshot:
+    """What it has; all that was told before is void."""
+
+    sequence: int
+    names: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +134,8 @@ NodeInput = (
     | HandedOff
     | Admitted
     | Heartbeat
+    | CacheEvents
+    | CacheSnapshot
     | Leaving
 )
 
@@ -148,7 +170,12 @@ class PeerGone:
     incarnation: Incarnation
 
 
-NodeOrder = Submit | Prefill | GiveTicket | Cancel | PeerGone
+@dataclass(frozen=True, slots=True)
+class CacheQuery:
+    """Send a CacheSnapshot."""
+
+
+NodeOrder = Submit | Prefill | GiveTicket | Cancel | PeerGone | CacheQuery
 
 # what the shell is to do, in this order
 

@@ -56,4 +56,9 @@ class LedgerQuery:
     query: int
 
 
-Command = Joined | CoordinatorLost | Submit | Prefill | GiveTicket | Cancel | PeerGone | LedgerQuery
+@dataclass(frozen=True, slots=True)
+class CacheQuery:
+    """Tell everything that the prefix index has."""
+
+
+Command = Joined | CoordinatorLost | Submit | Prefill | GiveTicket | Cancel | PeerGone | LedgerQuery | CacheQuery

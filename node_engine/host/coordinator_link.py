@@ -202,6 +202,8 @@ def command_from_pb(message: cluster_pb2.CoordinatorMessage) -> messages.Command
             return messages.PeerGone(Incarnation(message.peer_gone.incarnation))
         case "ledger_query":
             return messages.LedgerQuery(message.ledger_query.query)
+        case "cache_query":
+            return messages.CacheQuery()
         case "arm":
             FAILPOINTS.arm(message.arm.spec)
         case _:

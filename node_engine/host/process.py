@@ -162,7 +162,7 @@ class _Node:
 
     def _stats(self) -> cluster_pb2.NodeStats:
         """Read on the event loop without a lock: every figure is one that was true, at most a step ago."""
-        load = self._compute.load
+        load, steps = self._compute.load, self._compute.steps
         live = load.sequences
         counts = {f"blocks_{state.value}": count for state, count in self._pool.counts().items()}
         return cluster_pb2.NodeStats(
@@ -172,6 +172,10 @@ class _Node:
             queued_tokens=load.queued_tokens,
             progress_age_seconds=self._compute.progress_age,
             counters=self._role.counters() | self._compute.device_seconds,
+            decode_steps=steps.steps,
+            decode_step_seconds=steps.seconds,
+            decode_step_sequences=steps.sequences,
+            decode_step_tokens=steps.tokens,
             **counts,
         )
 
