@@ -14,6 +14,7 @@ from baton.config import Config
 from baton.errors import BatonError, Cancelled, Draining, Rejected, SlowReader
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import CoordinatorMessage, ExplainResponse
+from baton.ratio import Split
 from baton.types import Incarnation, NodeName, Request, RequestId, mint_id
 from coordinator.core.brain import Arrival, Brain
 from coordinator.core.counters import CLASS
@@ -31,6 +32,7 @@ from coordinator.core.messages import (
     NodeInput,
     Replaced,
     Send,
+    Switched,
 )
 from coordinator.core.placement import LeastLoaded
 from coordinator.core.registry import Registry
@@ -68,7 +70,8 @@ class Dispatcher:
         self.mode = mode
         self.links: dict[Incarnation, Outbound] = {}
         self.on_end: list[Callable[[End], None]] = []
-        self.on_change: list[Callable[[], None]] = []  # a node came, went or reported; a request ended
+        self.on_change: list[Callable[[], None]] = []  # a node came, went, reported or switched
+        self.on_switch: list[Callable[[Switched], None]] = []
         self._streams: dict[RequestId, Stream] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
@@ -136,6 +139,13 @@ class Dispatcher:
         """See `Brain.undrain_node`."""
         self._carry_out(self.brain.undrain_node(name, self.clock()))
         _log.info("node back in service", node=name)
+        self._changed()
+
+    def set_ratio(self, target: Split, patience: float | None) -> None:
+        """See `Brain.set_ratio`; without `patience`, --flip-timeout."""
+        seconds = self._config.flip_timeout if patience is None else patience
+        self._carry_out(self.brain.set_ratio(target, seconds, self.clock()))
+        _log.info("ratio set", target=str(target), flip_timeout=seconds)
         self._changed()
 
     def close(self) -> None:
@@ -213,6 +223,8 @@ class Dispatcher:
                 self._ended(effect)
             case Replaced(key, reason):
                 _log.info("placed again", request=key.request, attempt=key.attempt, reason=reason)
+            case Switched():
+                self._switched(effect)
             case Lost(node, name, error):
                 _log.warning("node lost", node=name, incarnation=node, reason=error.message)
                 link = self.links.pop(node, None)
@@ -235,6 +247,14 @@ class Dispatcher:
         line = end.timeline
         outcome = end.result.reason.value if isinstance(end.result, Finished) else end.result.code
         _log.info("request ended", request=end.request, outcome=outcome, attempts=line.attempts, seconds=line.total)
+
+    def _switched(self, switch: Switched) -> None:
+        seconds = {"drain": switch.drain, "switch": switch.switch, "probe": switch.probe}
+        roles = f"{switch.source.value} to {switch.to.value}"
+        _log.info("role switch", node=switch.node, roles=roles, outcome=switch.outcome, why=switch.detail, **seconds)
+        for callback in self.on_switch:
+            callback(switch)
+        self._changed()
 
     def _changed(self) -> None:
         for callback in self.on_change:

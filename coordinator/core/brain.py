@@ -19,17 +19,19 @@ from baton.errors import (
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import ExplainResponse
 from baton.pb.common_pb2 import Timeline
+from baton.ratio import Split
 from baton.types import FinishReason, Incarnation, NodeName, Request, RequestId
 from coordinator.core.counters import CLASS, INTERNAL, Counters
 from coordinator.core.drains import Service, is_empty
 from coordinator.core.explain import MAX_AGE, explain
 from coordinator.core.identity import JoinInfo
-from coordinator.core.messages import Effect, Lost, NodeInput, PeerGone, Send
+from coordinator.core.messages import Effect, Heartbeat, Lost, NodeInput, PeerGone, Send
 from coordinator.core.placement import Placement
 from coordinator.core.record import RequestState
 from coordinator.core.registry import Node, Registry
 from coordinator.core.reports import Reports
 from coordinator.core.requests import UNSERVED_PATIENCE, RequestTable, Settings
+from coordinator.core.switches import Switches
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ class Brain:
         self._settings = settings
         self._table = RequestTable(registry, placement, settings)
         self._reports = Reports(registry, self._table)
+        self.switches = Switches(registry, self._table, settings.mode, self._drop)
         self._draining = False
 
     # inputs
@@ -79,8 +82,9 @@ class Brain:
             raise
         if replaced is not None:
             self._drop(replaced, NodeGone(f"node {info.name} has joined anew"), now)
-        self.registry.add(info, incarnation, now)
+        node = self.registry.add(info, incarnation, now)
         self._table.loads.add_node(incarnation)
+        self.switches.joined(node, now)
         self._table.placeable = True
         self.counters.joins["joined"] += 1
         return self._effects(now)
@@ -93,6 +97,8 @@ class Brain:
             return []
         node.heard_at = now
         self._reports.receive(sender, message, now)
+        if isinstance(message, Heartbeat):
+            self.switches.heard()
         return self._effects(now)
 
     def node_gone(self, incarnation: Incarnation, error: BatonError, now: float) -> list[Effect]:
@@ -125,6 +131,7 @@ class Brain:
         placed again. Raises NotFound."""
         self.node_called(name)
         self.registry.drains.begin(name, None if timeout is None else now + timeout)
+        self.switches.reconsider()
         return self.tick(now)
 
     def undrain_node(self, name: NodeName, now: float) -> list[Effect]:
@@ -132,6 +139,13 @@ class Brain:
         if not self.registry.drains.end(name):
             self.node_called(name)
         self._table.placeable = True
+        self.switches.reconsider()
+        return self._effects(now)
+
+    def set_ratio(self, target: Split, patience: float, now: float) -> list[Effect]:
+        """Switch nodes in place until they have this ratio, and keep them so. What a node still does `patience` seconds
+        after it was chosen is placed again elsewhere. Raises InvalidRequest, naming the splits that are possible."""
+        self.switches.set(target, patience, now)
         return self._effects(now)
 
     def tick(self, now: float) -> list[Effect]:
@@ -142,13 +156,15 @@ class Brain:
             drained = self.registry.called(name)
             if drained is not None:
                 self._table.vacate(drained.incarnation, Drained(f"node {name} is being drained"), now)
+        self.switches.due(now)
         for request in self._table.timers.due(now):
             self._table.due(request, now)
         return self._effects(now)
 
     def next_due(self) -> float | None:
         """When `tick` is to be called next if nothing else happens."""
-        times = (self._table.timers.next(), self.registry.next_silence(), self.registry.drains.next())
+        drains = self.registry.drains.next()
+        times = (self._table.timers.next(), self.registry.next_silence(), drains, self.switches.next())
         return min((time for time in times if time is not None), default=None)
 
     # views
@@ -212,7 +228,7 @@ class Brain:
 
     def service(self, node: Node) -> Service:
         if node.info.name not in self.registry.drains:
-            return Service.IN
+            return Service.SWITCHING if node.info.name in self.registry.switching else Service.IN
         loads, incarnation = self._table.loads, node.incarnation
         empty = is_empty(loads.attempts(incarnation), loads.quiet_reports(incarnation), node.stats)
         return Service.DRAINED if empty else Service.DRAINING
@@ -231,6 +247,7 @@ class Brain:
     # inside
 
     def _effects(self, now: float) -> list[Effect]:
+        self.switches.step(now)
         self._table.place_waiting(now)
         out, self._table.out = self._table.out, []
         return out
@@ -241,6 +258,7 @@ class Brain:
         self._table.out.append(Lost(node.incarnation, node.info.name, error))
         self._table.out += [Send(other, PeerGone(node.incarnation)) for other in self.registry.nodes]
         self._table.lose_node(node.incarnation, error, now)
+        self.switches.gone(node, now)
 
     def _require_room(self, count: int, now: float) -> None:
         if self._draining:

@@ -15,6 +15,7 @@ from baton.types import (
     NodeName,
     PeerAddress,
     RequestId,
+    Role,
     Ticket,
     TokenEvent,
     TokenScore,
@@ -145,7 +146,14 @@ class PeerGone:
     incarnation: Incarnation
 
 
-NodeOrder = Submit | Prefill | GiveTicket | Cancel | PeerGone
+@dataclass(frozen=True, slots=True)
+class SetRole:
+    """Take this role and join anew in it. The last thing that an incarnation is told."""
+
+    role: Role
+
+
+NodeOrder = Submit | Prefill | GiveTicket | Cancel | PeerGone | SetRole
 
 # what the shell is to do, in this order
 
@@ -218,4 +226,21 @@ class Lost:
     error: BatonError
 
 
-Effect = Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """A change of role is over, for the log and the metrics. `outcome`: done, recalled (while draining), superseded
+    (before it counted), or lost (the node came back as what it was, or not at all). Seconds of each phase; 0 of those
+    that were not reached."""
+
+    node: NodeName
+    source: Role
+    to: Role
+    outcome: str
+    drain: float
+    switch: float
+    probe: float
+    detail: str
+    generation: int
+
+
+Effect = Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost | Switched

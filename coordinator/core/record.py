@@ -77,7 +77,8 @@ class Record:
     """`admit_by` is set while nobody could serve the request: it is not accepted yet. Times on the brain's clock.
 
     `followers` are requests of the same prompt that wait until this one's is in a decode node's cache; `holder` is that
-    node, for one which has waited. `prompt_scores` are complete, or None if they are not or nobody asked."""
+    node, for one which has waited. `pin`: a node out of service that this request, a probe, is to go through.
+    `prompt_scores` are complete, or None if they are not or nobody asked."""
 
     request: Request
     deadline: float
@@ -97,6 +98,7 @@ class Record:
     prompt_scores: tuple[TokenScore, ...] | None = None
     sources: Sources | None = None
     replaced_because: str = ""
+    pin: Incarnation | None = None
 
     @property
     def remaining(self) -> int:

@@ -5,7 +5,6 @@ nowhere else; a leg that was placed is closed in `close_leg` and nowhere else (o
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from baton.errors import (
     BatonError,
@@ -21,6 +20,7 @@ from baton.errors import (
 from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, Role, TokenScore, Work
 from coordinator.core import sources
 from coordinator.core.counters import CLASS, INTERNAL, Counters
+from coordinator.core.demand import Mode, demand_of, offered
 from coordinator.core.explain import Explanations, explain
 from coordinator.core.loads import Loads
 from coordinator.core.messages import (
@@ -60,7 +60,7 @@ class Settings:
     """`answer_timeout`: seconds in which decode must answer a Submit that has a writer with Reserved or Refused.
     `explain_keep`: ended requests that can be explained."""
 
-    mode: Literal["disaggregated", "colocated", "auto"]
+    mode: Mode
     max_queue: int
     max_attempts: int
     answer_timeout: float
@@ -79,6 +79,7 @@ class RequestTable:
         self.ended = Ring()
         self.explanations = Explanations(settings.explain_keep)
         self.out: list[Effect] = []
+        self.probed: list[tuple[RequestId, FinishReason | BatonError]] = []  # probes that have ended
         self.last_progress = 0.0
         self.placeable = False  # something has changed since placement was last tried
         self._registry = registry
@@ -98,6 +99,15 @@ class RequestTable:
             self._follow(record, leader)
         record.admit_by = now + UNSERVED_PATIENCE
         self._unadmitted.add(request.id)
+        self.timers.set(request.id, record.next_due())
+        self.placeable = True
+
+    def add_probe(self, request: Request, node: Incarnation, now: float) -> None:
+        """A request of our own that goes through `node`, which need not be in service, and through nodes of the other
+        role that are: at once, once, and before all others. How it ends is in `probed`."""
+        record = Record(request, now + request.timeout, Marks(now), internal=True, prompt_scores=(), pin=node)
+        self.records[request.id] = record
+        self.queue.push_front(request.id)
         self.timers.set(request.id, record.next_due())
         self.placeable = True
 
@@ -140,32 +150,22 @@ class RequestTable:
         self._unadmitted.clear()
 
     def _place_one(self, now: float) -> bool:
-        nodes = [node for role in (Role.PREFILL, Role.DECODE) for node in self._registry.serving(role)]
-        views = [self.loads.view(node) for node in nodes]
-        for request in self.queue.candidates() if views else ():
+        serving = [node for role in (Role.PREFILL, Role.DECODE) for node in self._registry.serving(role)]
+        views = [self.loads.view(node) for node in serving]
+        for request in self.queue.candidates() if self._registry.nodes else ():
             record = self.records[request]
             demand = self.demand(record)
-            choice = self._placement.choose(demand, views)
+            nodes = offered(record, self._registry, self.loads, views)
+            choice = self._placement.choose(demand, nodes) if nodes else None
             if choice is not None:
                 self.queue.take(request, now)
-                self._place(record, demand, choice, views, now)
+                self._place(record, demand, choice, nodes, now)
                 return True
         return False
 
     def demand(self, record: Record) -> Demand:
-        """What the next attempt needs. The last token of an output needs no decode node where there is prefill."""
-        mode = self._settings.mode
-        prefill = mode == "disaggregated" or (mode == "auto" and bool(self._registry.serving(Role.PREFILL)))
-        block_size = self._registry.block_size()
-        tokens = record.context_tokens + min(record.remaining, block_size)
-        return Demand(
-            tokens=record.context_tokens,
-            blocks=-(-tokens // block_size),
-            prefill=prefill,
-            decode=not prefill or record.remaining > 1,
-            avoid=record.avoid,
-            holder=record.holder,
-        )
+        """What the next attempt needs."""
+        return demand_of(record, self._registry, self._settings.mode)
 
     def _place(self, record: Record, demand: Demand, choice: Choice, views: list[NodeView], now: float) -> None:
         record.attempts += 1
@@ -263,10 +263,11 @@ class RequestTable:
         """The one recovery: give up this attempt and put the request, with what it has emitted, at the head of the
         queue, or let it rest first if it failed before; the client sees nothing. `error` None is a refusal. Refusals,
         preemptions and drains wait for room and do not count as failures; other errors do, and one that no other
-        attempt can mend ends the request."""
+        attempt can mend ends the request. A probe has one attempt: another would tell less."""
         waits = error is None or isinstance(error, Preempted | Drained)
         record.failures += not waits
-        if error is not None and (not error.replaceable or record.failures >= self._settings.max_attempts):
+        most = self._settings.max_attempts if record.pin is None else 0
+        if error is not None and (not error.replaceable or record.failures >= most):
             self.end(record, error, now)
             return
         attempt = record.attempt
@@ -304,6 +305,8 @@ class RequestTable:
         self._release(record, None)
         self._unadmitted.discard(request)
         self.resting.discard(request)
+        if record.pin is not None:
+            self.probed.append((request, result))
         timeline = record.marks.timeline(now, record.attempts)
         self.ended.add(request, timeline)
         outcome: Finished | BatonError
