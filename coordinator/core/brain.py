@@ -145,7 +145,7 @@ class Brain:
     def set_ratio(self, target: Split, patience: float, now: float) -> list[Effect]:
         """Switch nodes in place until they have this ratio, and keep them so. What a node still does `patience` seconds
         after it was chosen is placed again elsewhere. Raises InvalidRequest, naming the splits that are possible."""
-        self.switches.set(target, patience, now)
+        self.switches.aim(target, patience, now)
         return self._effects(now)
 
     def tick(self, now: float) -> list[Effect]:

@@ -57,11 +57,13 @@ def moves(target: Split, nodes: Iterable[Standing]) -> list[Move]:
 
 
 def _leave(target: Split, role: Role, count: int, standings: Sequence[Standing]) -> list[Move]:
+    """Those that cannot be turned round yet will be as soon as they can: nobody else goes in their place."""
+    count -= sum(node.fixed and node.moving for node in standings if node.role is role)
     spare = _serving(standings, role) - bool(target.of(role))
     found: list[Move] = []
     able = [node for node in standings if node.role is role and not node.fixed]
     for node in sorted(able, key=_reluctance):
-        if len(found) == count:
+        if len(found) >= count:
             break
         if node.serves:
             spare -= 1

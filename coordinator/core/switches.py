@@ -44,7 +44,7 @@ class Switches:
 
     # inputs
 
-    def set(self, target: Split, patience: float, now: float) -> None:
+    def aim(self, target: Split, patience: float, now: float) -> None:
         """From now on, instead of any target before. What a node still does after `patience` seconds is placed again
         elsewhere. Raises InvalidRequest."""
         nodes = len(self._standings(now))
@@ -112,13 +112,13 @@ class Switches:
             self._take_probed(now)
         if not (self.flips or self._stale):
             return
+        if self._stale and self.target is not None:
+            self._reconcile(self.target, now)
         for flip in [flip for flip in self.flips.values() if flip.phase is Phase.DRAINING]:
             if not self._table.loads.attempts(flip.incarnation):
                 self._order(flip, now)
         for flip in [flip for flip in self.flips.values() if flip.phase is Phase.PROBING and flip.probe is None]:
             self._send_probe(flip, now)
-        if self._stale and self.target is not None:
-            self._reconcile(self.target, now)
 
     # views
 

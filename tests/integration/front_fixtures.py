@@ -101,6 +101,7 @@ class FakeBrain:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
+    ratios: list[tuple[Split, float | None]] = field(default_factory=list)
     drained: list[tuple[str, float | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -145,6 +146,13 @@ class FakeBrain:
     def drain(self, name: str, timeout: float | None) -> DrainResponse:
         self.drained.append((name, timeout))
         return DrainResponse(node=name, service="draining")
+
+    def ratio(self) -> Ratio:
+        return Ratio(prefill=1, decode=2, possible="1:2, 2:1")
+
+    def set_ratio(self, target: Split, patience: float | None) -> Ratio:
+        self.ratios.append((target, patience))
+        return Ratio(has_target=True, target_prefill=target.prefill, target_decode=target.decode)
 
     def undrain(self, name: str) -> DrainResponse:
         self.drained.remove((name, 2.5))
