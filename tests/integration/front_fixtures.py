@@ -15,9 +15,10 @@ import httpx
 from baton.errors import BatonError, Cancelled, NotFound, Overloaded, SlowReader, Unavailable
 from baton.generation_defaults import GenerationDefaults
 from baton.limits import ModelBounds
-from baton.pb.cluster_pb2 import DrainResponse, ExplainResponse, LedgerResponse, StatusResponse
+from baton.pb.cluster_pb2 import DrainResponse, ExplainResponse, LedgerResponse, Ratio, StatusResponse
 from baton.pb.common_pb2 import Ledger, Timeline
 from baton.pb.generation_pb2_grpc import GenerationStub
+from baton.ratio import Split
 from baton.types import FinishReason, RequestId, mint_id
 from coordinator import admin
 from coordinator.generation import Delta, Done, Event, PromptScores, Submission

@@ -1,6 +1,6 @@
 """The ratio under anything: targets that change, nodes that switch late, die and come back in their first role, probes
-that fail, requests all the while. Whatever happens, no request is lost or served wrongly, changes of role never take the
-last node in service of a role that the target has, and in the end the nodes are as asked."""
+that fail, requests all the while. Whatever happens, no request is lost or served wrongly, changes of role never take
+the last node in service of a role that the target has, and in the end the nodes are as asked."""
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
