@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test up lint types proto bench chaos soak clean
+.PHONY: setup demo test up lint types proto docs bench chaos soak clean
 
 setup: $(STAMP)
 
@@ -31,6 +31,9 @@ types: setup
 
 proto: setup
 	$(BIN)/python -m tools.generate_stubs
+
+docs: setup
+	$(BIN)/python -m tools.api_reference
 
 bench: setup
 	$(BIN)/python -m benchmarks all

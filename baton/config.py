@@ -35,17 +35,25 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     engine: Annotated[Literal["model", "paced"], _help("paced waits as a cost model says instead of computing")] = (
         "model"
     )
-    load_format: Annotated[Literal["auto", "dummy"], _help("dummy: seeded random weights")] = "auto"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    threads: Annotated[str, _help("Compute threads of a node: a number, or auto")] = "auto"
+    load_format: Annotated[Literal["auto", "dummy"], _help("dummy: seeded random weights, no files of them")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], _help("What computes; auto: an NVIDIA GPU if there is one")] = (
+        "auto"
+    )
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        _help("Of weights and cache; auto: the model's own, float16 as bfloat16"),
+    ] = "auto"
+    threads: Annotated[str, _help("Compute threads of a node; auto: the cores, shared out among the nodes")] = "auto"
 
     # the cluster
     prefill: Annotated[Count, _help("Prefill nodes that `up` starts; 0 is colocated")] = 1
     decode: Annotated[Positive, _help("Decode nodes that `up` starts")] = 1
-    mode: Literal["disaggregated", "colocated", "auto"] = "disaggregated"
+    mode: Annotated[
+        Literal["disaggregated", "colocated", "auto"],
+        _help("Who computes prompts: prefill nodes, decode nodes, or auto: prefill nodes while there are any"),
+    ] = "disaggregated"
     max_model_len: Annotated[Count, _help("Longest prompt plus output in tokens; 0 takes the model's own")] = 0
-    kv_memory: Annotated[str, _help("Cache memory of a node: 4GiB, or a share such as 0.5; auto")] = "auto"
+    kv_memory: Annotated[str, _help("Cache memory of a node: 4GiB, a share such as 0.5, or auto")] = "auto"
     block_size: Annotated[int, Meta(ge=1, le=256), _help("Tokens of a KV block")] = 16
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096), _help("Sequences that a node runs at once")] = 64
     max_batched_tokens: Annotated[int, Meta(ge=16, le=65536), _help("Tokens that a node computes in one step")] = 512
@@ -68,7 +76,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # who may do what
     api_key: Annotated[str, _help("Key that clients send as a bearer token; @FILE reads it from a file")] = ""
     cluster_token: Annotated[str, _help("Secret shared by the cluster's processes; @FILE reads it from a file")] = ""
-    admin_token: Annotated[str, _help("Token for the admin port and Cluster RPCs from other hosts; @FILE")] = ""
+    admin_token: Annotated[str, _help("Token of the admin port and of Cluster calls; @FILE reads it from a file")] = ""
     insecure: Annotated[bool, _help("Allow non-loopback binds without keys")] = False
     failpoints_rpc: Annotated[bool, _help("Let Cluster.ArmFailpoints inject faults (tests)")] = False
 
@@ -82,7 +90,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     health_port: Annotated[int, Meta(ge=-1, le=65535), _help("gRPC health port of a node; -1 is none")] = 0
     host_id: Annotated[str, _help("Nodes of equal host id share memory; proven by a file when empty")] = ""
     segment_dir: Annotated[str, _help("Folder of shared-memory segments")] = "/dev/shm"
-    transport: Literal["auto", "shm", "zmq", "grpc"] = "auto"
+    transport: Annotated[
+        Literal["auto", "shm", "zmq", "grpc"],
+        _help("How KV travels; auto: shared memory on one host, zmq between hosts"),
+    ] = "auto"
     layers_per_message: Annotated[Count, _help("Layers in one transfer message; 0 adapts")] = 0
 
     # patience
@@ -98,12 +109,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 30.0
 
     # the paced engine's cost model
-    paced_prefill_us_per_token: Annotated[float, Meta(ge=0)] = 50.0
-    paced_step_ms: Annotated[float, Meta(ge=0)] = 2.0
-    paced_vocab_size: Positive = 32000
+    paced_prefill_us_per_token: Annotated[float, Meta(ge=0), _help("Microseconds for each prompt token")] = 50.0
+    paced_step_ms: Annotated[float, Meta(ge=0), _help("Milliseconds for each decode step")] = 2.0
+    paced_vocab_size: Annotated[Positive, _help("Token ids are below this")] = 32000
     paced_reread: Annotated[bool, _help("Check the whole context again at every full block (tests)")] = False
 
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _help("Least weight that is logged")] = "info"
     log_format: Annotated[Literal["auto", "json", "console"], _help("auto: console on a terminal, else json")] = "auto"
 
 

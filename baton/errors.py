@@ -37,6 +37,8 @@ class BatonError(Exception):
 
 
 class Rejected(BatonError):
+    """The request is refused; another attempt would not help."""
+
     http_status = 400
     grpc_code = "INVALID_ARGUMENT"
     type = "invalid_request_error"
@@ -44,19 +46,25 @@ class Rejected(BatonError):
 
 
 class InvalidRequest(Rejected):
-    pass
+    """A value, a field or their combination is wrong."""
 
 
 class TooLong(Rejected):
+    """Prompt and output do not fit the context, or the cache."""
+
     code = "context_length_exceeded"
 
 
 class TooLarge(Rejected):
+    """The body is longer than is read."""
+
     http_status = 413
     code = "request_too_large"
 
 
 class Unauthenticated(Rejected):
+    """A key is missing or wrong."""
+
     http_status = 401
     grpc_code = "UNAUTHENTICATED"
     type = "authentication_error"
@@ -64,22 +72,30 @@ class Unauthenticated(Rejected):
 
 
 class NotFound(Rejected):
+    """There is no such path, node or request."""
+
     http_status = 404
     grpc_code = "NOT_FOUND"
     code = "not_found"
 
 
 class ModelNotFound(NotFound):
+    """There is no such model."""
+
     code = "model_not_found"
 
 
 class NotAvailable(Rejected):
+    """It is not built in this version."""
+
     http_status = 501
     grpc_code = "UNIMPLEMENTED"
     code = "not_available"
 
 
 class Overloaded(Rejected):
+    """As many requests wait as may (--max-queue)."""
+
     http_status = 429
     grpc_code = "RESOURCE_EXHAUSTED"
     type = "rate_limit_error"
@@ -87,6 +103,8 @@ class Overloaded(Rejected):
 
 
 class Draining(Rejected):
+    """The coordinator is stopping."""
+
     http_status = 503
     grpc_code = "UNAVAILABLE"
     type = "server_error"
@@ -94,6 +112,8 @@ class Draining(Rejected):
 
 
 class Unavailable(Rejected):
+    """No node can serve it now."""
+
     http_status = 503
     grpc_code = "UNAVAILABLE"
     type = "server_error"
@@ -108,6 +128,8 @@ class SlowReader(BatonError):
 
 
 class HandoffFailed(BatonError):
+    """The hand-off did not commit, for no nearer reason."""
+
     http_status = 503
     grpc_code = "UNAVAILABLE"
     code = "handoff_failed"
@@ -115,26 +137,38 @@ class HandoffFailed(BatonError):
 
 
 class PeerGone(HandoffFailed):
+    """The other end is gone or does not answer."""
+
     code = "peer_gone"
 
 
 class LayoutMismatch(HandoffFailed):
+    """Geometry or protocol of the two ends differ."""
+
     code = "layout_mismatch"
 
 
 class Incomplete(HandoffFailed):
+    """Slabs are missing, overlap, or do not fit the manifest."""
+
     code = "incomplete"
 
 
 class ChecksumMismatch(HandoffFailed):
+    """Bytes that landed are not those that were sent."""
+
     code = "checksum_mismatch"
 
 
 class Stale(HandoffFailed):
+    """Of another incarnation or attempt, or closed off."""
+
     code = "stale"
 
 
 class LeaseExpired(HandoffFailed):
+    """The ticket was not renewed."""
+
     code = "lease_expired"
 
 
@@ -145,6 +179,8 @@ class Unmappable(HandoffFailed):
 
 
 class NodeFailed(BatonError):
+    """A node could not go on."""
+
     http_status = 503
     grpc_code = "UNAVAILABLE"
     code = "node_failed"
@@ -152,22 +188,32 @@ class NodeFailed(BatonError):
 
 
 class OutOfBlocks(NodeFailed):
+    """It needs more blocks than the cache has."""
+
     code = "out_of_blocks"
 
 
 class OutOfMemory(NodeFailed):
+    """The device has no memory for this step."""
+
     code = "out_of_memory"
 
 
 class Stalled(NodeFailed):
+    """No progress, or no answer."""
+
     code = "stalled"
 
 
 class Preempted(NodeFailed):
+    """It gave its blocks to other work."""
+
     code = "preempted"
 
 
 class NodeGone(NodeFailed):
+    """The node left the cluster."""
+
     code = "node_gone"
 
 
@@ -178,6 +224,8 @@ class Drained(NodeFailed):
 
 
 class DeadlineExceeded(BatonError):
+    """The request's time is over."""
+
     http_status = 504
     grpc_code = "DEADLINE_EXCEEDED"
     type = "timeout_error"
@@ -185,6 +233,8 @@ class DeadlineExceeded(BatonError):
 
 
 class Cancelled(BatonError):
+    """The client went away or cancelled."""
+
     http_status = 499
     grpc_code = "CANCELLED"
     type = "cancelled"

@@ -22,6 +22,7 @@ MAX_ANSWERS = 256  # choices of all prompts of one request
 MAX_CHOICE_NUMBER = 2**16 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256  # of one stop string
+MAX_PROMPT_SCORES = 2**20  # log probabilities told of the prompts of one request: about 140 bytes each
 MAX_MESSAGES = 2048  # of one conversation
 MAX_LINK_MESSAGE_BYTES = 16 << 20  # between coordinator and node: a prompt of a million tokens fits
 MAX_UNSENT = 8192  # messages waiting on one internal stream before its reader is given up
@@ -69,6 +70,18 @@ def check_choices(n: int, first: int, prompts: int) -> None:
         raise InvalidRequest(f"prompt is a list of {prompts} prompts: it must be 1 to {MAX_PROMPTS}", param="prompt")
     if n * prompts > MAX_ANSWERS:
         raise InvalidRequest(f"n is {n} for {prompts} prompts: together at most {MAX_ANSWERS} choices", param="n")
+
+
+def check_prompt_scores(tokens: int, logprobs: int) -> None:
+    """`tokens` of all prompts that are to be echoed with scores. Raises InvalidRequest naming the value and the
+    bound."""
+    told = tokens * (1 + logprobs)
+    if told > MAX_PROMPT_SCORES:
+        raise InvalidRequest(
+            f"logprobs is {logprobs} with echo for prompts of {tokens} tokens: that is {told} log probabilities, the "
+            f"limit is {MAX_PROMPT_SCORES} a request",
+            param="logprobs",
+        )
 
 
 def check_stop(strings: Sequence[str]) -> None:

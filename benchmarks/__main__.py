@@ -67,7 +67,13 @@ def _parser(parts: dict[str, ModuleType]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
     commands = parser.add_subparsers(dest="benchmark", required=True, metavar="|".join([*COMMANDS, "all"]))
     for name, part in parts.items():
-        command = commands.add_parser(name, help=part.HELP, description=part.__doc__, allow_abbrev=False)
+        command = commands.add_parser(
+            name,
+            help=part.HELP,
+            description=part.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,  # some have lists in them
+            allow_abbrev=False,
+        )
         part.add_arguments(command)
         _add_json(command)
     _add_json(commands.add_parser("all", help="each with its defaults"))

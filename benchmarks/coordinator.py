@@ -63,7 +63,7 @@ Ask = Callable[[int], Awaitable[Seen]]  # one stream of so many tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--front", choices=(*FRONTS, "all"), default="all")
+    parser.add_argument("--front", choices=(*FRONTS, "all"), default="all", help="which one (default all)")
     parser.add_argument("--streams", type=int, default=64, help="at a time (default 64)")
     parser.add_argument("--tokens", type=int, default=1000, help="of each stream (default 1000)")
     parser.add_argument("--step-ms", type=float, default=0.0, help="between the nodes' steps (default 0)")

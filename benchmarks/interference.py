@@ -111,7 +111,7 @@ def _between(before: Window, after: Window) -> Window:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--transport", choices=(*TRANSPORTS, "all"), default="all")
+    parser.add_argument("--transport", choices=(*TRANSPORTS, "all"), default="all", help="which one (default all)")
     parser.add_argument("--rounds", type=int, default=5, help="of each transport and load (default 5)")
     parser.add_argument("--window", type=float, default=2.0, help="seconds of each window (default 2)")
     parser.add_argument("--no-pin", action="store_true", help="leave it to the kernel which core runs what")

@@ -45,21 +45,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default="", help="base URL; without it a cluster is started for the run")
     parser.add_argument("--model", default="", help="may be left out when the endpoint serves one")
     parser.add_argument("--api-key", default=os.environ.get("BATON_API_KEY", ""), help="KEY or @FILE (BATON_API_KEY)")
-    parser.add_argument("--concurrency", default="1,4,16", help="closed loops, separated by commas; none if empty")
+    parser.add_argument("--concurrency", default="1,4,16", help="closed loops (default 1,4,16); none if empty")
     parser.add_argument("--rate", default="", help="Poisson arrivals a second, separated by commas")
-    parser.add_argument("--prompt", default="256", help="tokens: N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA[:MOST]")
-    parser.add_argument("--output", default="64", help="tokens, likewise")
+    parser.add_argument(
+        "--prompt", default="256", help="tokens: N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA[:MOST] (default 256)"
+    )
+    parser.add_argument("--output", default="64", help="tokens, likewise (default 64)")
     parser.add_argument("--requests", type=int, default=64, help="requests of a cell at most (default 64)")
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds of a cell at most (default 60)")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds of a request at most (default 60)")
-    parser.add_argument("--slo", default="ttft=500ms,tpot=50ms", help="what counts as good")
+    parser.add_argument(
+        "--slo", default="ttft=500ms,tpot=50ms", help="what counts as good (default ttft=500ms,tpot=50ms)"
+    )
     parser.add_argument("--vocabulary", type=int, default=1000, help="random prompts use ids below this (default 1000)")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="replay it: Mooncake's JSON lines, or Azure's CSV")
     parser.add_argument("--speed", type=float, default=1.0, help="times as fast as the trace (default 1)")
     parser.add_argument("--limit", type=int, default=0, help="first requests of the trace (default 0: all)")
     parser.add_argument("--scale-lengths", type=float, default=1.0, help="times as long as in the trace (default 1)")
     parser.add_argument("--sweep", default="", metavar="1,2,4,...", help="closed loops, plotted on one picture")
-    parser.add_argument("--plot", type=Path, default=Path("sweep.svg"), help="picture of the sweep, .svg or .png")
+    parser.add_argument(
+        "--plot", type=Path, default=Path("sweep.svg"), help="picture of the sweep, .svg or .png (default sweep.svg)"
+    )
     parser.add_argument("--ttft-slo", default="", metavar="500ms", help="print the ceiling with p90 TTFT within it")
     parser.add_argument("--seed", default="", help="fixes lengths, arrivals and prompts; fresh by default")
 

@@ -48,7 +48,7 @@ class Sample:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--transport", choices=(*TRANSPORTS, "all"), default="all")
+    parser.add_argument("--transport", choices=(*TRANSPORTS, "all"), default="all", help="which one (default all)")
     parser.add_argument("--requests", type=int, default=50, help="measured requests of each transport (default 50)")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt, in one chunk (default 512)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default 0)")

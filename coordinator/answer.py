@@ -1,5 +1,6 @@
 """A request under way: its choices, each a generation of its own, read as one stream of pieces."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -63,14 +64,21 @@ class Answer:
         return sum(choice.teller.tokens for choice in self.choices)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """The last piece of each choice has its `finish`. The first error of any choice is raised."""
-        async for index, event in merged([choice.generation for choice in self.choices]):
-            choice = self.choices[index]
-            if choice.plain and type(event) is Delta:  # nearly all there is: no generators for these
-                yield choice.teller.whole(event)
-                continue
-            for piece in self._pieces_of(choice, event):
-                yield piece
+        """The last piece of each choice has its `finish`. The first error of any choice is raised, and ends the
+        others."""
+        try:
+            async for index, event in merged([choice.generation for choice in self.choices]):
+                choice = self.choices[index]
+                if choice.plain and type(event) is Delta:  # nearly all there is: no generators for these
+                    yield choice.teller.whole(event)
+                    continue
+                for piece in self._pieces_of(choice, event):
+                    yield piece
+                    if piece.echo:
+                        await asyncio.sleep(0)  # a long prompt takes long to word: other requests have their turn
+        except Exception:
+            self.cancel()
+            raise
         if not all(choice.told for choice in self.choices):
             raise AssertionError("the scores of a prompt never came")
 
@@ -104,7 +112,7 @@ class Answer:
         choice.plain = choice.teller.plain and not self.only_echo
         if self.echoes:
             echo = self.echoes[choice.prompt]
-            yield choice.teller.echo(echo.text, self.prompts[choice.prompt], scores, echo.starts)
+            yield from choice.teller.echo(echo.text, self.prompts[choice.prompt], scores, echo.starts)
 
     def _tell(self, choice: Choice, event: Event) -> Iterator[Piece]:
         teller = choice.teller

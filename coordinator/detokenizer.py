@@ -36,6 +36,7 @@ class Vocabulary:
         self.byte_level = isinstance(backend.decoder, ByteLevel)
         self._special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
         self._anchor = self._find_anchor()
 
     def detokenizer(self, *, continuing: bool = False) -> Detokenizer:
@@ -64,6 +65,11 @@ class Vocabulary:
 
     def token_text(self, token: int) -> str | None:
         """The same as text. A part of a character is written as OpenAI writes it, `bytes:` and escapes."""
+        if token not in self._texts:
+            self._texts[token] = self._word(token)
+        return self._texts[token]
+
+    def _word(self, token: int) -> str | None:
         data = self.token_bytes(token)
         try:
             return None if data is None else data.decode()

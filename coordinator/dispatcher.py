@@ -36,7 +36,7 @@ from coordinator.core.messages import (
 )
 from coordinator.core.placement import LeastLoaded
 from coordinator.core.registry import Registry
-from coordinator.core.requests import Settings
+from coordinator.core.settings import Settings
 from coordinator.generation import Delta, Done, PromptScores, Submission
 from coordinator.node_messages import order_to_pb, welcome
 from coordinator.stream import MAX_UNREAD, Stream

@@ -52,7 +52,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                 wording, limit = to_wording(request), self._intake.time_limit(context.time_remaining())
                 special = request.add_special_tokens if request.HasField("add_special_tokens") else None
                 text, tokens = await self._intake.tokenize(wording, special, limit)
-            pieces = [text.piece(token) for token in tokens] if request.return_token_strings else []
+            pieces = await text.pieces(tokens) if request.return_token_strings else []
             return pb.TokenizeResponse(token_ids=tokens, token_strings=pieces, max_model_len=self._intake.served()[1])
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:

@@ -14,6 +14,7 @@ class Responses:
         self._unfinished = len(answer.choices)
         self._whole = [pb.GenerateResponse(request_id=answer.id, choice=index) for index in range(self._unfinished)]
         self._texts: list[list[str]] = [[] for _ in answer.choices]
+        self._prompts: list[list[str]] = [[] for _ in answer.choices]
 
     def one(self, piece: Piece) -> pb.GenerateResponse:
         """A message of a stream."""
@@ -35,6 +36,9 @@ class Responses:
     def add(self, piece: Piece) -> None:
         """A piece of an answer that is one message."""
         part = self.one(piece)
+        if piece.echo:
+            self._prompts[piece.index].append(part.prompt.text)
+            part.prompt.ClearField("text")
         self._texts[piece.index].append(part.text)
         part.ClearField("text")
         part.ClearField("usage")
@@ -42,8 +46,10 @@ class Responses:
         self._whole[piece.index].MergeFrom(part)
 
     def whole(self) -> pb.GenerateResponse:
-        for response, texts in zip(self._whole, self._texts, strict=True):
+        for response, texts, prompts in zip(self._whole, self._texts, self._prompts, strict=True):
             response.text = "".join(texts)
+            if prompts:
+                response.prompt.text = "".join(prompts)
         first, *others = self._whole
         first.others.extend(others)
         self._account(first)

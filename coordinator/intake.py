@@ -13,10 +13,11 @@ from baton.generation_defaults import GenerationDefaults
 from coordinator.answer import Answer, Choice, Echo
 from coordinator.ask import Ask, Prompt, check, check_timeout, to_submission, worded
 from coordinator.chat_template import Conversation
+from coordinator.detokenizer import Detokenizer
 from coordinator.generation import Generator, Submission
 from coordinator.refusals import Refusals
 from coordinator.telling import Teller
-from coordinator.tokenizer import Text
+from coordinator.tokenizer import INLINE_TOKENS, Text
 
 _log = log.get("front")
 
@@ -116,6 +117,8 @@ class Intake:
         for number, prompt in enumerate(prompts):
             with worded({"prompt": f"prompt[{number}]"} if len(prompts) > 1 else {}):
                 firsts.append(to_submission(ask, prompt, left, bounds, self._defaults))
+        if ask.echo and ask.logprobs is not None:
+            limits.check_prompt_scores(sum(map(len, prompts)), ask.logprobs)
         echoed = zip(wordings, prompts, strict=True) if ask.echo else ()
         scored = ask.logprobs is not None
         return text, firsts, [await _echo(text, wording, prompt, placed=scored) for wording, prompt in echoed]
@@ -140,11 +143,18 @@ async def _echo(text: Text, wording: Prompt | Conversation, tokens: tuple[int, .
     """`placed`: where each token begins is asked for."""
     if isinstance(wording, str):
         return Echo(wording, await text.starts(wording) if placed else ())
-    detokenizer, starts, told = text.detokenizer(), [], ""
+    if len(tokens) <= INLINE_TOKENS:
+        return _decoded(text.detokenizer(), tokens)
+    return await asyncio.to_thread(_decoded, text.detokenizer(), tokens)
+
+
+def _decoded(detokenizer: Detokenizer, tokens: tuple[int, ...]) -> Echo:
+    texts, starts, length = list[str](), list[int](), 0
     for token in tokens:
-        starts.append(len(told))
-        told += detokenizer.add((token,))
-    return Echo(told + detokenizer.flush(), starts)
+        starts.append(length)
+        texts.append(detokenizer.add((token,)))
+        length += len(texts[-1])
+    return Echo("".join(texts) + detokenizer.flush(), starts)
 
 
 def _teller(ask: Ask, text: Text, index: int) -> Teller:

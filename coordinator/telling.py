@@ -5,7 +5,7 @@ same tokens.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -14,10 +14,13 @@ from coordinator.detokenizer import Detokenizer
 from coordinator.generation import Delta
 from coordinator.stop_strings import StopStrings
 
+ECHO_STEP = 256  # tokens of a scored prompt in one piece: each may name 20 others, which takes time and bytes to word
+
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
     """New text of a choice and its new tokens. With scores, each token has one (the first of a prompt has None) and
-    `starts`, the place in the choice's whole text where its own begins. `echo` marks the prompt, given back."""
+    `starts`, the place in the choice's whole text where its own begins. `echo` marks the prompt or a part of it, given
+    back."""
 
     index: int
     text: str
@@ -55,12 +58,17 @@ class Teller:
 
     def echo(
         self, text: str, tokens: Sequence[int], scores: Sequence[TokenScore | None], starts: Sequence[int]
-    ) -> Piece:
-        """The prompt, before anything else is told."""
+    ) -> Iterator[Piece]:
+        """The prompt, before anything else is told; with scores, at most `ECHO_STEP` tokens of it at once."""
         self._received = self._shown = len(text)
         if self._stop is not None:
             self._stop.skip(len(text))
-        return Piece(self.index, text, tokens, scores, starts, echo=True)
+        step = ECHO_STEP if scores else len(tokens)
+        for begin in range(0, len(tokens), step):
+            end = begin + step
+            first, last = starts[begin] if begin else 0, starts[end] if end < len(tokens) else len(text)
+            part = slice(begin, end)
+            yield Piece(self.index, text[first:last], tokens[part], scores[part], starts[part], echo=True)
 
     def tell(self, delta: Delta) -> Piece | None:
         """What a step brings to be shown, None if all of it is held back. After it, `stopped` tells whether a stop

@@ -5,18 +5,21 @@ A model without a tokenizer (or the paced engine) is served by token ids alone. 
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import count
 from typing import NoReturn, Protocol, TypeVar
 
 import tokenizers
+from tokenizers import processors
 
 from baton.errors import InvalidRequest
 from coordinator.chat_template import ChatTemplate, Conversation
 from coordinator.detokenizer import Detokenizer, Vocabulary
 
 INLINE_BYTES = 8 << 10  # longer prompts are encoded off the event loop; this many take about a millisecond
-_INLINE_TOKENS = 2048  # likewise for decoding
+INLINE_TOKENS = 2048  # likewise for decoding them
 
 Result = TypeVar("Result")
 
@@ -59,8 +62,8 @@ class Text(Protocol):
         """What it stands for; None if that is no text."""
         ...
 
-    def piece(self, token: int) -> str:
-        """As the vocabulary spells it."""
+    async def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """Each as the vocabulary spells it."""
         ...
 
 
@@ -93,8 +96,8 @@ class NoTokenizer:
     def token_bytes(self, token: int) -> bytes | None:
         return None
 
-    def piece(self, token: int) -> str:
-        return _nameless(token)
+    async def pieces(self, tokens: Sequence[int]) -> list[str]:
+        return list(map(_nameless, tokens))
 
     def _refuse(self, given: str, field: str, remedy: str = "") -> NoReturn:
         raise InvalidRequest(f"{given}, but {self.reason}{remedy}", param=field)
@@ -117,6 +120,7 @@ class HfTokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, bos: int | None, template: ChatTemplate | None = None) -> None:
         backend.no_truncation()
         backend.no_padding()
+        _keep_spaces(backend.post_processor)
         self._backend = backend
         self._bos = bos
         self._template = template
@@ -133,7 +137,7 @@ class HfTokenizer:
     async def starts(self, text: str) -> tuple[int, ...]:
         def encode() -> tuple[int, ...]:
             encoding = self._backend.encode(text, add_special_tokens=True)
-            return tuple(start for start, _ in encoding.offsets[self._surplus(encoding.ids) :])
+            return tuple(_starts(encoding.offsets[self._surplus(encoding.ids) :]))
 
         return await self._do(encode, inline=len(text) <= INLINE_BYTES)
 
@@ -141,7 +145,7 @@ class HfTokenizer:
         def decode() -> str:
             return self._backend.decode(list(tokens), skip_special_tokens=False)
 
-        return await self._do(decode, inline=len(tokens) <= _INLINE_TOKENS)
+        return await self._do(decode, inline=len(tokens) <= INLINE_TOKENS)
 
     async def render(self, conversation: Conversation) -> str:
         template = self._template
@@ -161,8 +165,11 @@ class HfTokenizer:
     def token_bytes(self, token: int) -> bytes | None:
         return self._vocabulary.token_bytes(token)
 
-    def piece(self, token: int) -> str:
-        return self._backend.id_to_token(token) or _nameless(token)
+    async def pieces(self, tokens: Sequence[int]) -> list[str]:
+        def look_up() -> list[str]:
+            return [self._backend.id_to_token(token) or _nameless(token) for token in tokens]
+
+        return await self._do(look_up, inline=len(tokens) <= INLINE_TOKENS)
 
     async def _do(self, work: Callable[[], Result], *, inline: bool) -> Result:
         return work() if inline else await asyncio.get_running_loop().run_in_executor(self._thread, work)
@@ -170,6 +177,24 @@ class HfTokenizer:
     def _surplus(self, ids: list[int]) -> int:
         """A text that begins with BOS by itself gets no second one."""
         return int(self._bos is not None and ids[:2] == [self._bos, self._bos])
+
+
+def _starts(offsets: Sequence[tuple[int, int]]) -> Iterator[int]:
+    """What stands for no text, as an end token, begins where the one before it ends."""
+    reached = 0
+    for begin, end in offsets:
+        yield begin if begin < end else reached
+        reached = max(reached, end)
+
+
+def _keep_spaces(processor: object) -> None:
+    """A byte-level token begins with its space, whatever the files say of offsets."""
+    if isinstance(processor, processors.Sequence):
+        with suppress(IndexError):  # it has no length
+            for place in count():
+                _keep_spaces(processor[place])
+    elif isinstance(processor, processors.ByteLevel):
+        processor.trim_offsets = False
 
 
 def _nameless(token: int) -> str:

@@ -21,8 +21,9 @@ DECODE_NAME = "decode.baton.internal"  # whom a writer expects, wherever it dial
 _WRITER_NAME = "writer.baton.internal"
 _AUTHORITY = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "baton cluster")])
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of NIST P-256
-# The token says how long it is good for, not a calendar; clocks of different hosts are never compared.
-_FROM = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC)
+# The token says how long it is good for, not a calendar; clocks of different hosts are never compared. A host whose
+# clock was never set begins at the epoch.
+_FROM = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)  # RFC 5280: no defined end
 
 

@@ -49,8 +49,8 @@ class GrpcDecodeLink:
         self._streams: dict[bytes, _Stream] = {}
         self._closing = False
         self._lock = threading.Lock()  # guards the last two
-        pool = ThreadPoolExecutor(_STREAMS, thread_name_prefix="transfer-grpc-answers")
-        self._server = grpc.server(pool, options=_options(settings), maximum_concurrent_rpcs=_STREAMS)
+        self._threads = ThreadPoolExecutor(_STREAMS, thread_name_prefix="transfer-grpc-answers")
+        self._server = grpc.server(self._threads, options=_options(settings), maximum_concurrent_rpcs=_STREAMS)
         handler = grpc.stream_stream_rpc_method_handler(self._serve)
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler}),))
         host, _, port = settings.listen.rpartition(":")
@@ -135,6 +135,7 @@ class GrpcDecodeLink:
         for stream in streams:
             stream.answers.put(None)  # behind the last answer: the stream ends when it has been sent
         self._server.stop(_LINGER).wait()
+        self._threads.shutdown()  # each has its stream's None by now; gRPC leaves them to the interpreter's end
         self._wake.close()
 
 

@@ -4,21 +4,24 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from types import TracebackType
 from typing import Any, Self
 
 import grpc.aio
 
+from baton import wire
 from baton.errors import BY_CODE, BatonError
 from baton.pb import generation_pb2_grpc
-from baton.pb.common_pb2 import FinishReason, TokenIds
+from baton.pb.common_pb2 import FinishReason, Score, TokenIds
 from baton.pb.generation_pb2 import GenerateRequest, GenerateResponse
+from baton.types import TokenScore
 from tests import http_exchange
 from tests.history import (
     Call,
     Closed,
     Door,
+    Echoed,
     Event,
     Failed,
     Finished,
@@ -139,7 +142,7 @@ class Clients:
                     return
                 for choice in chunk["choices"]:
                     if choice["token_ids"]:
-                        yield Tokens(tuple(choice["token_ids"]))
+                        yield Tokens(tuple(choice["token_ids"]), choice["index"])
                     reason = choice["finish_reason"] or reason
                 if not chunk["choices"]:
                     usage = chunk["usage"]
@@ -154,9 +157,10 @@ class Clients:
             yield _refused(answer.status, body)
             return
         whole = json.loads(body)
-        (choice,), usage = whole["choices"], whole["usage"]
-        yield Tokens(tuple(choice["token_ids"]))
-        yield Finished(choice["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"])
+        choices, usage = whole["choices"], whole["usage"]
+        for choice in choices:
+            yield Tokens(tuple(choice["token_ids"]), choice["index"])
+        yield Finished(choices[0]["finish_reason"], usage["prompt_tokens"], usage["completion_tokens"])
         yield Closed(in_order=True)
 
     async def _grpc_stream(self, call: Call) -> AsyncGenerator[Event, None]:
@@ -183,21 +187,46 @@ def _body(call: Call) -> dict[str, Any]:
     return {
         "prompt": list(call.prompt),
         "max_tokens": call.max_tokens,
-        "temperature": 0,
         "return_token_ids": True,
+        "n": call.n,
+        "stop_token_ids": list(call.stop_ids),
+        **_sampling(call),
     }
 
 
 def _message(call: Call) -> GenerateRequest:
-    return GenerateRequest(token_ids=TokenIds(ids=call.prompt), max_tokens=call.max_tokens, temperature=0.0)
+    return GenerateRequest(
+        token_ids=TokenIds(ids=call.prompt),
+        max_tokens=call.max_tokens,
+        n=call.n,
+        stop_token_ids=call.stop_ids,
+        logprobs=call.logprobs,
+        echo=call.echo,
+        **_sampling(call),
+    )
+
+
+def _sampling(call: Call) -> dict[str, Any]:
+    if call.seed is None:
+        return {"temperature": 0.0}
+    return {"temperature": 0.7, "seed": call.seed, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.5}
 
 
 def _events(response: GenerateResponse) -> list[Event]:
-    found: list[Event] = [Tokens(tuple(response.token_ids))] if response.token_ids else []
-    if response.finish_reason:
+    found: list[Event] = []
+    for part in (response, *response.others):
+        if part.HasField("prompt"):
+            found.append(Echoed(tuple(part.prompt.token_ids), part.choice, _scores(part.prompt.scores)))
+        if part.token_ids:
+            found.append(Tokens(tuple(part.token_ids), part.choice, _scores(part.scores)))
+    if response.HasField("usage"):
         reason = FinishReason.Name(response.finish_reason).removeprefix("FINISH_REASON_").lower()
         found.append(Finished(reason, response.usage.prompt_tokens, response.usage.completion_tokens))
     return found
+
+
+def _scores(scores: Iterable[Score]) -> tuple[TokenScore, ...]:
+    return tuple(wire.score_from_pb(score) for score in scores)
 
 
 def _refused(status: int, body: bytes) -> Failed:

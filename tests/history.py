@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.pb.common_pb2 import Ledger
+from baton.types import TokenScore
 
 GRACE = 2.0  # seconds beyond its deadline in which an operation must have ended
 
@@ -23,6 +24,7 @@ GRACE = 2.0  # seconds beyond its deadline in which an operation must have ended
 EXCUSED = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"})
 
 Reference = Callable[[Sequence[int], int], Sequence[int]]  # (prompt, max_tokens) -> the whole output
+Scorer = Callable[[Sequence[int], int], Sequence[TokenScore]]  # (tokens, top) -> scores of all of them but the first
 
 
 class Door(Enum):
@@ -41,7 +43,8 @@ class Door(Enum):
 @dataclass(frozen=True, slots=True)
 class Call:
     """What a client asks. `timeout` in seconds; `give_up_after` tokens (streams only) or `give_up_in` seconds it
-    goes away."""
+    goes away. `logprobs` and `echo` through gRPC only. With `seed` the draw is one that takes noise and penalties: for
+    engines whose tokens do not depend on it."""
 
     door: Door
     prompt: tuple[int, ...]
@@ -49,11 +52,27 @@ class Call:
     timeout: float
     give_up_after: int | None = None
     give_up_in: float | None = None
+    n: int = 1
+    stop_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    echo: bool = False
+    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
     tokens: tuple[int, ...]
+    choice: int = 0
+    scores: tuple[TokenScore, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Echoed:
+    """The prompt, given back."""
+
+    tokens: tuple[int, ...]
+    choice: int = 0
+    scores: tuple[TokenScore, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +114,7 @@ class Hung:
     """The client's last patience was over."""
 
 
-Event = Tokens | Finished | Failed | Closed | Unanswered | GaveUp | Hung
+Event = Tokens | Echoed | Finished | Failed | Closed | Unanswered | GaveUp | Hung
 _ENDS = (Failed, Closed, Unanswered, GaveUp, Hung)
 
 
@@ -110,7 +129,22 @@ class Operation:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        return tuple(token for _, event in self.events if isinstance(event, Tokens) for token in event.tokens)
+        """Of the first choice."""
+        return self.output(0).tokens
+
+    @property
+    def choices(self) -> frozenset[int]:
+        """Those of which anything has come."""
+        return frozenset(event.choice for _, event in self.events if isinstance(event, Tokens | Echoed))
+
+    def output(self, choice: int) -> Tokens:
+        """All that has come of a choice."""
+        parts = [event for _, event in self.events if isinstance(event, Tokens) and event.choice == choice]
+        tokens = tuple(token for part in parts for token in part.tokens)
+        return Tokens(tokens, choice, tuple(score for part in parts for score in part.scores))
+
+    def echoed(self, choice: int) -> list[Echoed]:
+        return [event for _, event in self.events if isinstance(event, Echoed) and event.choice == choice]
 
     @property
     def end(self) -> Event | None:
@@ -122,7 +156,11 @@ class Operation:
 
     def __str__(self) -> str:
         call = self.call
-        return f"#{self.number} {call.door.value} {len(call.prompt)}+{call.max_tokens}"
+        asked = f"{call.n}x" if call.n > 1 else ""
+        asked += " stop" if call.stop_ids else ""
+        asked += " echo" if call.echo else ""
+        asked += "" if call.logprobs is None else f" logprobs={call.logprobs}"
+        return f"#{self.number} {call.door.value} {len(call.prompt)}+{call.max_tokens} {asked}".rstrip()
 
 
 class History:
@@ -157,6 +195,7 @@ def complaints(
     operations: Iterable[Operation],
     reference: Reference,
     *,
+    scorer: Scorer | None = None,
     excused: frozenset[str] = EXCUSED,
     cut_excused: bool = False,
     stop_excused: bool = False,
@@ -164,34 +203,73 @@ def complaints(
 ) -> list[str]:
     """Breaches of I2 and I3, one line each. `cut_excused`: the coordinator itself was killed, which resets its
     clients' connections without a word. `stop_excused`: it was stopped in order, and who knocks at that very moment
-    may not be heard."""
+    may not be heard. `scorer` for those that ask for scores."""
     found: list[str] = []
     for operation in operations:
         wrong = [
-            *_wrong_content(operation, reference),
+            *_wrong_content(operation, reference, scorer),
             *_wrong_end(operation, excused, cut_excused, stop_excused, grace),
         ]
         found += [f"{operation}: {line}" for line in wrong]
     return found
 
 
-def _wrong_content(operation: Operation, reference: Reference) -> list[str]:
-    tokens, finished = operation.tokens, operation.finished
-    if not tokens and finished is None:
+def _wrong_content(operation: Operation, reference: Reference, scorer: Scorer | None) -> list[str]:
+    call, finished = operation.call, operation.finished
+    if not operation.choices and finished is None:
         return []
-    right = tuple(reference(operation.call.prompt, operation.call.max_tokens))
+    right = _until_stop(tuple(reference(call.prompt, call.max_tokens)), call.stop_ids)
+    strays = operation.choices - set(range(call.n))
+    wrong = [f"I2: choices {sorted(strays)} were not asked for"] if strays else []
+    for choice in range(call.n):
+        lines = [*_wrong_tokens(operation, choice, right), *_wrong_echo(operation, choice, scorer)]
+        lines += _wrong_scores(operation, choice, right, scorer)
+        wrong += [f"I2: choice {choice}: {line}" if call.n > 1 else f"I2: {line}" for line in lines]
+    if finished is not None:
+        usage = (finished.prompt_tokens, finished.completion_tokens)
+        expected = (len(call.prompt), call.n * len(right))
+        if usage != expected:
+            wrong.append(f"I2: usage says {usage}, not {expected}")
+    return wrong
+
+
+def _until_stop(output: tuple[int, ...], stop_ids: tuple[int, ...]) -> tuple[int, ...]:
+    stops = (at + 1 for at, token in enumerate(output) if token in stop_ids)
+    return output[: next(stops, len(output))]
+
+
+def _wrong_tokens(operation: Operation, choice: int, right: tuple[int, ...]) -> list[str]:
+    tokens, finished = operation.output(choice).tokens, operation.finished
     if tokens != right[: len(tokens)]:
         at = next((i for i, pair in enumerate(zip(tokens, right, strict=False)) if pair[0] != pair[1]), len(right))
-        return [f"I2: token {at} of {len(right)} is wrong, of {len(tokens)} received ({_end_of(operation)})"]
-    if finished is None:
-        return []
-    wrong = []
-    if tokens != right:
-        wrong.append(f"I2: finished ({finished.reason}) with {len(tokens)} of {len(right)} tokens")
-    usage, expected = (finished.prompt_tokens, finished.completion_tokens), (len(operation.call.prompt), len(right))
-    if usage != expected:
-        wrong.append(f"I2: usage says {usage}, not {expected}")
-    return wrong
+        return [f"token {at} of {len(right)} is wrong, of {len(tokens)} received ({_end_of(operation)})"]
+    if finished is not None and tokens != right:
+        return [f"finished ({finished.reason}) with {len(tokens)} of {len(right)} tokens"]
+    return []
+
+
+def _wrong_scores(operation: Operation, choice: int, right: tuple[int, ...], scorer: Scorer | None) -> list[str]:
+    """As many as there are tokens, and each as it should be."""
+    call, output = operation.call, operation.output(choice)
+    expected: Sequence[TokenScore] = ()
+    if call.logprobs is not None and scorer is not None:
+        expected = scorer((*call.prompt, *right), call.logprobs)[len(call.prompt) - 1 :][: len(output.tokens)]
+    if output.scores != tuple(expected):
+        return [f"the scores of {len(output.tokens)} tokens are wrong: {len(output.scores)} have come"]
+    return []
+
+
+def _wrong_echo(operation: Operation, choice: int, scorer: Scorer | None) -> list[str]:
+    """Before all else, once, and with its scores if any are asked for."""
+    call, echoed = operation.call, operation.echoed(choice)
+    scores: Sequence[TokenScore] = ()
+    if call.echo and call.logprobs is not None and scorer is not None:
+        scores = scorer(call.prompt, call.logprobs)
+    right = [Echoed(call.prompt, choice, tuple(scores))] if call.echo else []
+    begun = bool(operation.output(choice).tokens) or operation.finished is not None
+    if echoed != right and (begun or echoed):
+        return [f"the prompt was given back {len(echoed)} times, or not as it was"]
+    return []
 
 
 def _wrong_end(
@@ -200,7 +278,7 @@ def _wrong_end(
     if not operation.events or operation.end is None:
         return ["I3: has no end"]
     wrong = []
-    kinds = [type(event).__name__ for _, event in operation.events if not isinstance(event, Tokens)]
+    kinds = [type(event).__name__ for _, event in operation.events if not isinstance(event, Tokens | Echoed)]
     match operation.end:
         case Failed(code, message) if code not in excused:
             wrong.append(f"I3: ended in {code}: {message}")
@@ -216,7 +294,7 @@ def _wrong_end(
             pass
     if len(kinds) > 1 and kinds != ["Finished", "Closed"] and kinds[-1] != "GaveUp":
         wrong.append(f"I3: more than one end: {kinds}")
-    if isinstance(operation.events[-1][1], Tokens):
+    if isinstance(operation.events[-1][1], Tokens | Echoed):
         wrong.append("I3: tokens after the end")
     late = operation.events[-1][0] - operation.began - operation.call.timeout
     if late > grace:

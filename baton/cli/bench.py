@@ -14,5 +14,5 @@ def register(app: typer.Typer) -> None:
 
 
 def bench(context: typer.Context) -> None:
-    """Measure: `baton bench serve|transfer|coordinator|engine|all`."""
+    """Measure a running system, or one that is started for it: `baton bench --help` lists what."""
     os.execv(sys.executable, [sys.executable, "-m", "benchmarks", *context.args])

@@ -9,7 +9,6 @@ import msgspec
 import typer
 
 from baton import config_flags
-from baton.cli.unbuilt import not_available
 from baton.config import Config, choices, description, resolve
 
 Endpoint = Annotated[
@@ -22,7 +21,7 @@ ApiKey = Annotated[
 ]
 AdminToken = Annotated[
     str,
-    typer.Option("--admin-token", envvar="BATON_ADMIN_TOKEN", metavar="KEY|@FILE", help="Needed from another host"),
+    typer.Option("--admin-token", envvar="BATON_ADMIN_TOKEN", metavar="KEY|@FILE", help="Needed if `up` was given one"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
@@ -37,7 +36,6 @@ PANELS = {
     "paced_prefill_us_per_token": "The paced engine",
     "log_level": "Logs",
 }
-UNBUILT_VALUES = (("transport", "grpc"),)
 # A node's own settings, which `up` decides for each node.
 PER_NODE = frozenset({"coordinator", "name", "listen", "advertise", "health_port", "host_id"})
 
@@ -62,9 +60,6 @@ def add_config_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _resolve(values: Mapping[str, Any]) -> Config:
     typed = {key: value for key, value in values.items() if value is not None and key in Config.__struct_fields__}
-    for field, value in UNBUILT_VALUES:
-        if typed.get(field) == value:
-            raise not_available(f"--{field} {value}")
     assignments = values["config_assignments"] or []
     return resolve(config_flags.given(Namespace(config_assignments=assignments, **typed)), file=values["config_file"])
 
@@ -77,7 +72,9 @@ def _option(name: str, kind: Any, info: Any) -> inspect.Parameter:
 
 def _file_options() -> list[inspect.Parameter]:
     file = typer.Option("--config", metavar="FILE", help="TOML file of settings (BATON_CONFIG)")
-    assignments = typer.Option("--set", metavar="KEY=VALUE", help="Any setting by its name; may be repeated")
+    assignments = typer.Option(
+        "--set", metavar="KEY=VALUE", help="Any setting by its name, such as dtype=float32; may be repeated"
+    )
     return [_option("config_file", str, file), _option("config_assignments", list[str], assignments)]
 
 

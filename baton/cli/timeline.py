@@ -28,7 +28,7 @@ def render(timeline: Timeline) -> RenderableType:
     for name, seconds in stages(timeline).items():
         width = round(_BAR * seconds / timeline.ttft) if timeline.ttft else 0
         table.add_row(name.replace("_", " "), f"{seconds * 1e3:.1f}", "█" * width)
-    table.add_row("[bold]first token[/]", f"[bold]{timeline.ttft * 1e3:.1f}[/]", "sum of the stages")
+    table.add_row("[bold]time to first token[/]", f"[bold]{timeline.ttft * 1e3:.1f}[/]", "the sum")
     table.add_row("whole request", f"{timeline.total * 1e3:.1f}", "")
     return Group(
         table, Text(_where(timeline)), *([Text(handoff_line(timeline.handoff))] if timeline.handoff.slabs else [])

@@ -1,5 +1,7 @@
 """How an explanation looks on a terminal: a waterfall of stages, tokens by source, attempts."""
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
@@ -22,17 +24,24 @@ def render(told: ExplainResponse) -> RenderableType:
         parts.append(Text(f"{told.attempts_left_out} attempts in the middle are not kept"))
     if told.attempts:
         parts.append(_considered(told.attempts[-1]))
+    if told.others:
+        parts.append(_choices([told, *told.others]))
     return Group(*parts)
 
 
 def _headline(told: ExplainResponse) -> str:
-    how = told.state
+    kind = "warm-up request" if told.warm_up else "request"
+    which = f", the first of {1 + len(told.others)} choices" if told.others else ""
+    return f"{kind} {told.request_id}{which}: {_outcome(told)}"
+
+
+def _outcome(told: ExplainResponse) -> str:
+    how = told.state or "not kept any more"
     if told.state == "finished":
         how += f" ({FinishReason.Name(told.finish_reason).removeprefix('FINISH_REASON_').lower()})"
     if told.HasField("error"):
         how += f": {told.error.code}: {told.error.message}"
-    kind = "warm-up request" if told.warm_up else "request"
-    return f"{kind} {told.request_id}: {how}"
+    return how
 
 
 def _stages(told: ExplainResponse) -> Table:
@@ -124,6 +133,26 @@ def _verdict(one: Candidate) -> str:
     if one.chosen:
         return "[green]chosen[/]"
     return "could have" if one.able else "had no room"
+
+
+def _choices(told: Sequence[ExplainResponse]) -> Table:
+    """All of an answer, a line each; the id of one explains it by itself."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("choice", "request", "first token", "whole", "tokens", "prefill", "decode", "how it ended"):
+        table.add_column(heading, justify="right" if heading in ("first token", "whole", "tokens") else "left")
+    for index, one in enumerate(told):
+        line = one.timeline
+        table.add_row(
+            str(index),
+            one.request_id,
+            _ms(line.ttft) if one.output_tokens else "-",
+            _ms(line.total) if one.state else "-",
+            str(one.output_tokens) if one.state else "-",
+            line.prefill_node or "-",
+            line.decode_node or "-",
+            escape(_outcome(one)),
+        )
+    return table
 
 
 def _ms(seconds: float) -> str:

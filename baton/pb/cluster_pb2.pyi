@@ -191,7 +191,7 @@ class ExplainRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class ExplainResponse(_message.Message):
-    __slots__ = ("request_id", "state", "finish_reason", "error", "prompt_tokens", "output_tokens", "max_tokens", "timeline", "decode", "sources", "attempts", "attempts_left_out", "warm_up")
+    __slots__ = ("request_id", "state", "finish_reason", "error", "prompt_tokens", "output_tokens", "max_tokens", "timeline", "decode", "sources", "attempts", "attempts_left_out", "warm_up", "others")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -205,6 +205,7 @@ class ExplainResponse(_message.Message):
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     WARM_UP_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     state: str
     finish_reason: _common_pb2.FinishReason
@@ -218,7 +219,8 @@ class ExplainResponse(_message.Message):
     attempts: _containers.RepeatedCompositeFieldContainer[AttemptReport]
     attempts_left_out: int
     warm_up: bool
-    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., timeline: _Optional[_Union[_common_pb2.Timeline, _Mapping]] = ..., decode: _Optional[float] = ..., sources: _Optional[_Union[PromptSources, _Mapping]] = ..., attempts: _Optional[_Iterable[_Union[AttemptReport, _Mapping]]] = ..., attempts_left_out: _Optional[int] = ..., warm_up: _Optional[bool] = ...) -> None: ...
+    others: _containers.RepeatedCompositeFieldContainer[ExplainResponse]
+    def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., timeline: _Optional[_Union[_common_pb2.Timeline, _Mapping]] = ..., decode: _Optional[float] = ..., sources: _Optional[_Union[PromptSources, _Mapping]] = ..., attempts: _Optional[_Iterable[_Union[AttemptReport, _Mapping]]] = ..., attempts_left_out: _Optional[int] = ..., warm_up: _Optional[bool] = ..., others: _Optional[_Iterable[_Union[ExplainResponse, _Mapping]]] = ...) -> None: ...
 
 class PromptSources(_message.Message):
     __slots__ = ("computed_prefill", "computed_decode", "local_cache", "pool", "received")

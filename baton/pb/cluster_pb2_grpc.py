@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class ClusterStub:
-    """What operators call: loopback or the admin token only.
+    """What operators call. It is open to callers on loopback, and where an admin token is set to those who send it instead,
+    as the metadata `authorization: Bearer TOKEN`.
     """
 
     def __init__(self, channel):
@@ -83,24 +84,27 @@ class ClusterStub:
 
 
 class ClusterServicer:
-    """What operators call: loopback or the admin token only.
+    """What operators call. It is open to callers on loopback, and where an admin token is set to those who send it instead,
+    as the metadata `authorization: Bearer TOKEN`.
     """
 
     def Status(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Nodes, their load, and what the coordinator counts. `baton status`.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Status again and again: at once, then when something has changed, at most every `interval_seconds`.
+        """Status again and again: at once, then when something has changed, at most every `interval_seconds`. `baton top`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Ledger(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Every node's blocks and who owns them. `baton audit`.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -121,7 +125,8 @@ class ClusterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Undrain(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Put a node back into service.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -141,8 +146,8 @@ class ClusterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ArmFailpoints(self, request, context):
-        """Arms failpoints on nodes whose name starts with `node` ("coordinator" is one too). Refused unless the cluster
-        runs with --failpoints-rpc.
+        """For tests: arms failpoints on nodes whose name starts with `node` ("coordinator" is one too). Refused unless the
+        cluster runs with --failpoints-rpc.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -205,7 +210,8 @@ def add_ClusterServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Cluster:
-    """What operators call: loopback or the admin token only.
+    """What operators call. It is open to callers on loopback, and where an admin token is set to those who send it instead,
+    as the metadata `authorization: Bearer TOKEN`.
     """
 
     @staticmethod

@@ -26,8 +26,9 @@ if _version_not_supported:
 
 
 class GenerationStub:
-    """What clients call. The same fields, bounds, errors and results as POST /v1/completions and /v1/chat/completions,
-    /tokenize and /detokenize.
+    """What clients call: what POST /v1/completions, /v1/chat/completions, /tokenize and /detokenize do, with the same fields,
+    bounds, errors and results. The API key, if one is set, is the metadata `authorization: Bearer KEY`. The call's deadline
+    is the request's; cancelling the call stops the work.
     """
 
     def __init__(self, channel):
@@ -64,38 +65,43 @@ class GenerationStub:
 
 
 class GenerationServicer:
-    """What clients call. The same fields, bounds, errors and results as POST /v1/completions and /v1/chat/completions,
-    /tokenize and /detokenize.
+    """What clients call: what POST /v1/completions, /v1/chat/completions, /tokenize and /detokenize do, with the same fields,
+    bounds, errors and results. The API key, if one is set, is the metadata `authorization: Bearer KEY`. The call's deadline
+    is the request's; cancelling the call stops the work.
     """
 
     def Generate(self, request, context):
-        """Streams one response per decode step that produced tokens for a choice; the last one of each choice carries
-        finish_reason.
+        """One message per decode step that made tokens for a choice. The last one of each choice carries finish_reason; the
+        very last one carries usage and timeline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateOnce(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The whole answer in one message: the first choice, and the other ones in `others`.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The tokens of a text, or of a conversation as the model will see it.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The text of tokens.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """What is served.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -137,8 +143,9 @@ def add_GenerationServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Generation:
-    """What clients call. The same fields, bounds, errors and results as POST /v1/completions and /v1/chat/completions,
-    /tokenize and /detokenize.
+    """What clients call: what POST /v1/completions, /v1/chat/completions, /tokenize and /detokenize do, with the same fields,
+    bounds, errors and results. The API key, if one is set, is the metadata `authorization: Bearer KEY`. The call's deadline
+    is the request's; cancelling the call stops the work.
     """
 
     @staticmethod

@@ -30,7 +30,8 @@ from coordinator.core.placement import Placement
 from coordinator.core.record import RequestState
 from coordinator.core.registry import Node, Registry
 from coordinator.core.reports import Reports
-from coordinator.core.requests import UNSERVED_PATIENCE, RequestTable, Settings
+from coordinator.core.requests import UNSERVED_PATIENCE, RequestTable
+from coordinator.core.settings import Settings
 from coordinator.core.switches import Switches
 
 
@@ -69,8 +70,8 @@ class Brain:
         except Rejected as error:
             self.counters.rejected[error.code, INTERNAL if internal else CLASS] += 1
             raise
-        for arrival in arrivals:
-            self._table.add(arrival.request, now, internal=internal, after=arrival.after)
+        records = [self._table.add(one.request, now, internal=internal, after=one.after) for one in arrivals]
+        records[0].others = tuple(record.request.id for record in records[1:])
         return self._effects(now)
 
     def join(self, info: JoinInfo, incarnation: Incarnation, now: float) -> list[Effect]:
@@ -205,14 +206,20 @@ class Brain:
         return self._table.ended.get(request)
 
     def explain(self, request: RequestId, now: float) -> ExplainResponse:
-        """Of a request that is here or has ended not long ago. Raises NotFound."""
-        record = self._table.records.get(request)
-        told = explain(record, now) if record else self._table.explanations.get(request, now)
+        """Of a request that is here or has ended not long ago, with the others of its answer if it is the first. Raises
+        NotFound."""
+        told = self._told(request, now)
         if told is None:
             raise NotFound(
                 f"there is no request {request[:64]!r}: the last {self._table.explanations.most} that have ended are "
                 f"kept (--explain-keep), for {MAX_AGE / 3600:g} h at most"
             )
+        for other in told.others:
+            known = self._told(RequestId(other.request_id), now)
+            if known is not None:
+                for attempt in known.attempts:
+                    attempt.ClearField("considered")
+                other.CopyFrom(known)
         return told
 
     def placed_on(self, node: Incarnation) -> int:
@@ -245,6 +252,10 @@ class Brain:
         return bounds
 
     # inside
+
+    def _told(self, request: RequestId, now: float) -> ExplainResponse | None:
+        record = self._table.records.get(request)
+        return explain(record, now) if record else self._table.explanations.get(request, now)
 
     def _effects(self, now: float) -> list[Effect]:
         self.switches.step(now)

@@ -33,7 +33,7 @@ class WaitingQueue:
         self._bypassed.move_to_end(request, last=False)
 
     def hold(self, request: RequestId) -> None:
-        """Until `release`, or until it is pushed or removed."""
+        """Until `release`, or until it is removed."""
         self._held.add(request)
 
     def release(self, request: RequestId) -> None:

@@ -76,9 +76,9 @@ class Attempt:
 class Record:
     """`admit_by` is set while nobody could serve the request: it is not accepted yet. Times on the brain's clock.
 
-    `followers` are requests of the same prompt that wait until this one's is in a decode node's cache; `holder` is that
-    node, for one which has waited. `pin`: a node out of service that this request, a probe, is to go through.
-    `prompt_scores` are complete, or None if they are not or nobody asked."""
+    `holder` is a decode node whose cache has the prompt, because another request brought it there. `prompt_scores` are
+    complete, or None if they are not or nobody asked. `others` are those that came in with it, if it is the first of
+    them: further choices of one answer. `pin`: a node out of service that this request, a probe, is to go through."""
 
     request: Request
     deadline: float
@@ -93,7 +93,7 @@ class Record:
     admit_by: float | None = None
     not_before: float | None = None  # it rests, out of the queue, after attempts that failed one upon the other
     avoid: frozenset[Incarnation] = frozenset()
-    followers: list[RequestId] = field(default_factory=list)
+    others: tuple[RequestId, ...] = ()
     holder: Incarnation | None = None
     prompt_scores: tuple[TokenScore, ...] | None = None
     sources: Sources | None = None

@@ -10,6 +10,7 @@ from baton.errors import BatonError, Cancelled, HandoffFailed, NodeFailed, Preem
 from baton.types import FinishReason, Incarnation, TokenEvent, TokenScore
 from coordinator.core import messages as m
 from coordinator.core import scores
+from coordinator.core.counting import count_sources
 from coordinator.core.record import Attempt, Record, RequestState
 from coordinator.core.registry import Registry
 from coordinator.core.requests import RequestTable
@@ -172,8 +173,10 @@ class Reports:
         self._table.replace(record, error, now)
 
     def _prefill_ended(self, sender: Incarnation, message: m.PrefillEnded, now: float) -> None:
-        found = self._table.current(message.key, sender)
-        if found is None:
+        """Counts while the attempt lasts: decode's word may be faster, and closes the writer's leg."""
+        found = self._table.present(message.key)
+        if found is None or sender not in (found[1].prefill, found[1].decode):
+            self._table.counters.dropped_messages["stale"] += 1
             return
         record, attempt = found
         if sender != attempt.prefill or attempt.ended is not None:
@@ -183,7 +186,7 @@ class Reports:
         attempt.notes.prefill_ended = now
         record.marks.mark("prefill_ended", now)
         self._table.loads.heard_of(sender, message.key, computed=True)
-        self._table.count_sources(record, attempt)
+        count_sources(record, attempt, self._table.counters)
         self._table.placeable = True
         self._table.last_progress = now
         if record.awaits_scores:
@@ -192,9 +195,9 @@ class Reports:
     def _handed_off(self, sender: Incarnation, message: m.HandedOff, now: float) -> None:
         """Counts whenever it comes: decode's word is often faster, and a short answer may be over by now."""
         key, report, table = message.key, message.report, self._table
-        record = table.records.get(key.request)
-        attempt = record.attempt if record else None
-        if record is not None and attempt is not None and (attempt.key, attempt.prefill) == (key, sender):
+        found = table.present(key)
+        if found is not None and found[1].prefill == sender:
+            record, attempt = found
             news = not attempt.handed_off
             attempt.handed_off = True
             record.marks.mark("committed", now)
@@ -208,7 +211,7 @@ class Reports:
                     table.committed(record, attempt)
             table.last_progress = now
         else:
-            news = record is None and table.ended.add_handoff(key, report)
+            news = key.request not in table.records and table.ended.add_handoff(key, report)
             if news:
                 table.explanations.add_handoff(key, report)
         if news:
@@ -230,7 +233,7 @@ class Reports:
         record.marks.mark("committed", now)
         self._table.loads.heard_of(sender, message.key)
         self._table.committed(record, attempt)
-        self._table.count_sources(record, attempt)
+        count_sources(record, attempt, self._table.counters)
         self._table.last_progress = now
 
     def _heartbeat(self, sender: Incarnation, message: m.Heartbeat, now: float) -> None:

@@ -4,7 +4,7 @@ Three rules hold whatever arrives: a request ends in `end` and nowhere else; wha
 nowhere else; a leg that was placed is closed in `close_leg` and nowhere else (or falls with its node in `lose_node`).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from baton.errors import (
     BatonError,
@@ -18,10 +18,11 @@ from baton.errors import (
     Unavailable,
 )
 from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, Role, TokenScore, Work
-from coordinator.core import sources
 from coordinator.core.counters import CLASS, INTERNAL, Counters
-from coordinator.core.demand import Mode, demand_of, offered
+from coordinator.core.counting import count_sources
+from coordinator.core.demand import demand_of, offered
 from coordinator.core.explain import Explanations, explain
+from coordinator.core.followers import Followers
 from coordinator.core.loads import Loads
 from coordinator.core.messages import (
     Admit,
@@ -42,29 +43,11 @@ from coordinator.core.placement import Choice, Demand, NodeView, Placement
 from coordinator.core.queue import WaitingQueue
 from coordinator.core.record import Attempt, Record, RequestState
 from coordinator.core.registry import Registry
+from coordinator.core.settings import Settings, rest_after
 from coordinator.core.timeline import Marks, Ring
 from coordinator.core.timers import Timers
 
 UNSERVED_PATIENCE = 1.0  # seconds a new request waits for nodes that could serve it
-FIRST_REST, LONGEST_REST = 0.1, 2.0  # seconds between attempts that fail
-
-
-def rest_after(failures: int) -> float:
-    """Seconds before a request is placed again. The first failure costs none: another node may well serve it. A cluster
-    that fails it again and again gets time to mend before the last attempt is spent."""
-    return min(FIRST_REST * 2.0 ** (failures - 2), LONGEST_REST) if failures > 1 else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """`answer_timeout`: seconds in which decode must answer a Submit that has a writer with Reserved or Refused.
-    `explain_keep`: ended requests that can be explained."""
-
-    mode: Mode
-    max_queue: int
-    max_attempts: int
-    answer_timeout: float
-    explain_keep: int = 0
 
 
 class RequestTable:
@@ -85,10 +68,11 @@ class RequestTable:
         self._registry = registry
         self._placement = placement
         self._settings = settings
+        self._followers = Followers(self.records, self.queue)
         self.resting: set[RequestId] = set()  # failed more than once: out of the queue until their time has come
         self._unadmitted: set[RequestId] = set()
 
-    def add(self, request: Request, now: float, *, internal: bool, after: RequestId | None = None) -> None:
+    def add(self, request: Request, now: float, *, internal: bool, after: RequestId | None = None) -> Record:
         record = Record(request, now + request.timeout, Marks(now), internal)
         if len(request.prompt) == 1:
             record.prompt_scores = ()
@@ -96,11 +80,12 @@ class RequestTable:
         self.queue.push(request.id)
         leader = self.records.get(after) if after is not None else None
         if leader is not None:
-            self._follow(record, leader)
+            self._followers.add(record, leader)
         record.admit_by = now + UNSERVED_PATIENCE
         self._unadmitted.add(request.id)
         self.timers.set(request.id, record.next_due())
         self.placeable = True
+        return record
 
     def add_probe(self, request: Request, node: Incarnation, now: float) -> None:
         """A request of our own that goes through `node`, which need not be in service, and through nodes of the other
@@ -113,17 +98,17 @@ class RequestTable:
 
     def current(self, key: AttemptKey, sender: Incarnation) -> tuple[Record, Attempt] | None:
         """The request whose present attempt is `key`, if `sender` still works on it; else the message is dropped."""
-        record = self.records.get(key.request)
-        attempt = record.attempt if record else None
-        if record is None or attempt is None or attempt.key != key or sender not in attempt.legs:
+        found = self.present(key)
+        if found is None or sender not in found[1].legs:
             self.counters.dropped_messages["stale"] += 1
             return None
-        return record, attempt
+        return found
 
-    def serviceable(self) -> bool:
-        """Are there nodes for every role that the mode needs?"""
-        decode = bool(self._registry.serving(Role.DECODE))
-        return decode and (self._settings.mode != "disaggregated" or bool(self._registry.serving(Role.PREFILL)))
+    def present(self, key: AttemptKey) -> tuple[Record, Attempt] | None:
+        """The request whose present attempt is `key`, whoever still works on it."""
+        record = self.records.get(key.request)
+        attempt = record.attempt if record else None
+        return (record, attempt) if record and attempt and attempt.key == key else None
 
     def name(self, node: Incarnation | None) -> NodeName:
         found = self._registry.nodes.get(node) if node else None
@@ -136,7 +121,7 @@ class RequestTable:
         if not self.placeable:
             return
         self.placeable = False
-        if self._unadmitted and self.serviceable():
+        if self._unadmitted and not self.missing():
             self._admit_all()
         while self.queue and self._place_one(now):
             pass
@@ -211,7 +196,7 @@ class RequestTable:
         happens to its writer from now on is nothing to this request, unless it owes the prompt's scores. Idempotent."""
         if not attempt.committed:
             attempt.committed = True
-            self._release(record, attempt.decode)
+            self.placeable |= self._followers.release(record.request.id, attempt.decode)
         if attempt.prefill is not None and not record.awaits_scores:
             self.close_leg(attempt, attempt.prefill)
 
@@ -231,21 +216,6 @@ class RequestTable:
         self.counters.generated_tokens += 0 if record.internal else len(tokens)
         self.last_progress = now
         self.out.append(Emit(record.request.id, tuple(tokens), scores))
-
-    def count_sources(self, record: Record, attempt: Attempt, *, last: bool = False) -> None:
-        """Once an attempt: when both nodes have reported, or with what is known at its end."""
-        complete = attempt.admitted is not None and (attempt.prefill is None or attempt.ended is not None)
-        known = attempt.admitted is not None or attempt.ended is not None
-        if attempt.counted or not (complete or (last and known)):
-            return
-        attempt.counted = True
-        if record.sources is None:
-            record.sources = sources.split(attempt.ended, attempt.admitted)
-            for source, tokens in record.sources._asdict().items() if not record.internal else ():
-                self.counters.prompt_tokens[source] += tokens
-        else:
-            recomputed = sources.computed(attempt.ended, attempt.admitted)
-            self.counters.recomputed_tokens[record.replaced_because] += recomputed
 
     def close_leg(self, attempt: Attempt, node: Incarnation, cancel: BatonError | None = None) -> None:
         """The node's part is over, or is to be with `cancel`. Idempotent."""
@@ -302,7 +272,7 @@ class RequestTable:
         del self.records[request]
         self.queue.remove(request)
         self.timers.clear(request)
-        self._release(record, None)
+        self.placeable |= self._followers.release(request, None)
         self._unadmitted.discard(request)
         self.resting.discard(request)
         if record.pin is not None:
@@ -366,34 +336,11 @@ class RequestTable:
 
     def missing(self) -> str:
         """What keeps the cluster from serving, "" if nothing does."""
-        wanted = (Role.DECODE, Role.PREFILL) if self._settings.mode == "disaggregated" else (Role.DECODE,)
-        return next(filter(None, map(self._registry.lacks, wanted)), "")
-
-    def _follow(self, record: Record, leader: Record) -> None:
-        """Wait, in line, until the leader's prompt is in a decode node's cache. One that asks for the prompt's scores
-        does not: somebody must compute them."""
-        ours, theirs = record.request, leader.request
-        if record.awaits_scores or (ours.prompt, ours.cache_salt) != (theirs.prompt, theirs.cache_salt):
-            return
-        if leader.attempt is not None and leader.attempt.committed:
-            record.holder = leader.attempt.decode
-        else:
-            leader.followers.append(ours.id)
-            self.queue.hold(ours.id)
-
-    def _release(self, leader: Record, holder: Incarnation | None) -> None:
-        """Those that follow wait no more: the prompt is on `holder`, or they are placed like any other."""
-        for request in leader.followers:
-            follower = self.records.get(request)
-            if follower is not None:
-                follower.holder = holder
-                self.queue.release(request)
-                self.placeable = True
-        leader.followers.clear()
+        return next(filter(None, map(self._registry.lacks, self._settings.roles)), "")
 
     def _leave_attempt(self, record: Record, attempt: Attempt, reason: BatonError) -> None:
         attempt.prompt_scores.clear()
         attempt.held.clear()
         for node in sorted(attempt.legs):
             self.close_leg(attempt, node, reason)
-        self.count_sources(record, attempt, last=True)
+        count_sources(record, attempt, self.counters, last=True)

@@ -11,12 +11,14 @@ import msgspec
 from baton import limits
 from baton.limits import MAX_SEED
 from coordinator.chat_template import ROLES
-from coordinator.http.chat_schema import ChatRequest, Message
+from coordinator.http.chat_schema import ChatRequest, Message, Part
 from coordinator.http.chat_shape import ChatCompletion
 from coordinator.http.completion_schema import CompletionRequest
 from coordinator.http.completion_shape import Completion
 from coordinator.http.decoding import Body
+from coordinator.http.descriptions import ANSWERS, NO_OP, REQUESTS, describe
 from coordinator.http.errors import ErrorBody
+from coordinator.http.fields import StreamOptions
 from coordinator.http.information import Health, Models, Version
 from coordinator.http.token_schema import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 
@@ -24,6 +26,7 @@ Json = dict[str, Any]
 
 _REQUESTS: tuple[type[Body], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Message)
 _ANSWERS = (Completion, ChatCompletion, Tokens, DetokenizedText, Models, Health, Version, ErrorBody)
+_TAKEN = {body.__name__ for body in _REQUESTS} | {StreamOptions.__name__, Part.__name__}
 _ROUTES = (
     ("/v1/completions", "The continuation of a prompt", CompletionRequest, Completion),
     ("/v1/chat/completions", "The next message of a conversation", ChatRequest, ChatCompletion),
@@ -113,6 +116,11 @@ def document(version: str) -> Json:
     _, schemas = msgspec.json.schema_components([*_REQUESTS, *_ANSWERS], ref_template="#/components/schemas/{name}")
     for body in _REQUESTS:
         _narrow(schemas[body.__name__], body)
+    for name, schema in schemas.items():
+        table = REQUESTS if name in _TAKEN else ANSWERS
+        for field, shape in schema["properties"].items():
+            if "description" not in shape:
+                shape["description"] = describe(table, name, field)
     paths: Json = {path: {"post": _post(summary, takes, gives)} for path, summary, takes, gives in _ROUTES}
     paths |= {path: {"get": _get(summary, gives)} for path, summary, gives in _PAGES}
     bearer = {"bearer": {"type": "http", "scheme": "bearer", "description": "--api-key, where one is set"}}
@@ -131,9 +139,9 @@ def _narrow(schema: Json, body: type[Body]) -> None:
         if field in properties:
             properties[field].update(bounds)
     for field, accepted in body.no_ops.items():
-        properties[field] = {"enum": [None, *accepted]}
+        properties[field] = {"enum": [None, *accepted], "description": NO_OP}
     if body is CompletionRequest:
-        properties["prompt"] = _PROMPT
+        properties["prompt"] = dict(_PROMPT)
         properties["logprobs"].update({"minimum": 0, "maximum": limits.MAX_LOGPROBS})
     for alternative in _REQUIRED[body]:
         for field in alternative["required"]:

@@ -43,7 +43,7 @@ def add_routes(app: FastAPI, intake: Intake) -> None:
             body, left = await _read(request, intake, tokenizing)
             intake.check_model(body.model)
             text, tokens = await intake.tokenize(body.wording, body.add_special_tokens, left)
-        pieces = [text.piece(token) for token in tokens] if body.return_token_strs else None
+        pieces = await text.pieces(tokens) if body.return_token_strs else None
         return json_response(Tokens(len(tokens), intake.served()[1], tokens, pieces))
 
     async def detokenize(request: Request) -> Response:

@@ -141,10 +141,6 @@ class BlockPool:
         self.share((*blocks, partial.source) if partial else blocks, owner)
         return PrefixMatch(tuple(blocks), partial, covered + (partial.num_tokens if partial else 0))
 
-    def peek_prefix(self, chain: HashChain, max_tokens: int) -> int:
-        """How many tokens `match_prefix` would cover with whole blocks; takes no reference."""
-        return len(self._find_blocks(chain, max_tokens)) * self.block_size
-
     def seal_block(self, block: BlockIndex, chain: HashChain, number: int, length: int | None = None) -> None:
         """`block` is logical block `number` of `chain`, computed and committed: make it findable. With `length` only
         its first tokens, so many: its owner goes on writing behind them, and seals the block again when it is full.

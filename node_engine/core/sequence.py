@@ -18,7 +18,7 @@ from enum import Enum
 from baton.types import AttemptKey, BlockIndex, TicketId, Work
 from node_engine.core.hash_chain import HashChain
 from node_engine.core.ledger import LedgerError
-from node_engine.core.step import ScoreSpec, SequenceId, Slice
+from node_engine.core.step import ScoreSpec, SequenceId
 from node_engine.core.token_counts import TokenCounts, penalizes
 
 
@@ -141,12 +141,6 @@ class Sequence:
         del self.tokens[self.context_len :]
         self.num_computed = self.num_cached = self.num_sealed = 0
         self.counts = None
-
-    def blocks_completed(self, piece: Slice) -> range:
-        """Logical blocks of the context that `piece`, a slice of it, leaves final. Chunks end on block boundaries,
-        except the last of the context; what precedes the first slice's blocks is final from admission on."""
-        size = self.chain.block_size
-        return range(piece.start // size, -(-(piece.start + len(piece.tokens)) // size))
 
     def become(self, state: SequenceState) -> None:
         if state not in _LEGAL[self.state]:

@@ -18,7 +18,6 @@ from tests.history import (
     Failed,
     History,
     Operation,
-    Reference,
     Tokens,
     complaints,
     held,
@@ -35,12 +34,11 @@ _QUIET = 10.0  # seconds from the end of a load until nothing is held
 class Arena:
     """One cluster, used for many rounds. After a round with complaints it is not to be used again."""
 
-    def __init__(self, cluster: LinkedCluster, reference: Reference, load: Load) -> None:
+    def __init__(self, cluster: LinkedCluster, load: Load) -> None:
         self.cluster = cluster
         self._asks = load
         self._probe = Call(Door.GRPC_STREAM, load.prompt(random.Random(0)), 5, TIMEOUT)
         self.outcomes: Counter[str] = Counter()
-        self._reference = reference
 
     async def play(self, one: Round) -> list[str]:
         """Everything that was wrong, by invariant; see tests/history.py."""
@@ -98,7 +96,8 @@ class Arena:
     def _judged(self, history: History, one: Round) -> list[str]:
         return complaints(
             history.operations,
-            self._reference,
+            self._asks.outputs,
+            scorer=self._asks.scorer,
             cut_excused=COORDINATOR in one.killed,
             stop_excused=COORDINATOR in one.victims,
         )
@@ -118,7 +117,7 @@ class Arena:
         probes = [await clients.perform(self._probe) for _ in range(len(self.cluster.nodes))]
         bad = [str(probe.events[-1][1]) for probe in probes if probe.end != Closed(in_order=True)]
         wrong = [f"I6: a probe of the healed cluster ended in {end}" for end in bad]
-        wrong += complaints(probes, self._reference)
+        wrong += complaints(probes, self._asks.outputs)
         return wrong + await self._still_held()
 
     async def _still_held(self) -> list[str]:

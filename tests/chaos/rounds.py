@@ -2,14 +2,14 @@
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.cli.plan import COORDINATOR
 from baton.failpoints import POINTS, Action
 from baton.types import Role
 from tests.chaos.faults import Failpoint, Fault, Freeze, HalfClose, Kill, Noise, Nothing, Reset, Restart, Storm, Strand
 from tests.fault_proxy import BOTH, Way, Weather
-from tests.history import Call, Door
+from tests.history import Call, Door, Reference, Scorer
 
 TIMEOUT = 6.0  # seconds that a client allows an operation
 SHORT, LONG = 0.4, 2.2  # seconds: within everybody's patience, and beyond it (tests/linked_cluster.py IMPATIENT)
@@ -18,15 +18,22 @@ _DELAYS = (0.02, 0.2, LONG)
 LONGEST_OUTPUT = 24
 _OUTPUTS = (1, 2, 3, 8, 17, LONGEST_OUTPUT)
 _GIVING_UP = 0.2  # share of calls whose client goes away
+_CHOICES = (1, 1, 1, 1, 2, 4)
+_STOPPED = 0.2  # share of calls with a stop id that comes, or does not
+_SCORED = 0.3  # share of calls through gRPC that ask for scores, where they are known
+_ECHOED = 0.3  # share of calls through gRPC that want the prompt back
 _SECOND_FAULT = 0.25  # share of rounds in which two faults strike at once
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What clients ask for: `prompt` draws one."""
+    """What clients ask for: `prompt` draws one. `outputs` has the whole one of each, as reference. `scorer` is there if
+    tokens depend on the context alone, and says how they are scored: any sampling and scores may then be asked for."""
 
     clients: int
     prompt: Callable[[random.Random], tuple[int, ...]]
+    outputs: Reference
+    scorer: Scorer | None = None
 
     def calls(self, seed: int) -> Iterator[Call]:
         """Without end, in the order in which clients make them."""
@@ -35,7 +42,7 @@ class Load:
             yield self._call(rng)
 
     def _call(self, rng: random.Random) -> Call:
-        door = rng.choice(list(Door))
+        door, prompt = rng.choice(list(Door)), self.prompt(rng)
         max_tokens = rng.choice(_OUTPUTS)
         after = within = None
         if rng.random() < _GIVING_UP:
@@ -43,7 +50,18 @@ class Load:
                 after = rng.randint(1, max_tokens)
             else:
                 within = rng.uniform(0.0, 0.3)
-        return Call(door, self.prompt(rng), max_tokens, TIMEOUT, give_up_after=after, give_up_in=within)
+        call = Call(door, prompt, max_tokens, TIMEOUT, give_up_after=after, give_up_in=within, n=rng.choice(_CHOICES))
+        if rng.random() < _STOPPED:
+            call = replace(call, stop_ids=(rng.choice(self.outputs(prompt, LONGEST_OUTPUT)),))
+        return call if self.scorer is None else self._scored(rng, call)
+
+    @staticmethod
+    def _scored(rng: random.Random, call: Call) -> Call:
+        call = replace(call, seed=rng.choice((None, rng.getrandbits(62))))
+        if call.door not in (Door.GRPC_STREAM, Door.GRPC_ONCE):
+            return call
+        logprobs = rng.choice((0, 1, 5)) if rng.random() < _SCORED else None
+        return replace(call, logprobs=logprobs, echo=rng.random() < _ECHOED)
 
 
 @dataclass(frozen=True, slots=True)

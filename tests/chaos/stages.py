@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from node_engine.paced import paced_reference
+from node_engine.paced import paced_reference, paced_scores
 from tests.chaos.rounds import LONGEST_OUTPUT, Load
-from tests.history import Reference
 from tests.models import VOCAB, build_model, clear_prompts, load_reference
 
 _PACED_VOCAB = 32000
@@ -27,7 +26,6 @@ class Stage:
     """`settings` are those of LinkedCluster."""
 
     load: Load
-    reference: Reference
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -53,13 +51,13 @@ def names() -> Sequence[str]:
 def _wide(_: Path) -> Stage:
     lengths = (1, 2, 15, 16, 17, 31, 33, 64, 100, 130, 200, 257, 300)  # around block and chunk boundaries
     settings = {"prefill": 2, "decode": 2, "per_node": _ELSEWHERE}
-    return Stage(Load(6, _random_prompts(lengths, _PACED_VOCAB)), paced_reference, settings)
+    return Stage(Load(6, _random_prompts(lengths, _PACED_VOCAB), paced_reference, paced_scores), settings)
 
 
 def _tight(_: Path) -> Stage:
     lengths = (16, 33, 300, 511, 512, 640, 800, 960)
     settings = {"prefill": 1, "decode": 2, "per_node": _BY_GRPC, "paced_prefill_us_per_token": 60.0}
-    return Stage(Load(14, _random_prompts(lengths, _PACED_VOCAB)), paced_reference, settings)
+    return Stage(Load(14, _random_prompts(lengths, _PACED_VOCAB), paced_reference, paced_scores), settings)
 
 
 def _model(folder: Path) -> Stage:
@@ -80,8 +78,7 @@ def _model(folder: Path) -> Stage:
         "threads": "1",
     }
     return Stage(
-        Load(4, lambda rng: rng.choice(tuple(answers))),
-        lambda prompt, n: answers[tuple(prompt)][:n],
+        Load(4, lambda rng: rng.choice(tuple(answers)), lambda prompt, n: answers[tuple(prompt)][:n]),
         settings,
     )
 

@@ -45,7 +45,7 @@ class Stages:
             self._opened += 1
             self._cluster = LinkedCluster(self._folder / f"cluster-{self._opened}", seed=seed, **stage.settings)
             await self._open.enter_async_context(self._cluster)
-            self._arena, self._name = Arena(self._cluster, stage.reference, stage.load), name
+            self._arena, self._name = Arena(self._cluster, stage.load), name
         return self._arena
 
     async def abandon(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import pytest
+from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from baton.errors import ConfigError, PeerGone
@@ -159,6 +160,15 @@ def test_certificates_of_one_token_differ_and_share_their_authority() -> None:
     authority = certificates._authority(TOKEN)
     issued = [certificates._issue(authority, "a.b", ExtendedKeyUsageOID.CLIENT_AUTH) for _ in range(2)]
     assert len({key for key, _ in issued}) == len({shown for _, shown in issued}) == 2
+
+
+def test_certificates_are_good_by_every_clock() -> None:
+    """Also by one that was never set and stands at the epoch, and by one that is far ahead."""
+    authority = certificates._authority(TOKEN)
+    _, issued = certificates._issue(authority, "a.b", ExtendedKeyUsageOID.CLIENT_AUTH)
+    for shown in map(x509.load_pem_x509_certificate, (issued, certificates._self_signed(authority))):
+        assert shown.not_valid_before_utc.timestamp() <= 0
+        assert shown.not_valid_after_utc.year == 9999
 
 
 @pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)

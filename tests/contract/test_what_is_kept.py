@@ -1,6 +1,7 @@
 """What planes keep of hand-offs that are over: little, and no more with every one."""
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,10 +12,12 @@ import pytest
 from baton.errors import ChecksumMismatch, HandoffFailed, Stale
 from baton.types import Incarnation
 from kv_transfer.departures import Departures
+from kv_transfer.grpc_decode_link import GrpcDecodeLink
+from kv_transfer.grpc_writer_link import GrpcDialer
 from kv_transfer.inbound_plane import InboundTransfer
 from kv_transfer.outbound_plane import OutboundTransfer
 from kv_transfer.plane import SealInfo
-from tests.contract.rig import BACKENDS, Rig, eventually, rig
+from tests.contract.rig import BACKENDS, QUICK, TOKEN, Rig, eventually, rig
 
 
 def _departures(pair: Rig) -> Departures:
@@ -122,3 +125,20 @@ def test_two_failures_of_one_write_lose_its_ticket_once(backend: str, tmp_path: 
         pair.aborted(key, ChecksumMismatch)
         assert pair.decode_events.rest() == []
         pair.works()
+
+
+def test_a_grpc_link_that_is_closed_keeps_no_thread() -> None:
+    """Also while somebody still refers to it. The threads that answer are not daemons: the process could not end."""
+    before = set(threading.enumerate())
+    decode = GrpcDecodeLink(TOKEN, QUICK)
+    writers = [GrpcDialer(TOKEN, QUICK).dial(decode.endpoint) for _ in range(3)]
+    for writer in writers:
+        writer.send(b"frame")
+        eventually(lambda: decode.receive() is not None)
+    writers[0].close()
+    decode.close()
+    assert not [each for each in set(threading.enumerate()) - before if not each.daemon]
+    eventually(lambda: all(writer.loss() is not None for writer in writers[1:]))
+    for writer in writers[1:]:
+        writer.close()
+    eventually(lambda: set(threading.enumerate()) <= before)

@@ -14,7 +14,7 @@ from typing import Any, Self
 import grpc
 
 from baton.pb.common_pb2 import Ledger
-from node_engine.paced import paced_reference
+from node_engine.paced import paced_reference, paced_scores
 from tests.clients import Clients
 from tests.history import Call, Closed, Door, History, Operation, complaints, held, unbalanced
 from tests.linked_cluster import LinkedCluster
@@ -170,7 +170,7 @@ class Scene:
         operations = self.clients.history.operations
         fresh, self._judged = operations[self._judged :], len(operations)
         cut, self.coordinator_died = self.coordinator_died, False
-        return complaints(fresh, paced_reference, cut_excused=cut)
+        return complaints(fresh, paced_reference, scorer=paced_scores, cut_excused=cut)
 
 
 class Trap:

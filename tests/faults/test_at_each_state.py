@@ -2,13 +2,14 @@
 
 Each state is held by a failpoint, long enough for the fault to strike there as soon as somebody has come to it. The
 request under way, which one fault can delay and not break, ends with the reference's tokens (only the coordinator's own
-death may end it), and every block comes back.
+death may end it), and every block comes back. It is one output, or several of one prompt, or asks for its prompt back
+with scores.
 """
 
 import asyncio
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from kv_transfer.core.departure import DepartureState
 from kv_transfer.core.landing import LandingState
 from tests.chaos.faults import Fault, Freeze, Kill, Restart
 from tests.faults.scene import Scene, call
-from tests.history import Closed, Door
+from tests.history import Call, Closed, Door
 
 HOLD = 0.6  # seconds
 LASTS = 1.4  # seconds: longer than the coordinator's and the tickets' patience (tests/linked_cluster.py IMPATIENT)
@@ -53,13 +54,20 @@ PASSING = {
 FAULTS = {"kill": Kill, "freeze": Freeze, "restart": Restart}
 VICTIMS = (COORDINATOR, "prefill-0", "decode-0", "decode-1")
 CASES = list(itertools.product(HELD, FAULTS, VICTIMS))
+ONE_SIDED = {LandingState.QUARANTINED}  # no block is ever, where the bytes land by decode's own hand
+SOME_OVER_GRPC = 4
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "state" in metafunc.fixturenames:
-        rng = random.Random(metafunc.config.getoption("--chaos-seed"))
-        some = [(state, rng.choice(tuple(FAULTS)), rng.choice(VICTIMS)) for state in HELD]  # the others are thorough
-        metafunc.parametrize(("state", "fault", "victim"), [_case(*case, thorough=case not in some) for case in CASES])
+    if "state" not in metafunc.fixturenames:
+        return
+    rng = random.Random(metafunc.config.getoption("--chaos-seed"))
+    some = [(state, rng.choice(tuple(FAULTS)), rng.choice(VICTIMS)) for state in HELD]  # the others are thorough
+    cases = CASES
+    if "grpc_scene" in metafunc.fixturenames:
+        some = rng.sample([case for case in some if case[0] not in ONE_SIDED], SOME_OVER_GRPC)
+        cases = [case for case in CASES if case[0] not in ONE_SIDED]
+    metafunc.parametrize(("state", "fault", "victim"), [_case(*case, thorough=case not in some) for case in cases])
 
 
 def _case(state: State, fault: str, victim: str, *, thorough: bool) -> Any:
@@ -72,12 +80,27 @@ def test_every_state_is_covered() -> None:
     assert not set(HELD) & set(PASSING)
 
 
+def _asked(state: State, fault: str, victim: str) -> Call:
+    """With a prompt that nobody holds yet: one output, several, or one with scores."""
+    one = call(Door.SSE, 100, 12, salt=2000 + CASES.index((state, fault, victim)))
+    kinds = (one, replace(one, n=3), replace(one, door=Door.GRPC_STREAM, echo=True, logprobs=2))
+    return kinds[(list(HELD).index(state) + list(FAULTS).index(fault) + VICTIMS.index(victim)) % len(kinds)]
+
+
 @pytest.mark.asyncio(loop_scope="session")
 async def test_struck_in_a_state(scene: Scene, state: State, fault: str, victim: str) -> None:
+    await _strike(scene, state, fault, victim)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_struck_in_a_state_over_grpc(grpc_scene: Scene, state: State, fault: str, victim: str) -> None:
+    await _strike(grpc_scene, state, fault, victim)
+
+
+async def _strike(scene: Scene, state: State, fault: str, victim: str) -> None:
     held = HELD[state]
     trap = await scene.arm(held.process, held.spec)
-    prompt = CASES.index((state, fault, victim))
-    asked = scene.ask(call(Door.SSE, 100, 12, salt=prompt))
+    asked = scene.ask(_asked(state, fault, victim))
     if state is LandingState.QUARANTINED:
         await scene.until_blocks("quarantined")
     else:

@@ -12,16 +12,17 @@ from tests.history import Door, Failed
 
 HOLD = 0.5  # seconds
 LONG = 600  # tokens: seconds of decoding, if nobody stops it
+UNSEEN = itertools.count(1000)  # a prompt that decode holds already is not handed over
 Caught = Callable[[Scene, Door], Awaitable[Asked]]
 
 
 async def queued(scene: Scene, door: Door) -> Asked:
     """Behind two prompts that fill the prefill node's window."""
     await scene.cluster.arm("prefill", f"prefill.layer.before=delay({HOLD})*2")
-    for salt in (1, 2):
-        scene.ask(call(Door.GRPC_ONCE, 200, 2, salt=salt))
+    for _ in range(2):
+        scene.ask(call(Door.GRPC_ONCE, 200, 2, salt=next(UNSEEN)))
     await scene.until_placed(2)
-    asked = scene.ask(call(door, 300, LONG))
+    asked = scene.ask(call(door, 300, LONG, salt=next(UNSEEN)))
     await scene.until_queued()
     return asked
 
@@ -29,7 +30,7 @@ async def queued(scene: Scene, door: Door) -> Asked:
 async def placed(scene: Scene, door: Door) -> Asked:
     """Decode has not answered yet."""
     await scene.cluster.arm("decode", f"decode.allocate.before=delay({HOLD})*1")
-    asked = scene.ask(call(door, 100, LONG, salt=1))
+    asked = scene.ask(call(door, 100, LONG, salt=next(UNSEEN)))
     await scene.until_placed()
     return asked
 
@@ -37,13 +38,13 @@ async def placed(scene: Scene, door: Door) -> Asked:
 async def reserved(scene: Scene, door: Door) -> Asked:
     """Decode has set blocks aside, and prefill is at its first layer."""
     await scene.cluster.arm("prefill", f"prefill.layer.before=delay({HOLD})*1")
-    asked = scene.ask(call(door, 100, LONG, salt=2))
+    asked = scene.ask(call(door, 100, LONG, salt=next(UNSEEN)))
     await scene.until_blocks("reserved", "writing")
     return asked
 
 
 async def streaming(scene: Scene, door: Door) -> Asked:
-    asked = scene.ask(call(door, 100, LONG, salt=3))
+    asked = scene.ask(call(door, 100, LONG, salt=next(UNSEEN)))
     if door.streams:
         await scene.until_tokens(asked, 3)
     else:
@@ -53,7 +54,7 @@ async def streaming(scene: Scene, door: Door) -> Asked:
 
 async def finished(scene: Scene, door: Door) -> Asked:
     """At the very moment of the last token."""
-    asked = scene.ask(call(door, 100, 3, salt=4))
+    asked = scene.ask(call(door, 100, 3, salt=next(UNSEEN)))
     await scene.until_tokens(asked, 3)
     return asked
 
@@ -61,7 +62,7 @@ async def finished(scene: Scene, door: Door) -> Asked:
 async def failed(scene: Scene, door: Door) -> Asked:
     """Its deadline has just passed."""
     await scene.cluster.arm("prefill", f"prefill.layer.before=delay({HOLD})*1")
-    asked = scene.ask(call(door, 100, LONG, salt=5, timeout=0.3))
+    asked = scene.ask(call(door, 100, LONG, salt=next(UNSEEN), timeout=0.3))
     await scene.until("an end", lambda: asked.operation.end)
     assert isinstance(asked.operation.end, Failed)
     assert asked.operation.end.code == "DEADLINE_EXCEEDED"

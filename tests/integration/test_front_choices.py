@@ -9,9 +9,12 @@ import pytest
 import pytest_asyncio
 
 from baton.errors import NodeGone
+from baton.limits import MAX_PROMPT_SCORES
 from baton.pb import generation_pb2 as pb
-from baton.types import TokenScore
-from coordinator.generation import Delta, PromptScores
+from baton.types import SamplingParams, TokenScore
+from coordinator.answer import Answer, Choice
+from coordinator.generation import Delta, PromptScores, Submission
+from coordinator.telling import ECHO_STEP, Teller
 from tests.integration.front_fixtures import FakeGeneration, Front, count_up, done, grpc_error, serving
 from tests.integration.front_text import byte_level, byte_tokens, hello_tokenizer, ids_of
 
@@ -290,3 +293,63 @@ async def test_grpc_tells_the_same(front: Front) -> None:
     assert not any(part.HasField("usage") for part in [*parts[:-1], *once.others])
     over_http = await post(front, prompt=[list(prompt) for prompt in prompts], n=2, max_tokens=2, echo=True, seed=5)
     assert [choice["text"] for choice in over_http["choices"]] == [one.prompt.text + one.text for one in whole]
+
+
+async def test_scores_of_prompts_are_bounded(front: Front) -> None:
+    """They are held until they are told, and a body has room for a million tokens."""
+    fields = {"prompt": [[7] * 500] * 128, "max_tokens": 1, "echo": True}
+    response = await front.http.post("/v1/completions", json={**fields, "logprobs": 20})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "logprobs"
+    for part in ("logprobs is 20", "64000 tokens", str(64000 * 21), str(MAX_PROMPT_SCORES)):
+        assert part in response.json()["error"]["message"]
+    assert front.brain.submissions == []
+    assert (await front.http.post("/v1/completions", json=fields)).status_code == 200
+
+
+@pytest.mark.parametrize("as_ids", [False, True], ids=["text", "token ids"])
+async def test_a_long_scored_prompt_is_told_in_parts(front: Front, as_ids: bool) -> None:
+    """What names twenty tokens for each of very many takes long to word, and outgrows a gRPC message."""
+    texts = ["hello wörld 😀 " * 90, "hello " * 300]
+    prompts = [list(ids_of(text)) for text in texts] if as_ids else texts
+    fields: dict[str, Any] = {"prompt": prompts, "n": 2, "max_tokens": 1, "echo": True, "logprobs": 1}
+    answer = await post(front, **fields)
+    parts = await stream(front, **fields)
+    assert gathered(parts) == answer["choices"]
+    told = [part["choices"][0]["logprobs"]["tokens"] for part in parts if part["choices"][0]["logprobs"]]
+    assert max(map(len, told)) == ECHO_STEP
+    for choice in answer["choices"]:
+        logprobs, text = choice["logprobs"], choice["text"]
+        assert text[:-1] == texts[choice["index"] // 2]
+        assert len(logprobs["tokens"]) == len(ids_of(text[:-1])) + 1
+        whole = [
+            (token, text[start : start + len(token)])
+            for token, start in zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
+            if not token.startswith("bytes:")
+        ]
+        assert all(token == found for token, found in whole)
+        assert len(whole) > ECHO_STEP
+
+
+async def test_a_long_scored_prompt_over_grpc(front: Front) -> None:
+    text = "hello wörld 😀 " * 90
+    request = pb.GenerateRequest(text=text, max_tokens=1, echo=True, logprobs=1)
+    once = await front.stub.GenerateOnce(request)
+    echoes = [message.prompt async for message in front.stub.Generate(request) if message.HasField("prompt")]
+    assert once.prompt.text == text == "".join(echo.text for echo in echoes)
+    assert tuple(once.prompt.token_ids) == ids_of(text) == tuple(token for echo in echoes for token in echo.token_ids)
+    assert len(once.prompt.scores) == len(ids_of(text)) - 1 == sum(len(echo.scores) for echo in echoes)
+    assert max(len(echo.token_ids) for echo in echoes) == ECHO_STEP
+
+
+async def test_the_failure_of_one_choice_ends_the_others_though_nobody_reads(front: Front) -> None:
+    """The others must not run on until the client has taken the error."""
+    front.brain.script = lambda generation: generation.give(Delta((1,)))
+    generations = await front.brain.submit_all([Submission((1,), SamplingParams(4), 9.0, choice=n) for n in range(3)])
+    choices = [Choice(one, Teller(n, hello_tokenizer().detokenizer()), 0) for n, one in enumerate(generations)]
+    pieces = Answer("m", 0, hello_tokenizer(), [(1,)], choices).pieces()
+    generations[1].give(NodeGone("node d0 is gone"))
+    with pytest.raises(NodeGone):
+        async for _ in pieces:
+            pass
+    assert [one.cancelled.is_set() for one in generations] == [True, False, True]

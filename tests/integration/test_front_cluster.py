@@ -82,6 +82,7 @@ async def test_echoed_log_probabilities_are_the_models_own(http: httpx.AsyncClie
     prompts = [tokenizer.encode(text).ids for text in (PROMPT, "def handoff(blocks): return")]
     fields = {"prompt": prompts, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
     answer = await ask(http, **fields)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
     for ids, choice in zip(prompts, answer["choices"], strict=True):
         with torch.inference_mode():
             scores = torch.log_softmax(reference(torch.tensor([ids])).logits[0].double(), dim=-1)
@@ -93,6 +94,58 @@ async def test_echoed_log_probabilities_are_the_models_own(http: httpx.AsyncClie
         assert best == pytest.approx(scores.max(dim=-1).values.tolist(), abs=1e-4)
         assert told["token_logprobs"][-1] == best[-1]
         assert choice["text"].startswith(tokenizer.decode(ids))
+
+
+async def test_the_log_probabilities_of_answers_are_the_models_own(
+    http: httpx.AsyncClient, cluster: Cluster, model: Path
+) -> None:
+    """Of every token of every choice, over each front door, though they were drawn with penalties and temperature."""
+    reference = load_reference(model)
+    ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(PROMPT).ids
+    drawn = {"max_tokens": 9, "temperature": 1.4, "seed": 3, "n": 3, "frequency_penalty": 1.0}
+
+    def expected(tokens: list[int]) -> tuple[list[float], list[list[float]]]:
+        """The log probability of each token, and those of the two best in its place."""
+        with torch.inference_mode():
+            scores = torch.log_softmax(reference(torch.tensor([ids + tokens])).logits[0].double(), dim=-1)
+        rows = scores[len(ids) - 1 : -1]
+        return [float(row[token]) for row, token in zip(rows, tokens, strict=True)], rows.topk(2).values.tolist()
+
+    answer = await ask(http, prompt=ids, logprobs=2, return_token_ids=True, **drawn)
+    assert len({tuple(choice["token_ids"]) for choice in answer["choices"]}) > 1
+    for choice in answer["choices"]:
+        told = choice["logprobs"]
+        exact, best = expected(choice["token_ids"])
+        assert told["token_logprobs"] == pytest.approx(exact, abs=1e-4)
+        assert [sorted(top.values())[-2:] for top in told["top_logprobs"]] == [
+            pytest.approx(sorted(two), abs=1e-4) for two in best
+        ]
+    async with grpc.aio.insecure_channel(cluster.where.grpc) as channel:
+        first = await GenerationStub(channel).GenerateOnce(pb.GenerateRequest(text=PROMPT, logprobs=2, **drawn))
+    for one, choice in zip([first, *first.others], answer["choices"], strict=True):
+        assert list(one.token_ids) == choice["token_ids"]
+        exact, best = expected(list(one.token_ids))
+        assert [score.logprob for score in one.scores] == pytest.approx(exact, abs=1e-4)
+        assert [list(score.top_logprobs) for score in one.scores] == [pytest.approx(two, abs=1e-4) for two in best]
+    talk = {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": 2}
+    chat = await ask(http, "/v1/chat/completions", return_token_ids=True, **talk, **drawn)
+    ids = (await ask(http, "/tokenize", messages=talk["messages"]))["tokens"]
+    for choice in chat["choices"]:
+        exact, best = expected(choice["token_ids"])
+        content = choice["logprobs"]["content"]
+        assert [token["logprob"] for token in content] == pytest.approx(exact, abs=1e-4)
+        tops = [[top["logprob"] for top in token["top_logprobs"]] for token in content]
+        assert tops == [pytest.approx(two, abs=1e-4) for two in best]
+
+
+async def test_all_choices_of_an_answer_can_be_explained(http: httpx.AsyncClient, cluster: Cluster) -> None:
+    fields = {"prompt": [PROMPT, "another one"], "n": 2, "max_tokens": 4, "ignore_eos": True}
+    response = await http.post("/v1/completions", json=fields)
+    async with httpx.AsyncClient(base_url=cluster.admin) as admin:
+        told = (await admin.get(f"/admin/explain/{response.headers['x-baton-request-id']}")).json()
+    everyone = [told, *told["others"]]
+    assert [(one["state"], one["output_tokens"]) for one in everyone] == [("finished", 4)] * 4
+    assert [one["attempts"][0]["prefill_node"] for one in everyone] == ["prefill-0", "", "prefill-0", ""]
 
 
 async def test_short_answers_streamed_are_the_same(http: httpx.AsyncClient) -> None:

@@ -1,8 +1,10 @@
 """The documentation names what there is: every reference resolves, and every state, message, frame, error, setting,
 metric, failpoint and dependency has its place."""
 
+import argparse
 import ast
 import dataclasses
+import importlib
 import importlib.util
 import re
 import tomllib
@@ -10,13 +12,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
+from baton import wire
 from baton.cli.main import app
 from baton.cli.unbuilt import COMMANDS as UNBUILT
+from baton.cli.up import UNBUILT as UNBUILT_OPTIONS
 from baton.config import Config
 from baton.errors import BY_CODE, HandoffFailed, NodeFailed
 from baton.failpoints import POINTS
 from baton.pb import cluster_pb2
+from benchmarks.__main__ import COMMANDS as BENCHMARKS
+from benchmarks.__main__ import NOT_AVAILABLE as UNBUILT_BENCHMARKS
+from benchmarks.__main__ import _parser
+from coordinator.admin import NOT_YET as UNBUILT_ROUTES
 from coordinator.dispatcher import Dispatcher
 from coordinator.metrics import Metrics
 from kv_transfer.core import events, frames
@@ -28,6 +37,8 @@ PAGES = sorted(
 )
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 PROTOCOL = (ROOT / "docs" / "protocol.md").read_text()
+
+OTHERS_OPTIONS = {"--build", "--wait", "--every-fault"}  # docker's, pytest's
 
 _REFERENCE = re.compile(r"`([\w./]+\.py):([A-Za-z_][\w.]*)`")
 _FILE = re.compile(r"`((?:[\w-]+/)+[\w.-]*)`")
@@ -215,6 +226,11 @@ def test_messages_of_the_node_link_are_documented(message: str) -> None:
     assert {f"`{kind.message_type.name}`" for kind in kinds} <= told
 
 
+def test_the_protocols_versions_are_documented() -> None:
+    (told,) = re.findall(r"Both planes speak version (\d+) ", PROTOCOL)
+    assert int(told) == wire.PROTOCOL_VERSION == frames.PROTOCOL_VERSION
+
+
 def test_frames_and_events_are_documented() -> None:
     text = section(PROTOCOL, "The transfer plane")
     told = {row[0].strip("`"): row[1] for row in rows(text)}
@@ -241,8 +257,9 @@ def test_failpoints_are_documented() -> None:
 
 
 def test_dependencies_are_documented() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    described = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, build = described["project"], described["build-system"]["requires"]
+    groups = [project["dependencies"], *project["optional-dependencies"].values(), build]
     wanted = {re.match(r"[\w.-]+", line)[0] for group in groups for line in group}  # type: ignore[index]
     text = (ROOT / "docs" / "dependencies.md").read_text()
     told = {name for row in rows(text) for name in re.findall(r"`([\w.-]+)`", row[0])}
@@ -252,15 +269,43 @@ def test_dependencies_are_documented() -> None:
 def test_commands_are_the_ones_there_are() -> None:
     text = (ROOT / "README.md").read_text()
     built = {each.name for each in [*app.registered_commands, *app.registered_groups]} - UNBUILT.keys()
-    used = set(re.findall(r"^(?:\$ )?(?:\.venv/bin/)?baton (\w+)", text, re.MULTILINE))
-    table = {row[0] for row in rows(section(text, "Command line"))}
+    used = set(re.findall(r"(?:^(?:\$ )?(?:\.venv/bin/|BATON_\w+=\S+ )?|; )baton (\w+)", text, re.MULTILINE))
+    table = {row[0] for row in rows(section(text, "Operating it"))}
     listed = {match[1] for cell in table if (match := re.match(r"`baton (\w+)", cell))}
     assert listed == built
     assert used <= built
-    for name in UNBUILT:
-        assert f"`{name}`" in section(text, "Command line"), name
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in PAGES:
-        assert set(re.findall(r"\bmake ([a-z]+)`", page.read_text())) <= targets, page
+        assert set(re.findall(r"(?:^|`)make ([a-z]+)\b", page.read_text(), re.MULTILINE)) <= targets, page
     modules = {name for page in PAGES for name in re.findall(r"python -m ([\w.]+)", page.read_text())}
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
+
+
+def test_what_is_not_built_is_said() -> None:
+    text = section((ROOT / "README.md").read_text(), "What is not there yet")
+    told = set(re.findall(r"`([^`]+)`", text))
+    commands = {f"baton {name}" for name in UNBUILT} | {f"baton bench {name}" for name in UNBUILT_BENCHMARKS}
+    options = {"--" + name.replace("_", "-") for name in UNBUILT_OPTIONS}
+    routes = {path if path != "/" else f"{method} /" for path, method in UNBUILT_ROUTES}
+    assert commands | options | routes <= told
+
+
+def test_options_that_the_pages_name_exist() -> None:
+    """Of any command or process of ours, or of a tool that the page is about."""
+    known = {"--" + field.replace("_", "-") for field in Config.__struct_fields__}
+    known |= {
+        option for command in get_command(app).commands.values() for each in command.params for option in each.opts
+    }  # type: ignore[attr-defined]
+    parsers = [_parser({name: importlib.import_module(module)}) for name, module in BENCHMARKS.items()]
+    known |= {option for parser in parsers for option in options_of(parser)}
+    for page in PAGES:
+        named = set(re.findall(r"`(--[a-z][a-z-]+)", page.read_text())) - OTHERS_OPTIONS
+        assert named <= known, page
+
+
+def options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for inner in action.choices.values():
+                yield from options_of(inner)

@@ -135,7 +135,7 @@ def test_what_is_not_built_says_so(run: Run, capsys: Capture, command: str) -> N
 
 
 @pytest.mark.parametrize(
-    "option", [("--quantize", "int8"), ("--tenants", "f"), ("--pool-memory", "1GiB"), ("--transport", "grpc")]
+    "option", [("--quantize", "int8"), ("--tenants", "f"), ("--pool-memory", "1GiB"), ("--pool-disk", "1GiB")]
 )
 def test_options_that_are_not_built_say_so(run: Run, capsys: Capture, option: tuple[str, str]) -> None:
     assert run("up", *option) == 1

@@ -59,6 +59,22 @@ def test_explain_shows_the_waterfall(front: FakeFront, run: Run, capsys: Capture
         assert expected in out
 
 
+def test_explain_lists_all_choices_of_an_answer(front: FakeFront, run: Run, capsys: Capture) -> None:
+    told = explanation()
+    failed = pb.ExplainResponse(request_id="r2", state="failed", error=common_pb2.Error(code="node_gone", message="m"))
+    told.others.extend([failed, pb.ExplainResponse(request_id="r3")])
+    front.explanation = told
+    assert run("explain", "r1", "--endpoint", front.endpoint) == 0
+    out = plain(capsys.readouterr().out)
+    for expected in (
+        "request r1, the first of 3 choices: finished (length)",
+        "0 r1 135.0 500.0 11 prefill-0 decode-0 finished (length)",
+        "1 r2 - 0.0 0 - - failed: node_gone: m",
+        "2 r3 - - - - - not kept any more",
+    ):
+        assert expected in out, out
+
+
 def test_explain_json_has_every_field(front: FakeFront, run: Run, capsys: Capture) -> None:
     front.explanation = explanation()
     assert run("explain", "r1", "--json", "--endpoint", front.endpoint) == 0

@@ -162,3 +162,22 @@ def test_a_node_that_died_is_named_though_it_is_gone(world: World, p0: Incarnati
     world.gone(d0)
     [attempt] = told(world, request).attempts
     assert (attempt.decode_node, attempt.ended) == ("d0", NodeGone.code)
+
+
+def test_the_first_of_an_answer_tells_of_the_others(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    """Also while some run and some have ended; what is not kept any more is named."""
+    arrivals = [world.arrival(choice=choice, prompt=20 + choice) for choice in range(4)]
+    first, second, third, fourth = (arrival.request.id for arrival in arrivals)
+    world.submit_all(*arrivals)
+    world.cancel(second)
+    answer = told(world, first)
+    assert [other.request_id for other in answer.others] == [second, third, fourth]
+    assert [other.state for other in answer.others] == ["failed", "placed", "placed"]
+    assert [other.prompt_tokens for other in answer.others] == [21, 22, 23]
+    assert answer.attempts[0].considered
+    assert not answer.others[1].attempts[0].considered
+    assert list(told(world, third).others) == []
+    assert told(world, third).attempts[0].considered
+    for request in (third, fourth, first):
+        world.cancel(request)
+    assert [other.state for other in told(world, first).others] == ["", "failed", "failed"]

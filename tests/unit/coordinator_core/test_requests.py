@@ -21,7 +21,7 @@ from baton.errors import (
 from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, TokenEvent
 from coordinator.core import messages as m
 from coordinator.core.record import RequestState
-from coordinator.core.requests import LONGEST_REST
+from coordinator.core.settings import LONGEST_REST
 from tests.unit.coordinator_core.world import DECODE, PREFILL, World, ticket_for
 
 
@@ -536,6 +536,21 @@ def test_prompt_tokens_are_counted_once_and_the_rest_is_recomputed(
     world.token(d0, again, 1, finish=FinishReason.STOP)
     assert sum(counters.prompt_tokens.values()) == 20
     assert counters.recomputed_tokens == {"out_of_blocks": 5}
+
+
+def test_prefill_is_heard_out_behind_the_news_of_the_commit(world: World, p0: Incarnation, d0: Incarnation) -> None:
+    """They come on two streams: what prefill's cache had counts, whichever is the faster."""
+    request = world.submit()
+    key = world.key(d0)
+    world.reserve(d0, key, p0)
+    world.say(d0, m.Admitted(key, computed_tokens=0, cached_tokens=0, received_tokens=20))
+    assert world.brain.placed_on(p0) == 0
+    world.say(p0, m.PrefillEnded(key, computed_tokens=4, cached_tokens=16))
+    world.token(d0, key, 0, finish=FinishReason.STOP)
+    assert world.end(request).result == m.Finished(FinishReason.STOP, 16)
+    counted = {source: tokens for source, tokens in world.brain.counters.prompt_tokens.items() if tokens}
+    assert counted == {"computed_prefill": 4, "local_cache": 16}
+    assert not world.brain.counters.dropped_messages
 
 
 def test_internal_requests_are_counted_apart(world: World, p0: Incarnation, d0: Incarnation) -> None:

@@ -29,7 +29,7 @@ from coordinator.core.brain import Arrival, Brain
 from coordinator.core.identity import JoinInfo
 from coordinator.core.placement import LeastLoaded
 from coordinator.core.registry import Registry
-from coordinator.core.requests import Settings
+from coordinator.core.settings import Settings
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
 SILENCE, STALL = 5.0, 15.0

@@ -1,6 +1,9 @@
 """Loading and encoding."""
 
+import asyncio
+import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -8,7 +11,7 @@ from tokenizers import processors
 
 from baton.errors import ConfigError, InvalidRequest
 from coordinator import tokenizer_files as tokenizer
-from coordinator.tokenizer import INLINE_BYTES, HfTokenizer
+from coordinator.tokenizer import INLINE_BYTES, INLINE_TOKENS, HfTokenizer
 from tests.integration.front_text import EOS, byte_level
 
 
@@ -80,3 +83,39 @@ async def test_remote_code_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         await tokenizer.load(str(tmp_path), "model")
     assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("nested", [False, True])
+async def test_a_token_starts_with_its_space_whatever_the_files_say(nested: bool) -> None:
+    """Some files trim spaces off the places of tokens; text that is cut there would lose them."""
+    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    trimming = processors.ByteLevel(trim_offsets=True)
+    backend.post_processor = processors.Sequence([trimming]) if nested else trimming
+    text, prompt = HfTokenizer(backend, bos=None), "hello  wörld\n\n\thello"
+    starts = [*await text.starts(prompt), len(prompt)]
+    cut = [prompt[begin:end] for begin, end in itertools.pairwise(starts)]
+    assert cut == [text.token_text(token) for token in await text.encode(prompt)]
+
+
+async def test_what_stands_for_no_text_begins_where_it_stands() -> None:
+    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    backend.post_processor = processors.TemplateProcessing(single=f"{EOS} $A {EOS}", special_tokens=[(EOS, 0)])
+    starts = await HfTokenizer(backend, bos=None).starts("hello a")
+    assert (starts[0], starts[1], starts[-1]) == (0, 0, len("hello a"))
+
+
+async def test_long_lists_of_tokens_are_looked_up_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    text, loop, moved = HfTokenizer(byte_level(), bos=None), asyncio.get_running_loop(), 0
+    run = loop.run_in_executor
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal moved
+        moved += 1
+        return run(*arguments)
+
+    monkeypatch.setattr(loop, "run_in_executor", counted)
+    ids = await text.encode("hello")
+    assert await text.pieces(ids) == byte_level().encode("hello").tokens
+    assert moved == 0
+    assert len(await text.pieces(ids * (INLINE_TOKENS + 1))) == len(ids) * (INLINE_TOKENS + 1)
+    assert moved == 1

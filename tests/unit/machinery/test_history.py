@@ -5,10 +5,12 @@ from collections.abc import Sequence
 import pytest
 
 from baton.pb.common_pb2 import Ledger, LedgerOwner
+from baton.types import TokenScore
 from tests.history import (
     Call,
     Closed,
     Door,
+    Echoed,
     Event,
     Failed,
     Finished,
@@ -130,3 +132,54 @@ def test_cache_may_stay_when_traffic_stops_and_nothing_else() -> None:
     for state in ("reserved", "writing", "in_use", "quarantined"):
         assert held([ledger(free=6, **{state: 4})])
     assert held([Ledger(node="decode-0", total=10, free=6, quarantined=4)])
+
+
+# what is asked for beside one plain output
+
+
+def scorer(tokens: Sequence[int], top: int) -> list[TokenScore]:
+    return [TokenScore(-float(token)) for token in tokens[1:]]
+
+
+def lines_of(call: Call, *events: Event) -> list[str]:
+    made = History().begin(call, now=0.0)
+    made.events = [(1.0, event) for event in events]
+    return complaints([made], reference, scorer=scorer)
+
+
+TWO = Call(Door.GRPC_STREAM, (10, 20), 3, TIMEOUT, n=2, stop_ids=(31,), logprobs=0, echo=True)
+SCORED = (TokenScore(-30.0), TokenScore(-31.0))
+PARTS: tuple[Event, ...] = (
+    Echoed((10, 20), 0, (TokenScore(-20.0),)),
+    Echoed((10, 20), 1, (TokenScore(-20.0),)),
+    Tokens((30, 31), 1, SCORED),
+    Tokens((30,), 0, SCORED[:1]),
+    Tokens((31,), 0, SCORED[1:]),
+    Finished("stop", 2, 4),
+    Closed(True),
+)
+
+
+def test_choices_that_stop_with_scores_behind_their_prompt_pass() -> None:
+    assert lines_of(TWO, *PARTS) == []
+    assert lines_of(TWO, *PARTS[:4], GaveUp()) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "instead", "complaint"),
+    [
+        (0, (), "choice 0: the prompt was given back 0 times"),
+        (0, (PARTS[0], PARTS[0]), "choice 0: the prompt was given back 2 times"),
+        (1, (Echoed((10, 20), 1),), "choice 1: the prompt was given back 1 times, or not as it was"),
+        (2, (Tokens((30, 32), 1, SCORED),), "choice 1: token 1 of 2 is wrong"),
+        (2, (Tokens((30, 31), 2, SCORED),), "choices [2] were not asked for"),
+        (2, (Tokens((30, 31), 1, SCORED[:1]),), "choice 1: the scores of 2 tokens are wrong: 1"),
+        (3, (Tokens((30,), 0, SCORED[1:]),), "choice 0: the scores of 2 tokens are wrong"),
+        (4, (), "choice 0: finished (stop) with 1 of 2 tokens"),
+        (5, (Finished("stop", 2, 2),), "usage says (2, 2), not (2, 4)"),
+    ],
+    ids=str,
+)
+def test_every_breach_of_what_was_asked_is_seen(place: int, instead: tuple[Event, ...], complaint: str) -> None:
+    lines = lines_of(TWO, *PARTS[:place], *instead, *PARTS[place + 1 :])
+    assert any(complaint in line for line in lines), lines

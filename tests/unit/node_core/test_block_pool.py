@@ -45,6 +45,17 @@ def cached(pool: BlockPool, tokens: list[int]) -> HashChain:
     return chain
 
 
+def found(pool: BlockPool, chain: HashChain) -> int:
+    """Tokens at the beginning of `chain` that whole blocks hold. A look, and no use of them."""
+    held = 0
+    while held < len(chain.tokens):
+        number = held // SIZE
+        if pool.index.find(chain.name(number), chain.parent(number), chain.block_tokens(number)) is None:
+            break
+        held += SIZE
+    return held
+
+
 # tickets: every state against every operation
 
 STEPS = {
@@ -217,11 +228,11 @@ def test_eviction_takes_the_least_recent_and_leaves_before_parents() -> None:
     old = cached(pool, [1] * 12)
     new = cached(pool, [2] * 12)
     pool.allocate(2, "a")
-    assert pool.peek_prefix(old, 12) == 4, "its last two blocks went first"
-    assert pool.peek_prefix(new, 12) == 12
+    assert found(pool, old) == 4, "its last two blocks went first"
+    assert found(pool, new) == 12
     pool.allocate(2, "a")
-    assert pool.peek_prefix(old, 12) == 0
-    assert pool.peek_prefix(new, 12) == 8
+    assert found(pool, old) == 0
+    assert found(pool, new) == 8
 
 
 def test_a_hit_refreshes_the_whole_prefix() -> None:
@@ -231,7 +242,7 @@ def test_a_hit_refreshes_the_whole_prefix() -> None:
     match = pool.match_prefix(first, 12, "a", allow_partial=False)
     pool.release(match.blocks, "a")
     pool.allocate(3, "b")
-    assert pool.peek_prefix(first, 12) == 12
+    assert found(pool, first) == 12
 
 
 def test_of_equal_blocks_one_is_kept() -> None:

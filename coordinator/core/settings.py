@@ -1,0 +1,31 @@
+"""What a coordinator's operator decides for its requests, and how long one rests between attempts that fail."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from baton.types import Role
+
+FIRST_REST, LONGEST_REST = 0.1, 2.0  # seconds between attempts that fail
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """`answer_timeout`: seconds in which decode must answer a Submit that has a writer with Reserved or Refused.
+    `explain_keep`: ended requests that can be explained."""
+
+    mode: Literal["disaggregated", "colocated", "auto"]
+    max_queue: int
+    max_attempts: int
+    answer_timeout: float
+    explain_keep: int = 0
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """Nobody is served without a node of each."""
+        return (Role.DECODE, Role.PREFILL) if self.mode == "disaggregated" else (Role.DECODE,)
+
+
+def rest_after(failures: int) -> float:
+    """Seconds before a request is placed again. The first failure costs none: another node may well serve it. A cluster
+    that fails it again and again gets time to mend before the last attempt is spent."""
+    return min(FIRST_REST * 2.0 ** (failures - 2), LONGEST_REST) if failures > 1 else 0.0

@@ -1,0 +1,35 @@
+"""`--help` says of every command, option and setting what it does."""
+
+import argparse
+import importlib
+
+import pytest
+import typer
+
+from baton.cli.main import app
+from baton.config import Config, description
+from benchmarks.__main__ import COMMANDS as BENCHMARKS
+from benchmarks.__main__ import _parser
+
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_commands_and_their_options(command: str) -> None:
+    assert COMMANDS[command].help
+    shown = [each for each in COMMANDS[command].params if not getattr(each, "hidden", False)]
+    assert [each.name for each in shown if not getattr(each, "help", None)] == []
+
+
+def test_settings_of_every_process() -> None:
+    assert [field for field in Config.__struct_fields__ if len(description(field)) < 10] == []
+
+
+@pytest.mark.parametrize("benchmark", sorted(BENCHMARKS))
+def test_benchmarks(benchmark: str) -> None:
+    whole = _parser({benchmark: importlib.import_module(BENCHMARKS[benchmark])})
+    (subcommands,) = (each for each in whole._actions if each.dest == "benchmark")
+    parser = subcommands.choices[benchmark]  # type: ignore[index]
+    assert isinstance(parser, argparse.ArgumentParser)
+    assert parser.description
+    assert [each.dest for each in parser._actions if not each.help] == []

@@ -1,0 +1,155 @@
+"""The gRPC half of the page, from the .proto files: their comments are its text."""
+
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from google.protobuf.descriptor_pb2 import (
+    DescriptorProto,
+    EnumDescriptorProto,
+    FieldDescriptorProto,
+    FileDescriptorProto,
+    FileDescriptorSet,
+    ServiceDescriptorProto,
+)
+from grpc_tools import protoc
+
+from tools.api_reference.markdown import code, heading, link, table
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ".baton.v1."
+SERVICES = ("Generation", "Cluster")  # the rest is between Baton's own processes
+# Numbers of descriptor.proto by which a place in a file is named.
+_MESSAGE, _ENUM, _SERVICE, _MEMBER = 4, 5, 6, 2
+
+Field = FieldDescriptorProto
+Comments = dict[tuple[int, ...], str]
+
+
+class Words:
+    """What the files define, by name, each with its file's comments and its place in them."""
+
+    def __init__(self, files: FileDescriptorSet) -> None:
+        self.messages: dict[str, tuple[DescriptorProto, Comments, tuple[int, ...]]] = {}
+        self.enums: dict[str, tuple[EnumDescriptorProto, Comments, tuple[int, ...]]] = {}
+        self.services: dict[str, tuple[ServiceDescriptorProto, Comments, tuple[int, ...]]] = {}
+        for file in files.file:
+            comments = _comments(file)
+            for index, message in enumerate(file.message_type):
+                self.messages[message.name] = message, comments, (_MESSAGE, index)
+            for index, enum in enumerate(file.enum_type):
+                self.enums[enum.name] = enum, comments, (_ENUM, index)
+            for index, service in enumerate(file.service):
+                self.services[service.name] = service, comments, (_SERVICE, index)
+
+
+def page() -> list[str]:
+    words = Words(described())
+    lines: list[str] = []
+    named: list[str] = []
+    for name in SERVICES:
+        service, comments, place = words.services[name]
+        lines += heading(3, f"service {name}")
+        lines += [comments.get(place, ""), ""]
+        rows = []
+        for index, method in enumerate(service.method):
+            takes, gives = _plain(method.input_type), _plain(method.output_type)
+            stream = "stream of " if method.server_streaming else ""
+            rows.append(
+                (
+                    code(method.name),
+                    link("message", takes),
+                    stream + link("message", gives),
+                    comments.get((*place, _MEMBER, index), ""),
+                )
+            )
+            named += [takes, gives]
+        lines += table(("call", "takes", "gives", "what it does"), rows)
+    lines += heading(3, "Messages")
+    for name in _reachable(words, named):
+        lines += _message(words, name) if name in words.messages else _enum(words, name)
+    return lines
+
+
+def _message(words: Words, name: str) -> list[str]:
+    message, comments, place = words.messages[name]
+    lines = heading(4, f"message {name}")
+    if place in comments:
+        lines += [comments[place], ""]
+    if not message.field:
+        return [*lines, "No fields.", ""]
+    rows = [
+        (code(field.name), str(field.number), _type(message, field), comments.get((*place, _MEMBER, index), ""))
+        for index, field in enumerate(message.field)
+    ]
+    return lines + table(("field", "number", "type", "what it is"), rows)
+
+
+def _enum(words: Words, name: str) -> list[str]:
+    enum, comments, place = words.enums[name]
+    rows = [
+        (code(value.name), str(value.number), comments.get((*place, _MEMBER, index), ""))
+        for index, value in enumerate(enum.value)
+    ]
+    return heading(4, f"message {name}") + table(("value", "number", "what it is"), rows)
+
+
+def _type(message: DescriptorProto, field: Field) -> str:
+    entry = next((each for each in message.nested_type if field.type_name.endswith("." + each.name)), None)
+    if entry is not None and entry.options.map_entry:
+        return f"map of {_kind(entry.field[0])} to {_kind(entry.field[1])}"
+    kind = _kind(field)
+    if field.label == Field.LABEL_REPEATED:
+        return f"list of {kind}"
+    if field.proto3_optional:
+        return f"optional {kind}"
+    if field.HasField("oneof_index"):
+        return f"one of {message.oneof_decl[field.oneof_index].name}: {kind}"
+    return kind
+
+
+def _kind(field: Field) -> str:
+    return link("message", _plain(field.type_name)) if field.type_name else Field.Type.Name(field.type)[5:].lower()
+
+
+def _reachable(words: Words, named: list[str]) -> Iterator[str]:
+    """Messages and enums in the order in which a reader meets them."""
+    seen: set[str] = set()
+    while named:
+        name, *named = named
+        if name in seen:
+            continue
+        seen.add(name)
+        yield name
+        if name in words.messages:
+            kinds = _kinds(words.messages[name][0])
+            named = [*kinds, *named]
+
+
+def _kinds(message: DescriptorProto) -> list[str]:
+    nested = {each.name for each in message.nested_type}
+    return [kind for field in message.field if field.type_name and (kind := _plain(field.type_name)) not in nested]
+
+
+def _plain(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _comments(file: FileDescriptorProto) -> Comments:
+    said: Comments = {}
+    for each in file.source_code_info.location:
+        text = " ".join((each.leading_comments + each.trailing_comments).split())
+        if text:
+            said[tuple(each.path)] = text
+    return said
+
+
+def described() -> FileDescriptorSet:
+    """The files as protoc reads them, with comments. Raises SystemExit when it finds a fault."""
+    names = [f"baton/pb/{path.name}" for path in sorted((ROOT / "proto").glob("*.proto"))]
+    with tempfile.NamedTemporaryFile() as out:
+        wanted = [f"-Ibaton/pb={ROOT / 'proto'}", "--include_source_info", f"--descriptor_set_out={out.name}"]
+        if protoc.main(["protoc", *wanted, *names]) != 0:
+            sys.exit("protoc failed")
+        return FileDescriptorSet.FromString(out.read())
