@@ -17,6 +17,7 @@ CALLS = {
     "Explain": (pb.ExplainRequest(request_id="x"), "NOT_FOUND"),
     "Drain": (pb.DrainRequest(node="x"), "NOT_FOUND"),
     "Undrain": (pb.UndrainRequest(node="x"), "NOT_FOUND"),
+    "SetRatio": (pb.SetRatioRequest(prefill=1, decode=1), "INVALID_ARGUMENT"),
     "Watch": (pb.WatchRequest(interval_seconds=0.01), "INVALID_ARGUMENT"),
 }
 
@@ -81,6 +82,18 @@ async def test_drain_and_undrain(bench: Bench) -> None:
         assert (await bench.generate(PROMPT, 4))[1]
     code, message = await error_of(bench, "Drain", pb.DrainRequest(node="d0", timeout_seconds=float("nan")))
     assert (code, "timeout_seconds is nan" in message) == ("INVALID_ARGUMENT", True)
+
+
+async def test_the_ratio_is_set_and_told(bench: Bench) -> None:
+    async with bench.working("p0", "d0", "d1"):
+        told = await call(bench, "GetRatio", pb.GetRatioRequest())
+        assert (told.prefill, told.decode, told.has_target, told.possible) == (1, 2, False, "1:2, 2:1")
+        told = await call(bench, "SetRatio", pb.SetRatioRequest(prefill=2, decode=1))
+        assert [(each.to_role, each.phase) for each in told.switches] == [("prefill", "switching")]
+        [moving] = [node for node in bench.service.status().nodes if node.service == "switching"]
+        assert moving.name == told.switches[0].node
+    for fields in ({"prefill": 3}, {"prefill": 2, "decode": 1, "flip_timeout_seconds": -1.0}):
+        assert (await error_of(bench, "SetRatio", pb.SetRatioRequest(**fields)))[0] == "INVALID_ARGUMENT"
 
 
 def service(bench: Bench, name: str) -> str:
