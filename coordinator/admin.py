@@ -2,7 +2,6 @@
 
 from typing import Protocol
 
-import msgspec
 from fastapi import FastAPI
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
@@ -10,13 +9,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from baton.errors import BatonError, InvalidRequest, NotAvailable, Unavailable
+from baton.errors import BatonError, NotAvailable, Unavailable
 from baton.pb.cluster_pb2 import DrainResponse, ExplainResponse, LedgerResponse, Ratio, StatusResponse
 from baton.ratio import Split, parse_split
 from coordinator.auth import AdminGate
 from coordinator.http import errors
 from coordinator.http.boundary import Boundary, authorization
 from coordinator.http.connection import read_body
+from coordinator.http.decoding import Body, Decoder
 from coordinator.readiness import Readiness
 from coordinator.refusals import Refusals
 
@@ -47,7 +47,7 @@ class ClusterView(Protocol):
         ...
 
 
-class _Drain(msgspec.Struct, forbid_unknown_fields=True):
+class _Drain(Body, frozen=True, kw_only=True):
     """The body of POST /admin/drain. `timeout` in seconds."""
 
     node: str
@@ -55,7 +55,7 @@ class _Drain(msgspec.Struct, forbid_unknown_fields=True):
     timeout: float | None = None
 
 
-class _SetRatio(msgspec.Struct, forbid_unknown_fields=True):
+class _SetRatio(Body, frozen=True, kw_only=True):
     """The body of POST /admin/ratio. `ratio` as P:D, `flip_timeout` in seconds."""
 
     ratio: str
@@ -115,11 +115,10 @@ def _add_views(app: FastAPI, cluster: ClusterView) -> None:
 
 
 def _add_drain(app: FastAPI, cluster: ClusterView) -> None:
+    decoder = Decoder(_Drain)
+
     async def drain(request: Request) -> Response:
-        try:
-            wanted = msgspec.json.decode(await read_body(request, BODY_TIMEOUT), type=_Drain)
-        except msgspec.DecodeError as error:
-            raise InvalidRequest(f"the body is not {{node, undrain, timeout}}: {error}") from None
+        wanted = await decoder.decode(await read_body(request, BODY_TIMEOUT))
         done = cluster.undrain(wanted.node) if wanted.undrain else cluster.drain(wanted.node, wanted.timeout)
         return _json(done)
 
@@ -127,14 +126,13 @@ def _add_drain(app: FastAPI, cluster: ClusterView) -> None:
 
 
 def _add_ratio(app: FastAPI, cluster: ClusterView) -> None:
+    decoder = Decoder(_SetRatio)
+
     async def show() -> Response:
         return _json(cluster.ratio())
 
     async def change(request: Request) -> Response:
-        try:
-            wanted = msgspec.json.decode(await read_body(request, BODY_TIMEOUT), type=_SetRatio)
-        except msgspec.DecodeError as error:
-            raise InvalidRequest(f"the body is not {{ratio, flip_timeout}}: {error}") from None
+        wanted = await decoder.decode(await read_body(request, BODY_TIMEOUT))
         return _json(cluster.set_ratio(parse_split(wanted.ratio), wanted.flip_timeout))
 
     app.add_api_route("/admin/ratio", show, methods=["GET"])

@@ -14,7 +14,6 @@ from baton.config import Config, model_name
 from baton.errors import ConfigError
 from baton.generation_defaults import GenerationDefaults, load_generation_defaults
 from baton.limits import LINK_OPTIONS
-from baton.pb import cluster_pb2_grpc
 from coordinator import admin, tokenizer_files
 from coordinator.auth import check_exposure
 from coordinator.cluster_service import ClusterService
@@ -67,7 +66,7 @@ class Coordinator:
             admin_port = bound.enter_context(bind(config.admin_host, config.admin_port, "--admin-port"))
             self._admin = Listener(operators, admin_port)
             self._grpc = GrpcPort(intake, self._readiness, config.api_key)
-            cluster_pb2_grpc.add_ClusterServicer_to_server(self._cluster, self._grpc.server)
+            self._grpc.add_cluster(self._cluster)
             self._grpc.bind(config.host, config.grpc_port)
             self._nodes = grpc.aio.server(options=(*LINK_OPTIONS, ("grpc.so_reuseport", 0)))
             link_codec.add_to(self._nodes, NodeLink(config, self._dispatcher, self._ledgers).Attach)

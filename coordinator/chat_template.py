@@ -7,7 +7,7 @@ functions that Hugging Face documents for them ("Chat templates" in the manual o
 import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 import jinja2
@@ -18,27 +18,40 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from baton.clock import Clock, steady
 from baton.errors import ConfigError, InvalidRequest
-from baton.limits import MAX_BODY_BYTES, MAX_MESSAGES
+from baton.limits import (
+    MAX_BODY_BYTES,
+    MAX_MESSAGES,
+    MAX_TEMPLATE_ARGUMENTS,
+    MAX_TEMPLATE_NAME,
+    MAX_TEMPLATE_NUMBER,
+    MAX_TEMPLATE_TEXT,
+)
 
 ROLES = ("system", "developer", "user", "assistant", "tool")  # which of them a template takes is its own affair
 MAX_RENDERED = 2 * MAX_BODY_BYTES  # characters
 MAX_SECONDS = 10.0
 _MAX_REASON = 200
+_TAKEN = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "self", "raise_exception", "strftime_now"}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
     """Messages as a template sees them: mappings with at least `role` and `content`, a text.
 
-    `answer` opens the assistant's turn at the end."""
+    `answer` opens the assistant's turn at the end. `arguments` are further variables of the template, numbers, texts
+    and the like, as a model's card gives them ("enable_thinking")."""
 
     messages: Sequence[Mapping[str, object]]
     answer: bool = True
+    arguments: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
         """A measure of the work to render it: characters, and something for each message."""
-        return sum(64 + len(str(message.get("content") or "")) for message in self.messages)
+        arguments = sum(64 + len(str(value)) for value in self.arguments.values())
+        return arguments + sum(64 + len(str(message.get("content") or "")) for message in self.messages)
 
 
 class ChatTemplate:
@@ -56,11 +69,13 @@ class ChatTemplate:
     def render(self, conversation: Conversation) -> str:
         """Raises InvalidRequest with what the template says is wrong with the messages."""
         check_messages(conversation)
+        self._check_arguments(conversation.arguments)
         deadline = self._clock() + MAX_SECONDS
         pieces: list[str] = []
         length = 0
         try:
             for piece in self._template.generate(
+                **conversation.arguments,
                 messages=[dict(message) for message in conversation.messages],
                 tools=None,
                 documents=None,
@@ -82,6 +97,24 @@ class ChatTemplate:
                 f"the chat template cannot render these messages: {reason}", param="messages"
             ) from None
         return "".join(pieces)
+
+    def _check_arguments(self, arguments: Mapping[str, object]) -> None:
+        """Raises InvalidRequest. Names that the template has already stay what they are."""
+        if len(arguments) > MAX_TEMPLATE_ARGUMENTS:
+            _refuse(f"has {len(arguments)} entries: at most {MAX_TEMPLATE_ARGUMENTS}")
+        for name, value in arguments.items():
+            if not (name.isidentifier() and name.isascii() and len(name) <= MAX_TEMPLATE_NAME):
+                _refuse(f"has the name {name[:64]!r}: names are identifiers of 1 to {MAX_TEMPLATE_NAME} characters")
+            if name in _TAKEN or name in self._special_tokens:
+                _refuse(f"has the name {name!r}, which is not free")
+            if isinstance(value, str) and len(value) > MAX_TEMPLATE_TEXT:
+                _refuse(f"has a text of {len(value)} characters for {name!r}: at most {MAX_TEMPLATE_TEXT}")
+            if isinstance(value, int | float) and not abs(value) <= MAX_TEMPLATE_NUMBER:
+                _refuse(f"has a number beyond {MAX_TEMPLATE_NUMBER} for {name!r}")
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise InvalidRequest(f"chat_template_kwargs {reason}", param="chat_template_kwargs")
 
 
 def check_messages(conversation: Conversation) -> None:

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import math
-from collections.abc import AsyncIterator
 from contextlib import aclosing
 
 from prometheus_client import generate_latest
@@ -47,12 +46,12 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             require_admin(context, self._gate)
             return self.status()
 
-    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.StatusResponse]:
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> None:
         async with told(context):
             require_admin(context, self._gate)
             async with aclosing(self._watchers.watch(request.interval_seconds)) as answers:
                 async for answer in answers:
-                    yield answer
+                    await context.write(answer)
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
         async with told(context):

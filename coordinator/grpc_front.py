@@ -1,15 +1,10 @@
 """The gRPC front door: baton.v1.Generation, with the bounds, errors and cancellation of the HTTP one."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
 
-import grpc
-import grpc.aio
-from google.protobuf.message import DecodeError, Message
-
-from baton.errors import InvalidRequest, SlowReader
+from baton.errors import SlowReader
 from baton.pb import generation_pb2 as pb
 from baton.pb import generation_pb2_grpc
 from coordinator.answer import Answer
@@ -17,13 +12,10 @@ from coordinator.ask import check_client_id
 from coordinator.auth import BearerKey
 from coordinator.grpc_requests import require_known, to_ask, to_wording
 from coordinator.grpc_responses import Responses
-from coordinator.grpc_terms import Context, abort, authorization, metadata, told
+from coordinator.grpc_terms import Context, authorization, metadata, told
 from coordinator.intake import Intake
 
 WRITE_STALL = 30.0  # seconds that a client with a full flow-control window may leave a message untaken
-_SERVICE = pb.DESCRIPTOR.services_by_name["Generation"]
-
-Kind = TypeVar("Kind", bound=Message)
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
@@ -84,31 +76,6 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             yield answer
         finally:
             answer.cancel()
-
-
-def add_to(server: grpc.aio.Server, service: GenerationService) -> None:
-    """What protoc generates for this would answer bytes that are no message of ours with INTERNAL, a fault of ours."""
-    handlers = {}
-    for method in _SERVICE.methods:
-        streams = method.server_streaming
-        make = grpc.unary_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
-        handlers[method.name] = make(
-            _parsed(getattr(service, method.name), getattr(pb, method.input_type.name)),
-            request_deserializer=None,
-            response_serializer=getattr(pb, method.output_type.name).SerializeToString,
-        )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers),))
-
-
-def _parsed(method: Callable[[Kind, Context], Awaitable[Any]], kind: type[Kind]) -> Callable[..., Awaitable[Any]]:
-    async def call(data: bytes, context: Context) -> Any:
-        try:
-            request = kind.FromString(data)
-        except DecodeError:
-            await abort(context, InvalidRequest(f"the message is no {kind.DESCRIPTOR.name}: its bytes cannot be read"))
-        return await method(request, context)
-
-    return call
 
 
 async def _write(context: Context, response: pb.GenerateResponse) -> None:

@@ -9,16 +9,15 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.errors import ConfigError
 from baton.limits import MAX_BODY_BYTES
-from baton.pb import cluster_pb2, generation_pb2
-from coordinator import grpc_front
+from baton.pb import cluster_pb2, cluster_pb2_grpc, generation_pb2
 from coordinator.grpc_front import GenerationService
+from coordinator.grpc_handlers import add_handlers
 from coordinator.intake import Intake
 from coordinator.readiness import Readiness
 
-_SERVICES = (
-    generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name,
-    cluster_pb2.DESCRIPTOR.services_by_name["Cluster"].full_name,
-)
+_GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"]
+_CLUSTER = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"]
+_SERVICES = (_GENERATION.full_name, _CLUSTER.full_name)
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_BODY_BYTES),
     ("grpc.max_send_message_length", MAX_BODY_BYTES),
@@ -31,7 +30,7 @@ _OPTIONS = (
 
 
 class GrpcPort:
-    """`server` is open for further services (baton.v1.Cluster) until `start`."""
+    """`add_cluster` before `start`."""
 
     def __init__(self, intake: Intake, readiness: Readiness, api_key: str) -> None:
         self.server = grpc.aio.server(options=_OPTIONS)
@@ -39,11 +38,14 @@ class GrpcPort:
         self._health = health.aio.HealthServicer()
         self._changed: asyncio.Queue[bool] = asyncio.Queue()
         self._following: asyncio.Task[None] | None = None
-        grpc_front.add_to(self.server, GenerationService(intake, api_key))
+        add_handlers(self.server, _GENERATION, GenerationService(intake, api_key))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
         self._readiness = readiness
         readiness.on_change.append(lambda ready, _: self._changed.put_nowait(ready))
+
+    def add_cluster(self, service: cluster_pb2_grpc.ClusterServicer) -> None:
+        add_handlers(self.server, _CLUSTER, service)
 
     def bind(self, host: str, port: int) -> None:
         """Port 0 picks a free one. Raises ConfigError."""

@@ -76,7 +76,16 @@ def _prompt(number: int, prompt: pb.Prompt) -> Prompt:
 
 def to_conversation(chat: pb.Conversation) -> Conversation:
     messages = [_message(message) for message in chat.messages]
-    return Conversation(messages, chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True)
+    return Conversation(
+        messages,
+        chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
+        {name: _value(value) for name, value in chat.chat_template_kwargs.items()},
+    )
+
+
+def _value(value: pb.TemplateValue) -> object:
+    kind = value.WhichOneof("value")
+    return None if kind is None else getattr(value, kind)
 
 
 def _message(message: pb.Message) -> dict[str, object]:
@@ -104,6 +113,11 @@ def require_known(message: Message) -> None:
         number, kind = unknown[0].field_number, message.DESCRIPTOR.name
         raise InvalidRequest(f"field number {number} is not a field of {kind}", param=str(number))
     for field, value in message.ListFields():
-        if field.message_type is not None and not field.message_type.GetOptions().map_entry:
-            for part in value if field.is_repeated else (value,):
-                require_known(part)
+        if field.message_type is None:
+            continue
+        if field.message_type.GetOptions().map_entry:
+            parts = value.values() if field.message_type.fields_by_name["value"].message_type else ()
+        else:
+            parts = value if field.is_repeated else (value,)
+        for part in parts:
+            require_known(part)

@@ -135,7 +135,7 @@ def _choices(first: Submission, n: int) -> Iterator[Submission]:
 async def _encode(text: Text, wording: Prompt | Conversation, *, special: bool | None = None) -> tuple[int, ...]:
     """A chat template writes the special tokens itself; around any other text go those that its model expects."""
     if isinstance(wording, Conversation):
-        return await text.encode(await text.render(wording), special=bool(special))
+        return await text.converse(wording, special=bool(special))
     return await text.encode(wording, special=special is not False) if isinstance(wording, str) else tuple(wording)
 
 

@@ -17,6 +17,7 @@ from tokenizers import processors
 from baton.errors import InvalidRequest
 from coordinator.chat_template import ChatTemplate, Conversation
 from coordinator.detokenizer import Detokenizer, Vocabulary
+from coordinator.spelled_tokens import SpelledTokens
 
 INLINE_BYTES = 8 << 10  # longer prompts are encoded off the event loop; this many take about a millisecond
 INLINE_TOKENS = 2048  # likewise for decoding them
@@ -45,9 +46,10 @@ class Text(Protocol):
         """All of it, special tokens too. Raises InvalidRequest when there is no tokenizer."""
         ...
 
-    async def render(self, conversation: Conversation) -> str:
-        """The prompt of a conversation: `encode` it without special tokens, it has them already. Raises InvalidRequest
-        when there is no chat template, or when it refuses."""
+    async def converse(self, conversation: Conversation, *, special: bool = False) -> tuple[int, ...]:
+        """The prompt of a conversation, in which special tokens are what its template writes and nothing that a message
+        spells. `special` adds those around a text, which most templates write already. Raises InvalidRequest when there
+        is no chat template, or when it refuses."""
         ...
 
     def detokenizer(self, *, continuing: bool = False) -> Detokenizer:
@@ -84,7 +86,7 @@ class NoTokenizer:
     async def decode(self, tokens: Sequence[int]) -> str:
         self._refuse("tokens are to be text", "tokens")
 
-    async def render(self, conversation: Conversation) -> str:
+    async def converse(self, conversation: Conversation, *, special: bool = False) -> tuple[int, ...]:
         self._refuse("messages are text", "messages", ": send a prompt of token ids to /v1/completions")
 
     def detokenizer(self, *, continuing: bool = False) -> Detokenizer:
@@ -124,6 +126,7 @@ class HfTokenizer:
         self._backend = backend
         self._bos = bos
         self._template = template
+        self._spelled = SpelledTokens(backend)
         self._vocabulary = Vocabulary(backend)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
 
@@ -147,14 +150,20 @@ class HfTokenizer:
 
         return await self._do(decode, inline=len(tokens) <= INLINE_TOKENS)
 
-    async def render(self, conversation: Conversation) -> str:
+    async def converse(self, conversation: Conversation, *, special: bool = False) -> tuple[int, ...]:
         template = self._template
         if template is None:
             raise InvalidRequest(
                 "messages need a chat template, and the model has none: send a prompt to /v1/completions",
                 param="messages",
             )
-        return await self._do(lambda: template.render(conversation), inline=conversation.size <= INLINE_BYTES)
+
+        def encode() -> tuple[int, ...]:
+            hidden, marks = self._spelled.hide(conversation)
+            encoding = self._spelled.encode(self._backend, template.render(hidden), marks, special=special)
+            return tuple(encoding.ids[self._surplus(encoding.ids) :])
+
+        return await self._do(encode, inline=conversation.size <= INLINE_BYTES)
 
     def detokenizer(self, *, continuing: bool = False) -> Detokenizer:
         return self._vocabulary.detokenizer(continuing=continuing)

@@ -68,7 +68,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Echoed:
-    """The prompt, given back."""
+    """The prompt, or the next part of it, given back."""
 
     tokens: tuple[int, ...]
     choice: int = 0
@@ -260,15 +260,19 @@ def _wrong_scores(operation: Operation, choice: int, right: tuple[int, ...], sco
 
 
 def _wrong_echo(operation: Operation, choice: int, scorer: Scorer | None) -> list[str]:
-    """Before all else, once, and with its scores if any are asked for."""
+    """Before all else, whole, in one part or in several, and with its scores if any are asked for."""
     call, echoed = operation.call, operation.echoed(choice)
     scores: Sequence[TokenScore] = ()
     if call.echo and call.logprobs is not None and scorer is not None:
         scores = scorer(call.prompt, call.logprobs)
-    right = [Echoed(call.prompt, choice, tuple(scores))] if call.echo else []
+    prompt = tuple(token for part in echoed for token in part.tokens)
+    given = tuple(score for part in echoed for score in part.scores)
     begun = bool(operation.output(choice).tokens) or operation.finished is not None
-    if echoed != right and (begun or echoed):
-        return [f"the prompt was given back {len(echoed)} times, or not as it was"]
+    right = call.prompt if call.echo else ()
+    whole = prompt == right and given == tuple(scores)
+    part = prompt == right[: len(prompt)] and given == tuple(scores)[: len(given)]
+    if not (whole if begun else part):
+        return [f"{len(prompt)} tokens of the prompt were given back in {len(echoed)} parts, or not as it was"]
     return []
 
 

@@ -1,6 +1,7 @@
 """`baton chat`: a conversation on the terminal."""
 
 import contextlib
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
@@ -64,6 +65,7 @@ class Chat:
 
     def run(self) -> None:
         """Until the input ends or /quit."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start what is in the background deaf to it
         while True:
             try:
                 line = input(self._prompt).strip()

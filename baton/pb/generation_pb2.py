@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.pb import common_pb2 as baton_dot_pb_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/pb/generation.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/pb/common.proto\"\xda\x06\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x0c \x01(\x0b\x32\x16.baton.v1.ConversationH\x00\x12\'\n\x07prompts\x18\r \x01(\x0b\x32\x14.baton.v1.PromptListH\x00\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x06 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x03H\x05\x88\x01\x01\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x0e\n\x01n\x18\x0e \x01(\rH\x06\x88\x01\x01\x12\x14\n\x0c\x66irst_choice\x18\x0f \x01(\r\x12\x0c\n\x04stop\x18\x10 \x03(\t\x12\x15\n\x08logprobs\x18\x11 \x01(\rH\x07\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x12 \x01(\x08\x12\x1d\n\x10presence_penalty\x18\x13 \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x14 \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x15 \x01(\x01H\n\x88\x01\x01\x12<\n\nlogit_bias\x18\x16 \x03(\x0b\x32(.baton.v1.GenerateRequest.LogitBiasEntry\x12\x12\n\x05min_p\x18\x17 \x01(\x01H\x0b\x88\x01\x01\x12\x10\n\x08priority\x18\x18 \x01(\x05\x12\x0c\n\x04user\x18\x19 \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x04\n\x02_nB\x0b\n\t_logprobsB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x08\n\x06_min_p\"K\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x42\x08\n\x06prompt\"/\n\nPromptList\x12!\n\x07prompts\x18\x01 \x03(\x0b\x32\x10.baton.v1.Prompt\"q\n\x0c\x43onversation\x12#\n\x08messages\x18\x01 \x03(\x0b\x32\x11.baton.v1.Message\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_prompt\"p\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\x04name\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x19\n\x0ctool_call_id\x18\x04 \x01(\tH\x01\x88\x01\x01\x42\x07\n\x05_nameB\x0f\n\r_tool_call_id\"\xb9\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.baton.v1.Usage\x12$\n\x08timeline\x18\x06 \x01(\x0b\x32\x12.baton.v1.Timeline\x12\x0e\n\x06\x63hoice\x18\x07 \x01(\r\x12\x1f\n\x06scores\x18\x08 \x03(\x0b\x32\x0f.baton.v1.Score\x12\x1e\n\x06prompt\x18\t \x01(\x0b\x32\x0e.baton.v1.Echo\x12*\n\x06others\x18\n \x03(\x0b\x32\x1a.baton.v1.GenerateResponse\"H\n\x04\x45\x63ho\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1f\n\x06scores\x18\x03 \x03(\x0b\x32\x0f.baton.v1.Score\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xb8\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.baton.v1.ConversationH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x1c\n\x14return_token_strings\x18\x05 \x01(\x08\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"S\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rtoken_strings\x18\x02 \x03(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r2\xed\x02\n\nGeneration\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x45\n\x0cGenerateOnce\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x62\x61ton/pb/generation.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/pb/common.proto\"\xda\x06\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12&\n\x04\x63hat\x18\x0c \x01(\x0b\x32\x16.baton.v1.ConversationH\x00\x12\'\n\x07prompts\x18\r \x01(\x0b\x32\x14.baton.v1.PromptListH\x00\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x06 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x04\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x03H\x05\x88\x01\x01\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x0e\n\x01n\x18\x0e \x01(\rH\x06\x88\x01\x01\x12\x14\n\x0c\x66irst_choice\x18\x0f \x01(\r\x12\x0c\n\x04stop\x18\x10 \x03(\t\x12\x15\n\x08logprobs\x18\x11 \x01(\rH\x07\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x12 \x01(\x08\x12\x1d\n\x10presence_penalty\x18\x13 \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x14 \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x15 \x01(\x01H\n\x88\x01\x01\x12<\n\nlogit_bias\x18\x16 \x03(\x0b\x32(.baton.v1.GenerateRequest.LogitBiasEntry\x12\x12\n\x05min_p\x18\x17 \x01(\x01H\x0b\x88\x01\x01\x12\x10\n\x08priority\x18\x18 \x01(\x05\x12\x0c\n\x04user\x18\x19 \x01(\t\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x07\n\x05_seedB\x04\n\x02_nB\x0b\n\t_logprobsB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x08\n\x06_min_p\"K\n\x06Prompt\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\'\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x42\x08\n\x06prompt\"/\n\nPromptList\x12!\n\x07prompts\x18\x01 \x03(\x0b\x32\x10.baton.v1.Prompt\"\x93\x02\n\x0c\x43onversation\x12#\n\x08messages\x18\x01 \x03(\x0b\x32\x11.baton.v1.Message\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12L\n\x14\x63hat_template_kwargs\x18\x03 \x03(\x0b\x32..baton.v1.Conversation.ChatTemplateKwargsEntry\x1aR\n\x17\x43hatTemplateKwargsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.baton.v1.TemplateValue:\x02\x38\x01\x42\x18\n\x16_add_generation_prompt\"[\n\rTemplateValue\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x0f\n\x05whole\x18\x02 \x01(\x03H\x00\x12\x10\n\x06number\x18\x03 \x01(\x01H\x00\x12\x0e\n\x04\x66lag\x18\x04 \x01(\x08H\x00\x42\x07\n\x05value\"p\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x11\n\x04name\x18\x03 \x01(\tH\x00\x88\x01\x01\x12\x19\n\x0ctool_call_id\x18\x04 \x01(\tH\x01\x88\x01\x01\x42\x07\n\x05_nameB\x0f\n\r_tool_call_id\"\xb9\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x1e\n\x05usage\x18\x05 \x01(\x0b\x32\x0f.baton.v1.Usage\x12$\n\x08timeline\x18\x06 \x01(\x0b\x32\x12.baton.v1.Timeline\x12\x0e\n\x06\x63hoice\x18\x07 \x01(\r\x12\x1f\n\x06scores\x18\x08 \x03(\x0b\x32\x0f.baton.v1.Score\x12\x1e\n\x06prompt\x18\t \x01(\x0b\x32\x0e.baton.v1.Echo\x12*\n\x06others\x18\n \x03(\x0b\x32\x1a.baton.v1.GenerateResponse\"H\n\x04\x45\x63ho\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x1f\n\x06scores\x18\x03 \x03(\x0b\x32\x0f.baton.v1.Score\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xb8\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.baton.v1.ConversationH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x12\x1c\n\x14return_token_strings\x18\x05 \x01(\x08\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"S\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x15\n\rtoken_strings\x18\x02 \x03(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"5\n\x12ListModelsResponse\x12\x1f\n\x06models\x18\x01 \x03(\x0b\x32\x0f.baton.v1.Model\"*\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r2\xed\x02\n\nGeneration\x12\x43\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse0\x01\x12\x45\n\x0cGenerateOnce\x12\x19.baton.v1.GenerateRequest\x1a\x1a.baton.v1.GenerateResponse\x12\x41\n\x08Tokenize\x12\x19.baton.v1.TokenizeRequest\x1a\x1a.baton.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.baton.v1.DetokenizeRequest\x1a\x1c.baton.v1.DetokenizeResponse\x12G\n\nListModels\x12\x1b.baton.v1.ListModelsRequest\x1a\x1c.baton.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,6 +34,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
   _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_CONVERSATION_CHATTEMPLATEKWARGSENTRY']._loaded_options = None
+  _globals['_CONVERSATION_CHATTEMPLATEKWARGSENTRY']._serialized_options = b'8\001'
   _globals['_GENERATEREQUEST']._serialized_start=63
   _globals['_GENERATEREQUEST']._serialized_end=921
   _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=708
@@ -42,30 +44,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PROMPT']._serialized_end=998
   _globals['_PROMPTLIST']._serialized_start=1000
   _globals['_PROMPTLIST']._serialized_end=1047
-  _globals['_CONVERSATION']._serialized_start=1049
-  _globals['_CONVERSATION']._serialized_end=1162
-  _globals['_MESSAGE']._serialized_start=1164
-  _globals['_MESSAGE']._serialized_end=1276
-  _globals['_GENERATERESPONSE']._serialized_start=1279
-  _globals['_GENERATERESPONSE']._serialized_end=1592
-  _globals['_ECHO']._serialized_start=1594
-  _globals['_ECHO']._serialized_end=1666
-  _globals['_USAGE']._serialized_start=1668
-  _globals['_USAGE']._serialized_end=1748
-  _globals['_TOKENIZEREQUEST']._serialized_start=1751
-  _globals['_TOKENIZEREQUEST']._serialized_end=1935
-  _globals['_TOKENIZERESPONSE']._serialized_start=1937
-  _globals['_TOKENIZERESPONSE']._serialized_end=2020
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2022
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2075
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2077
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2111
-  _globals['_LISTMODELSREQUEST']._serialized_start=2113
-  _globals['_LISTMODELSREQUEST']._serialized_end=2132
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2134
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2187
-  _globals['_MODEL']._serialized_start=2189
-  _globals['_MODEL']._serialized_end=2231
-  _globals['_GENERATION']._serialized_start=2234
-  _globals['_GENERATION']._serialized_end=2599
+  _globals['_CONVERSATION']._serialized_start=1050
+  _globals['_CONVERSATION']._serialized_end=1325
+  _globals['_CONVERSATION_CHATTEMPLATEKWARGSENTRY']._serialized_start=1217
+  _globals['_CONVERSATION_CHATTEMPLATEKWARGSENTRY']._serialized_end=1299
+  _globals['_TEMPLATEVALUE']._serialized_start=1327
+  _globals['_TEMPLATEVALUE']._serialized_end=1418
+  _globals['_MESSAGE']._serialized_start=1420
+  _globals['_MESSAGE']._serialized_end=1532
+  _globals['_GENERATERESPONSE']._serialized_start=1535
+  _globals['_GENERATERESPONSE']._serialized_end=1848
+  _globals['_ECHO']._serialized_start=1850
+  _globals['_ECHO']._serialized_end=1922
+  _globals['_USAGE']._serialized_start=1924
+  _globals['_USAGE']._serialized_end=2004
+  _globals['_TOKENIZEREQUEST']._serialized_start=2007
+  _globals['_TOKENIZEREQUEST']._serialized_end=2191
+  _globals['_TOKENIZERESPONSE']._serialized_start=2193
+  _globals['_TOKENIZERESPONSE']._serialized_end=2276
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2278
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2331
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2333
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2367
+  _globals['_LISTMODELSREQUEST']._serialized_start=2369
+  _globals['_LISTMODELSREQUEST']._serialized_end=2388
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2390
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2443
+  _globals['_MODEL']._serialized_start=2445
+  _globals['_MODEL']._serialized_end=2487
+  _globals['_GENERATION']._serialized_start=2490
+  _globals['_GENERATION']._serialized_end=2855
 # @@protoc_insertion_point(module_scope)

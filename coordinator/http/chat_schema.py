@@ -10,6 +10,8 @@ from coordinator.chat_template import Conversation
 from coordinator.http.decoding import Body, cut
 from coordinator.http.fields import Shared
 
+TemplateArguments = dict[str, str | int | float | bool | None]
+
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Of a message's content. One type is served, `text`; the other fields are those of OpenAI's other types."""
@@ -67,6 +69,7 @@ class ChatRequest(Shared, frozen=True, kw_only=True):
 
     messages: list[Message] | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -105,7 +108,7 @@ class ChatRequest(Shared, frozen=True, kw_only=True):
             common["max_tokens"] = self.max_completion_tokens
             wording["max_tokens"] = "max_completion_tokens"
         return Ask(
-            prompts=conversation(self.messages, self.add_generation_prompt),
+            prompts=conversation(self.messages, self.add_generation_prompt, self.chat_template_kwargs),
             logprobs=self._logprobs(),
             timeout=timeout,
             client_id=client_id,
@@ -121,12 +124,14 @@ class ChatRequest(Shared, frozen=True, kw_only=True):
         return self.top_logprobs or 0
 
 
-def conversation(messages: list[Message] | None, add_generation_prompt: bool | None) -> Conversation:
+def conversation(
+    messages: list[Message] | None, add_generation_prompt: bool | None, arguments: TemplateArguments | None
+) -> Conversation:
     """Raises InvalidRequest."""
     if messages is None:
         raise InvalidRequest("messages is missing: it must be a list of messages", param="messages")
     shown = [_shown(f"messages[{place}]", message) for place, message in enumerate(messages)]
-    return Conversation(shown, add_generation_prompt is not False)
+    return Conversation(shown, add_generation_prompt is not False, arguments or {})
 
 
 def _shown(where: str, message: Message) -> dict[str, object]:

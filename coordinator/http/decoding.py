@@ -41,7 +41,7 @@ class Decoder(Generic[Kind]):
         except msgspec.ValidationError as error:
             raise _explain(str(error), body) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidRequest(f"the body is not JSON: {error}") from None
+            raise _not_json(error) from None
         _check_no_ops(request)
         return request
 
@@ -51,16 +51,16 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 def _check_once(body: bytes) -> None:
     """Raises InvalidRequest for a field that is given twice: readers of JSON differ in which one counts."""
+    if body.count(b":") > 1:
+        json.loads(body, object_pairs_hook=_distinct, parse_int=str, parse_float=str)
 
-    def pairs(items: list[tuple[str, object]]) -> None:
-        names = {name for name, _ in items}
-        if len(names) < len(items):
-            given = [name for name, _ in items]
-            name = cut(next(name for name in given if given.count(name) > 1))
-            raise InvalidRequest(f"{name} is given twice", param=name)
 
-    if body.count(b'":') + body.count(b'" :') > 1:
-        json.loads(body, object_pairs_hook=pairs, parse_int=str, parse_float=str)
+def _distinct(pairs: list[tuple[str, object]]) -> None:
+    seen: set[str] = set()
+    for name, _ in pairs:
+        if name in seen:
+            raise InvalidRequest(f"{cut(name)} is given twice", param=cut(name))
+        seen.add(name)
 
 
 def _check_no_ops(request: Body) -> None:
@@ -88,12 +88,18 @@ def _explain(reason: str, body: bytes) -> InvalidRequest:
         return InvalidRequest(f"the body must be a JSON object: {reason}")
     field, rest, expected = at["field"], at["rest"], reason[: at.start()]
     try:
-        worded = _fields.decode(body)[field]
+        worded = bytes(_fields.decode(body)[field]).decode()
     except RecursionError:  # only this pass looks inside a value of the wrong type
         return InvalidRequest(f"{field} is nested too deeply: {expected}", param=field)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:  # and only this one reads on from there
+        return _not_json(error)
     if field in _SECRET:
         return InvalidRequest(f"{field}{rest} is of the wrong type: {expected}", param=field)
-    return InvalidRequest(f"{field} is {cut(bytes(worded).decode())}: {expected}{rest and f' at {rest}'}", param=field)
+    return InvalidRequest(f"{field} is {cut(worded)}: {expected}{rest and f' at {rest}'}", param=field)
+
+
+def _not_json(error: Exception) -> InvalidRequest:
+    return InvalidRequest(f"the body is not JSON: {error}")
 
 
 def cut(text: str) -> str:

@@ -38,6 +38,7 @@ REQUESTS = {
     "ChatRequest.logprobs": "Score each token. Default: false",
     "top_logprobs": "So many of the likeliest tokens beside each, with logprobs. Default: 0",
     "add_generation_prompt": "End the prompt with what opens an answer. Default: true",
+    "chat_template_kwargs": "Further variables of the model's chat template",
     "metadata": "The client's own, without effect",
     "parallel_tool_calls": "Without effect: there are no tools",
     "prompt_cache_key": "Without effect: what is cached is found by its tokens",

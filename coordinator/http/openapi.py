@@ -73,6 +73,16 @@ _BOUNDS: dict[str, Json] = {
             "maximum": limits.MAX_LOGIT_BIAS,
         },
     },
+    "chat_template_kwargs": {
+        "maxProperties": limits.MAX_TEMPLATE_ARGUMENTS,
+        "propertyNames": {"pattern": f"^[A-Za-z_][A-Za-z0-9_]{{0,{limits.MAX_TEMPLATE_NAME - 1}}}$"},
+        "additionalProperties": {
+            "type": ["string", "number", "boolean", "null"],
+            "maxLength": limits.MAX_TEMPLATE_TEXT,
+            "minimum": -limits.MAX_TEMPLATE_NUMBER,
+            "maximum": limits.MAX_TEMPLATE_NUMBER,
+        },
+    },
     "role": {"enum": list(ROLES)},
     "content": {"type": ["string", "array"]},
 }
@@ -95,6 +105,12 @@ _REQUIRED: dict[type[Body], list[Json]] = {
     TokenizeRequest: [{"required": ["prompt"]}, {"required": ["messages"]}],
     DetokenizeRequest: [{"required": ["tokens"]}],
     Message: [{"required": ["role", "content"]}],
+}
+_EVENT: Json = {
+    "description": "One event. Its data is a chunk or an error as JSON, and that of the last one [DONE]",
+    "type": "object",
+    "required": ["data"],
+    "properties": {"data": {"type": "string"}},
 }
 _ERRORS = {
     400: "The request is wrong: the message names the field, the value and the bound",
@@ -152,7 +168,7 @@ def _narrow(schema: Json, body: type[Body]) -> None:
 
 
 def _post(summary: str, takes: type[Body], gives: type[msgspec.Struct]) -> Json:
-    streams = {"text/event-stream": {"schema": {"type": "string"}}} if gives in (Completion, ChatCompletion) else {}
+    streams = {"text/event-stream": {"schema": _EVENT}} if gives in (Completion, ChatCompletion) else {}
     return {
         "summary": summary,
         "parameters": [

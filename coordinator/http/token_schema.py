@@ -5,7 +5,7 @@ import msgspec
 from baton.errors import InvalidRequest
 from coordinator.ask import Prompt
 from coordinator.chat_template import Conversation
-from coordinator.http.chat_schema import Message, conversation
+from coordinator.http.chat_schema import Message, TemplateArguments, conversation
 from coordinator.http.decoding import Body
 
 
@@ -17,6 +17,7 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
     model: str | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     return_token_strs: bool | None = None
 
     @property
@@ -24,7 +25,9 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
         """Raises InvalidRequest."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("give prompt or messages, one of them", param="prompt")
-        return self.prompt if self.prompt is not None else conversation(self.messages, self.add_generation_prompt)
+        if self.prompt is not None:
+            return self.prompt
+        return conversation(self.messages, self.add_generation_prompt, self.chat_template_kwargs)
 
 
 class DetokenizeRequest(Body, frozen=True, kw_only=True):

@@ -10,11 +10,12 @@ import grpc
 from baton import link_codec
 from baton.config import Config
 from baton.limits import LINK_OPTIONS
-from baton.pb import cluster_pb2_grpc
+from baton.pb import cluster_pb2
 from baton.types import SamplingParams
 from coordinator.cluster_service import ClusterService
 from coordinator.dispatcher import Dispatcher
 from coordinator.generation import Delta, Done, Submission
+from coordinator.grpc_handlers import add_handlers
 from coordinator.ledgers import Ledgers
 from coordinator.metrics import Metrics
 from coordinator.node_link import NodeLink
@@ -87,7 +88,7 @@ async def coordinator(**fields: Any) -> AsyncIterator[Bench]:
     bench = Bench(Config(**fields))
     server = grpc.aio.server(options=LINK_OPTIONS)
     link_codec.add_to(server, NodeLink(bench.config, bench.dispatcher, bench.ledgers).Attach)
-    cluster_pb2_grpc.add_ClusterServicer_to_server(bench.service, server)
+    add_handlers(server, cluster_pb2.DESCRIPTOR.services_by_name["Cluster"], bench.service)
     bench.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     try:

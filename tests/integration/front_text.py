@@ -44,7 +44,7 @@ def byte_tokens(data: bytes) -> list[int]:
 
 
 CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<' + message.role + '>' }}"
+    "{{ opening | default('') }}{% for message in messages %}{{ '<' + message.role + '>' }}"
     "{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
     "{{ (message.name + ': ' if message.name else '') + message.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"

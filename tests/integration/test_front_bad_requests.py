@@ -16,6 +16,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 INVALID, TOO_LONG, NO_MODEL = "invalid_request", "context_length_exceeded", "model_not_found"
 GOOD: dict[str, Any] = {"prompt": [1, 2, 3]}
+# A search for the repeated name that looks at every pair would take a day.
+MANY = b'{"prompt": [1], "logit_bias": {%b, "239999": 1}}' % b",".join(b'"%d":1' % number for number in range(240_000))
 VOCAB, CONTEXT = BOUNDS.vocab_size, BOUNDS.max_context
 
 
@@ -99,6 +101,11 @@ HTTP_ONLY = [
     Bad("ids among texts", {"prompt": ["a", [1]]}, "prompt", "prompt[1] and prompt[0] differ"),
     Bad("a field twice", b'{"prompt": [1], "n": 1, "n": 1}', "n", "n is given twice"),
     Bad("a field twice, inside", b'{"prompt": [1], "logit_bias": {"5": 1, "5": 2}}', "5", "5 is given twice"),
+    Bad("a field twice, oddly spaced", b'{"prompt": [1], "n"\n:1, "n"\t:1}', "n", "n is given twice"),
+    Bad("a field twice, among very many", MANY, "239999", "239999 is given twice"),
+    Bad("of a wrong type, then not JSON", b'{"prompt": [1], "user": 5, "n": 01}', None, "not JSON"),
+    Bad("of a wrong type, then cut off", b'{"prompt": [1], "user": [5', None, "not JSON"),
+    Bad("of a wrong type, with invalid UTF-8", b'{"prompt": [1], "user": ["\xff"]}', None, "not JSON"),
     Bad("bool among ids", {"prompt": [1, True]}, "prompt", "prompt[1]"),
     Bad("float among ids", {"prompt": [1.5]}, "prompt", "prompt[0]"),
     Bad("negative id", {"prompt": [-1]}, "prompt", "token id -1"),

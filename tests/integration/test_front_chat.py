@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from baton.pb import generation_pb2 as pb
 from baton.types import FinishReason, TokenScore
 from coordinator.generation import Delta
 from tests.integration.front_fixtures import BOUNDS, FakeGeneration, Front, count_up, done, serving
@@ -93,6 +94,45 @@ async def test_the_prompt_is_the_rendered_template_and_the_default_is_the_rest_o
     assert prompts == [ids_of(f"{rendered}<assistant>")] * 3 + [ids_of(rendered)]
     limits = [submission.sampling.max_tokens for submission in front.brain.submissions]
     assert limits == [BOUNDS.max_context - len(prompts[0]), 3, 4, BOUNDS.max_context - len(prompts[3])]
+
+
+@pytest.mark.parametrize("value", ["a", 5, -(2**53), 0.5, True, None])
+async def test_arguments_of_the_template(front: Front, value: Any) -> None:
+    """By both front doors the template has the same value, of the same type."""
+    front.brain.script = say("x")
+    kinds = {bool: "flag", int: "whole", float: "number", str: "text"}
+    worded = pb.TemplateValue() if value is None else pb.TemplateValue(**{kinds[type(value)]: value})
+    conversation = pb.Conversation(messages=[pb.Message(**HELLO[0])], chat_template_kwargs={"opening": worded})
+    assert (await chat(front, chat_template_kwargs={"opening": value})).status_code == 200
+    await front.stub.GenerateOnce(pb.GenerateRequest(chat=conversation))
+    expected = ids_of(f"{value}<user>hello<assistant>")
+    assert [submission.prompt for submission in front.brain.submissions] == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({f"a{number}": 1 for number in range(33)}, "has 33 entries: at most 32"),
+        ({"messages": 1}, "has the name 'messages', which is not free"),
+        ({"eos_token": "x"}, "has the name 'eos_token', which is not free"),
+        ({"self": 1}, "has the name 'self', which is not free"),
+        ({"a b": 1}, "has the name 'a b': names are identifiers of 1 to 64 characters"),
+        ({"é": 1}, "has the name 'é'"),
+        ({"": 1}, "has the name ''"),
+        ({"a" * 65: 1}, "names are identifiers"),
+        ({"a": "x" * 4097}, "has a text of 4097 characters for 'a': at most 4096"),
+        ({"a": 2**53 + 1}, "has a number beyond 9007199254740992 for 'a'"),
+        ({"a": [1]}, "chat_template_kwargs is"),
+        ({"a": {}}, "chat_template_kwargs is"),
+        ([], "chat_template_kwargs is []"),
+    ],
+)
+async def test_arguments_that_are_refused(front: Front, arguments: Any, told: str) -> None:
+    response = await chat(front, chat_template_kwargs=arguments)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "chat_template_kwargs")
+    assert told in error["message"]
+    assert front.brain.submissions == []
 
 
 async def test_a_stream(front: Front) -> None:

@@ -169,6 +169,7 @@ TWINS = {
     "prompt": ("text", "token_ids", "prompts"),
     "messages": ("chat",),
     "add_generation_prompt": ("chat",),
+    "chat_template_kwargs": ("chat",),
     "tokens": ("token_ids",),
     "return_token_strs": ("return_token_strings",),
 }

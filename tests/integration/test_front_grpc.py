@@ -96,6 +96,13 @@ async def test_a_field_that_is_not_known_inside_a_message(front: Front) -> None:
     assert "field number 99 is not a field of Message" in (error.details() or "")
 
 
+async def test_an_unknown_field_inside_a_map(front: Front) -> None:
+    value = pb.TemplateValue.FromString(b"\x98\x06\x05")
+    chat = pb.Conversation(messages=[pb.Message(role="user")], chat_template_kwargs={"a": value})
+    error = await grpc_error(front.stub.GenerateOnce(pb.GenerateRequest(chat=chat)))
+    assert "field number 99 is not a field of TemplateValue" in (error.details() or "")
+
+
 async def test_reflection(front: Front) -> None:
     """A client without our .proto files learns what there is and what it takes."""
     stub = reflection_pb2_grpc.ServerReflectionStub(front.channel)

@@ -28,7 +28,11 @@ async def test_there_and_back() -> None:
 async def test_conversations() -> None:
     async with serving(text=chatting_tokenizer()) as front:
         talk = [{"role": "user", "content": "hello"}]
-        for fields, rendered in (({}, "<user>hello<assistant>"), ({"add_generation_prompt": False}, "<user>hello")):
+        for fields, rendered in (
+            ({}, "<user>hello<assistant>"),
+            ({"add_generation_prompt": False}, "<user>hello"),
+            ({"chat_template_kwargs": {"opening": "!", "enable_thinking": False}}, "!<user>hello<assistant>"),
+        ):
             answer = (await post(front, "/tokenize", messages=talk, **fields)).json()
             assert tuple(answer["tokens"]) == ids_of(rendered)
 

@@ -96,6 +96,18 @@ async def test_the_ratio_is_set_and_told(bench: Bench) -> None:
         assert (await error_of(bench, "SetRatio", pb.SetRatioRequest(**fields)))[0] == "INVALID_ARGUMENT"
 
 
+@pytest.mark.parametrize(
+    "method", ["Status", "Watch", "Ledger", "Explain", "Drain", "Undrain", "SetRatio", "ArmFailpoints"]
+)
+async def test_bytes_that_are_no_message(bench: Bench, method: str) -> None:
+    async with grpc.aio.insecure_channel(bench.address) as channel:
+        make = channel.unary_stream if method == "Watch" else channel.unary_unary
+        call = make(f"/baton.v1.Cluster/{method}")(b"\xff\xff\xff")
+        with pytest.raises(grpc.aio.AioRpcError, match="its bytes cannot be read") as told:
+            await (call.read() if method == "Watch" else call)
+    assert told.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 def service(bench: Bench, name: str) -> str:
     return next((str(node.service) for node in bench.service.status().nodes if node.name == name), "")
 

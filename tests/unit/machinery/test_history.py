@@ -163,14 +163,17 @@ PARTS: tuple[Event, ...] = (
 def test_choices_that_stop_with_scores_behind_their_prompt_pass() -> None:
     assert lines_of(TWO, *PARTS) == []
     assert lines_of(TWO, *PARTS[:4], GaveUp()) == []
+    in_parts = (Echoed((10,), 0), Echoed((20,), 0, (TokenScore(-20.0),)))
+    assert lines_of(TWO, *in_parts, *PARTS[1:]) == []
+    assert lines_of(TWO, in_parts[0], GaveUp()) == []
 
 
 @pytest.mark.parametrize(
     ("place", "instead", "complaint"),
     [
-        (0, (), "choice 0: the prompt was given back 0 times"),
-        (0, (PARTS[0], PARTS[0]), "choice 0: the prompt was given back 2 times"),
-        (1, (Echoed((10, 20), 1),), "choice 1: the prompt was given back 1 times, or not as it was"),
+        (0, (), "choice 0: 0 tokens of the prompt were given back in 0 parts"),
+        (0, (PARTS[0], PARTS[0]), "choice 0: 4 tokens of the prompt were given back in 2 parts"),
+        (1, (Echoed((10, 20), 1),), "choice 1: 2 tokens of the prompt were given back in 1 parts, or not as it was"),
         (2, (Tokens((30, 32), 1, SCORED),), "choice 1: token 1 of 2 is wrong"),
         (2, (Tokens((30, 31), 2, SCORED),), "choices [2] were not asked for"),
         (2, (Tokens((30, 31), 1, SCORED[:1]),), "choice 1: the scores of 2 tokens are wrong: 1"),
