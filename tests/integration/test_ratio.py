@@ -109,19 +109,21 @@ async def test_streams_that_outlast_the_time_go_on_elsewhere(cluster: Cluster) -
 
 @IN_MODULE
 async def test_the_cache_of_a_node_outlives_its_role(cluster: Cluster) -> None:
-    await cluster_call(cluster.grpc, "Drain", pb.DrainRequest(node="prefill-1"))
+    """Tests before this one have moved the roles about: names tell nothing. Of equals the first by name goes first."""
+    before = roles(await cluster.wait_status(lambda status: len(status.nodes) == 4))
+    first, other = sorted(name for name, role in before.items() if role == "prefill")
+    await cluster_call(cluster.grpc, "Drain", pb.DrainRequest(node=other))
     asked = prompt(77, 320)
     assert list((await cluster.generate(asked, max_tokens=4, ignore_eos=True)).tokens) == paced_reference(asked, 4)
-    await cluster_call(cluster.grpc, "Undrain", pb.UndrainRequest(node="prefill-1"))
-    await cluster_call(cluster.grpc, "Drain", pb.DrainRequest(node="prefill-1"))  # so that prefill-0 goes last
-    await cluster_call(cluster.grpc, "Undrain", pb.UndrainRequest(node="prefill-1"))
-    assert roles(await ratio(cluster, 1, 3))["prefill-0"] == "decode"
-    for name in ("decode-0", "decode-1"):
+    await cluster_call(cluster.grpc, "Undrain", pb.UndrainRequest(node=other))
+    await cluster.wait_quiet()
+    assert roles(await ratio(cluster, 1, 3))[first] == "decode"
+    for name in before.keys() - {first, other}:
         await cluster_call(cluster.grpc, "Drain", pb.DrainRequest(node=name))
     answer = await cluster.generate(asked, max_tokens=4, ignore_eos=True)
     assert list(answer.tokens) == paced_reference(asked, 4)
     told = await cluster_call(cluster.grpc, "Explain", pb.ExplainRequest(request_id=answer.request_id))
-    assert told.attempts[-1].decode_node == "prefill-0"
+    assert told.attempts[-1].decode_node == first
     assert told.sources.local_cache >= 304, "decode found what it had computed as prefill"
 
 
@@ -159,8 +161,9 @@ async def test_when_a_node_is_killed_on_its_way_the_ratio_is_reached_all_the_sam
         cluster.start(name)
         status = await settled(cluster, 3, 1)
     over = [each for each in status.ratio.over if each.generation == status.ratio.generation]
-    assert [each.phase for each in over] == ["lost", "done"]
     assert over[0].node == name
+    started_as = name.partition("-")[0]
+    assert [each.phase for each in over] == (["lost", "done"] if started_as == "decode" else ["lost"])
     await cluster.wait_quiet()
 
 

@@ -17,6 +17,7 @@ async def test_tokens_are_the_references_whatever_the_ratio(tmp_path: Path) -> N
     settings = {"dtype": "float32", "threads": "1", "heartbeat": 0.1, "silence": 30.0, "flip_timeout": 0.5}
     made = Cluster(tmp_path, model=str(folder), prefill=1, decode=2, **settings)
     async with made as cluster:
+        await cluster.wait_status(lambda status: len(status.nodes) == 3)
         over = asyncio.Event()
         served = 0
 
