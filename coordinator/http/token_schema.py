@@ -26,6 +26,10 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("give prompt or messages, one of them", param="prompt")
         if self.prompt is not None:
+            if self.chat_template_kwargs:
+                raise InvalidRequest(
+                    "chat_template_kwargs is given, but prompt is no conversation", param="chat_template_kwargs"
+                )
             return self.prompt
         return conversation(self.messages, self.add_generation_prompt, self.chat_template_kwargs)
 

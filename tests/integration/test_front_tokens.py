@@ -42,6 +42,7 @@ BAD: list[tuple[str, dict[str, object], str, str]] = [
     ("/tokenize", {"prompt": "x", "messages": []}, "prompt", "give prompt or messages"),
     ("/tokenize", {"prompt": [1]}, "prompt", "wrong type"),
     ("/tokenize", {"prompt": "x", "colour": 1}, "colour", "not a field"),
+    ("/tokenize", {"prompt": "x", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "no conversation"),
     ("/tokenize", {"messages": [{"role": "user", "content": "x"}]}, "messages", "the model has none"),
     ("/detokenize", {}, "tokens", "tokens is missing"),
     ("/detokenize", {"tokens": "x"}, "tokens", "wrong type"),

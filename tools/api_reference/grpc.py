@@ -128,8 +128,10 @@ def _reachable(words: Words, named: list[str]) -> Iterator[str]:
 
 
 def _kinds(message: DescriptorProto) -> list[str]:
+    """Of its fields, and of the values of those that are maps."""
     nested = {each.name for each in message.nested_type}
-    return [kind for field in message.field if field.type_name and (kind := _plain(field.type_name)) not in nested]
+    fields = [*message.field, *(field for each in message.nested_type for field in each.field)]
+    return [kind for field in fields if field.type_name and (kind := _plain(field.type_name)) not in nested]
 
 
 def _plain(name: str) -> str:
