@@ -16,8 +16,9 @@ from kv_pool.core.eviction import Offers
 from kv_pool.core.ghosts import Ghost, Ghosts
 from kv_pool.core.reuse import ReuseModel
 
-# Context at which attention has made a token twice as dear, about that of an 8B model with grouped heads.
-QUADRATIC = 32768.0  # tokens
+# Context at which a token costs twice as much. An 8B model with grouped heads has about a quarter of it; the nearer to
+# that, the more a few long prompts are preferred to many short ones, at the expense of the ratio of hits.
+QUADRATIC = 131072.0  # tokens
 _USES = (0, 1, 2, 3, 4, 4, 4, 4, 5)  # uses -> class; as the last from there on
 _TIP = max(_USES) + 1  # not used yet, and the last of its prompt
 _CLASSES = _TIP + 1
@@ -26,6 +27,7 @@ _MOST_USES = 0xFFFF
 _DEPTHS = (4096, 16384, 65536)  # tokens: where another queue begins
 _MIDDLES = (2048, 8192, 32768, 98304)  # tokens before a typical block of each
 _RELEARN = 256  # inserted blocks, or a sixteenth of the tier, between two looks at what was learned
+_MARGIN = 1.5  # what is learned is not exact: of blocks that differ by less, the least recently used goes
 _RUN = 16  # victims of one queue between two looks at all queues
 
 
@@ -112,17 +114,18 @@ class CostEviction:
         return block
 
     def _least_worth(self, now: float) -> int:
-        best: tuple[float, float, int] | None = None
-        for queue, worth in enumerate(self._worth):
+        ends: list[tuple[float, float, int]] = []  # of the queues: worth, last use, block
+        for queue, worths in enumerate(self._worth):
             block = self._offers.oldest(queue, self._queue, self._last_use)
             if block >= 0:
                 last_use = self._last_use[block]
-                found = (worth[self._model.bucket(now - last_use)], last_use, block)
-                best = found if best is None else min(best, found)
-        if best is None:
+                ends.append((worths[self._model.bucket(now - last_use)], last_use, block))
+        if not ends:
             return -1
-        self._run = (self._queue[best[2]], self._model.bucket(now - best[1]), _RUN)
-        return best[2]
+        least, oldest = min(ends), min(ends, key=lambda end: end[1:])
+        _, last_use, block = least if least[0] * _MARGIN < oldest[0] else oldest
+        self._run = (self._queue[block], self._model.bucket(now - last_use), _RUN)
+        return block
 
     def _learn(self) -> list[list[float]]:
         """Worth by queue and age."""
