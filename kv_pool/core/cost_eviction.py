@@ -7,8 +7,10 @@ whether anything ever followed it in a prompt. Blocks of one class and about one
 the victim is the least valuable of the queues' ends.
 """
 
+import math
 from array import array
 from bisect import bisect
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -31,6 +33,16 @@ _MARGIN = 1.5  # what is learned is not exact: of blocks that differ by less, th
 _RUN = 16  # victims of one queue between two looks at all queues
 
 
+@dataclass(slots=True)
+class _Run:
+    """The next `left` victims come from `queue`, while its end is in `bucket` of age and was last used by `latest`."""
+
+    queue: int
+    bucket: int
+    latest: float
+    left: int
+
+
 class CostEviction:
     """Of `num_blocks` blocks of `block_size` tokens."""
 
@@ -50,7 +62,7 @@ class CostEviction:
         self._costs = 1 + np.array(_MIDDLES) / quadratic
         self._relearn_after = max(_RELEARN, num_blocks // 16)
         self._inserted = 0
-        self._run = (0, 0, 0)  # queue and bucket of the last victim, and how many more go without another look
+        self._run = _Run(0, 0, 0.0, 0)
         self._worth = self._learn()
 
     def inserted(self, block: int, key: int, depth: int, now: float) -> None:
@@ -103,14 +115,17 @@ class CostEviction:
         self._ghosts.remember(key, Ghost(self._kind[block], self._uses[block], self._last_use[block]))
 
     def _next_of_run(self, now: float) -> int:
-        """The queue that had the least worth still has it while the age of its end is about the same."""
-        queue, bucket, left = self._run
-        if not left:
+        """What was chosen last time goes on being the choice while its end is about as old and its reason holds."""
+        run = self._run
+        if not run.left:
             return -1
-        block = self._offers.oldest(queue, self._queue, self._last_use)
-        if block < 0 or self._model.bucket(now - self._last_use[block]) != bucket:
+        block = self._offers.oldest(run.queue, self._queue, self._last_use)
+        if block < 0:
             return -1
-        self._run = (queue, bucket, left - 1)
+        last_use = self._last_use[block]
+        if last_use > run.latest or self._model.bucket(now - last_use) != run.bucket:
+            return -1
+        run.left -= 1
         return block
 
     def _least_worth(self, now: float) -> int:
@@ -122,9 +137,12 @@ class CostEviction:
                 ends.append((worths[self._model.bucket(now - last_use)], last_use, block))
         if not ends:
             return -1
-        least, oldest = min(ends), min(ends, key=lambda end: end[1:])
-        _, last_use, block = least if least[0] * _MARGIN < oldest[0] else oldest
-        self._run = (self._queue[block], self._model.bucket(now - last_use), _RUN)
+        by_age = sorted(ends, key=lambda end: end[1:])
+        least, oldest, next_oldest = min(ends), by_age[0], by_age[min(1, len(ends) - 1)]
+        clear = least[0] * _MARGIN < oldest[0]
+        _, last_use, block = least if clear else oldest
+        latest = math.inf if clear or len(ends) == 1 else next_oldest[1]
+        self._run = _Run(self._queue[block], self._model.bucket(now - last_use), latest, _RUN)
         return block
 
     def _learn(self) -> list[list[float]]:
