@@ -21,6 +21,7 @@ COMMANDS = {
     "kernels": "benchmarks.kernels",
     "links": "benchmarks.links",
     "pool": "benchmarks.pool",
+    "routing": "benchmarks.routing",
     "serve": "benchmarks.serve",
     "transfer": "benchmarks.transfer",
 }

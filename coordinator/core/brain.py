@@ -11,7 +11,6 @@ from baton.errors import (
     InvalidRequest,
     NodeGone,
     NotFound,
-    Overloaded,
     Rejected,
     TooLong,
     Unavailable,
@@ -19,18 +18,22 @@ from baton.errors import (
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import ExplainResponse
 from baton.pb.common_pb2 import Timeline
-from baton.types import FinishReason, Incarnation, NodeName, Request, RequestId
-from coordinator.core.counters import CLASS, INTERNAL, Counters
+from baton.ratio import Split
+from baton.types import FinishReason, Incarnation, NodeName, Request, RequestId, Standing
+from coordinator.core.counters import INTERNAL, Counters
 from coordinator.core.drains import Service, is_empty
 from coordinator.core.explain import MAX_AGE, explain
 from coordinator.core.identity import JoinInfo
-from coordinator.core.messages import Effect, Lost, NodeInput, PeerGone, Send
+from coordinator.core.knowledge import Knowledge
+from coordinator.core.messages import Effect, Heartbeat, Lost, NodeInput, PeerGone, Send
 from coordinator.core.placement import Placement
 from coordinator.core.record import RequestState
 from coordinator.core.registry import Node, Registry
 from coordinator.core.reports import Reports
 from coordinator.core.requests import UNSERVED_PATIENCE, RequestTable
 from coordinator.core.settings import Settings
+from coordinator.core.switches import Switches
+from coordinator.core.tenants import Tenants
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class Brain:
         self._settings = settings
         self._table = RequestTable(registry, placement, settings)
         self._reports = Reports(registry, self._table)
+        self.switches = Switches(registry, self._table, settings.mode, self._drop)
         self._draining = False
 
     # inputs
@@ -61,14 +65,26 @@ class Brain:
         """Take all of them in, in this order, or none of them: `submit`'s errors, each counted once, and InvalidRequest
         if the queue could never hold so many."""
         try:
-            self._require_room(len(arrivals), now)
+            self._require_room([arrival.request for arrival in arrivals], now)
             for arrival in arrivals:
                 self._require_fit(arrival.request)
         except Rejected as error:
-            self.counters.rejected[error.code, INTERNAL if internal else CLASS] += 1
+            tenant_class = INTERNAL if internal else arrivals[0].request.standing.tenant_class
+            self.counters.rejected[error.code, tenant_class] += 1
             raise
         records = [self._table.add(one.request, now, internal=internal, after=one.after) for one in arrivals]
         records[0].others = tuple(record.request.id for record in records[1:])
+        return self._effects(now)
+
+    def require_admission(self, standing: Standing, count: int, timeout: float, now: float) -> None:
+        """Whether `count` requests would be let in, as far as can be said without a look at their prompts: before
+        anything is spent on them. Raises Draining, Overloaded or InvalidRequest; not counted."""
+        self._require(standing, count, 0, timeout, now)
+
+    def reload_tenants(self, tenants: Tenants, now: float) -> list[Effect]:
+        """Other tenants from now on. Requests that are here keep their standing."""
+        self._table.admission.reload(tenants, now)
+        self._table.placeable = True
         return self._effects(now)
 
     def join(self, info: JoinInfo, incarnation: Incarnation, now: float) -> list[Effect]:
@@ -80,8 +96,10 @@ class Brain:
             raise
         if replaced is not None:
             self._drop(replaced, NodeGone(f"node {info.name} has joined anew"), now)
-        self.registry.add(info, incarnation, now)
+        node = self.registry.add(info, incarnation, now)
+        self._table.knowledge.joined(node)
         self._table.loads.add_node(incarnation)
+        self.switches.joined(node, now)
         self._table.placeable = True
         self.counters.joins["joined"] += 1
         return self._effects(now)
@@ -94,6 +112,8 @@ class Brain:
             return []
         node.heard_at = now
         self._reports.receive(sender, message, now)
+        if isinstance(message, Heartbeat):
+            self.switches.heard()
         return self._effects(now)
 
     def node_gone(self, incarnation: Incarnation, error: BatonError, now: float) -> list[Effect]:
@@ -126,6 +146,7 @@ class Brain:
         placed again. Raises NotFound."""
         self.node_called(name)
         self.registry.drains.begin(name, None if timeout is None else now + timeout)
+        self.switches.reconsider()
         return self.tick(now)
 
     def undrain_node(self, name: NodeName, now: float) -> list[Effect]:
@@ -133,6 +154,13 @@ class Brain:
         if not self.registry.drains.end(name):
             self.node_called(name)
         self._table.placeable = True
+        self.switches.reconsider()
+        return self._effects(now)
+
+    def set_ratio(self, target: Split, patience: float, now: float) -> list[Effect]:
+        """Switch nodes in place until they have this ratio, and keep them so. What a node still does `patience` seconds
+        after it was chosen is placed again elsewhere. Raises InvalidRequest, naming the splits that are possible."""
+        self.switches.aim(target, patience, now)
         return self._effects(now)
 
     def tick(self, now: float) -> list[Effect]:
@@ -143,13 +171,15 @@ class Brain:
             drained = self.registry.called(name)
             if drained is not None:
                 self._table.vacate(drained.incarnation, Drained(f"node {name} is being drained"), now)
+        self.switches.due(now)
         for request in self._table.timers.due(now):
             self._table.due(request, now)
         return self._effects(now)
 
     def next_due(self) -> float | None:
         """When `tick` is to be called next if nothing else happens."""
-        times = (self._table.timers.next(), self.registry.next_silence(), self.registry.drains.next())
+        drains = self.registry.drains.next()
+        times = (self._table.timers.next(), self.registry.next_silence(), drains, self.switches.next())
         return min((time for time in times if time is not None), default=None)
 
     # views
@@ -157,6 +187,10 @@ class Brain:
     @property
     def counters(self) -> Counters:
         return self._table.counters
+
+    @property
+    def knowledge(self) -> Knowledge:
+        return self._table.knowledge
 
     @property
     def draining(self) -> bool:
@@ -187,15 +221,16 @@ class Brain:
 
     def timeline(self, request: RequestId) -> Timeline | None:
         """Of a request that has ended not long ago."""
-        return self._table.ended.get(request)
+        return self._table.endings.timelines.get(request)
 
     def explain(self, request: RequestId, now: float) -> ExplainResponse:
         """Of a request that is here or has ended not long ago, with the others of its answer if it is the first. Raises
         NotFound."""
         told = self._told(request, now)
         if told is None:
+            most = self._table.endings.explanations.most
             raise NotFound(
-                f"there is no request {request[:64]!r}: the last {self._table.explanations.most} that have ended are "
+                f"there is no request {request[:64]!r}: the last {most} that have ended are "
                 f"kept (--explain-keep), for {MAX_AGE / 3600:g} h at most"
             )
         for other in told.others:
@@ -219,7 +254,7 @@ class Brain:
 
     def service(self, node: Node) -> Service:
         if node.info.name not in self.registry.drains:
-            return Service.IN
+            return Service.SWITCHING if node.info.name in self.registry.switching else Service.IN
         loads, incarnation = self._table.loads, node.incarnation
         empty = is_empty(loads.attempts(incarnation), loads.quiet_reports(incarnation), node.stats)
         return Service.DRAINED if empty else Service.DRAINING
@@ -239,34 +274,38 @@ class Brain:
 
     def _told(self, request: RequestId, now: float) -> ExplainResponse | None:
         record = self._table.records.get(request)
-        return explain(record, now) if record else self._table.explanations.get(request, now)
+        return explain(record, now) if record else self._table.endings.explanations.get(request, now)
 
     def _effects(self, now: float) -> list[Effect]:
+        self.switches.step(now)
         self._table.place_waiting(now)
         out, self._table.out = self._table.out, []
         return out
 
     def _drop(self, node: Node, error: BatonError, now: float) -> None:
         self.registry.remove(node.incarnation)
-        self.counters.nodes_lost[error.code] += 1
-        self._table.out.append(Lost(node.incarnation, node.info.name, error))
+        self._table.knowledge.left(node.incarnation)
+        expected = self.switches.expects_end_of(node)
+        if not expected:
+            self.counters.nodes_lost[error.code] += 1
+        self._table.out.append(Lost(node.incarnation, node.info.name, error, expected))
         self._table.out += [Send(other, PeerGone(node.incarnation)) for other in self.registry.nodes]
         self._table.lose_node(node.incarnation, error, now)
+        self.switches.gone(node, now)
 
-    def _require_room(self, count: int, now: float) -> None:
+    def _require_room(self, requests: Sequence[Request], now: float) -> None:
+        first, tokens = requests[0], sum(len(request.prompt) for request in requests)
+        self._require(first.standing, len(requests), tokens, first.timeout, now)
+
+    def _require(self, standing: Standing, count: int, tokens: int, timeout: float, now: float) -> None:
         if self._draining:
             raise Draining("the cluster is stopping and takes no new requests")
-        waiting, limit = len(self._table.queue), self._settings.max_queue
+        limit = self._settings.max_queue
         if count > limit:
             raise InvalidRequest(
                 f"{count} outputs are asked for at once, the limit is {limit} (--max-queue)", param="n"
             )
-        if waiting + count > limit:
-            more = f", {count} more would come" if count > 1 else ""
-            raise Overloaded(
-                f"{waiting} requests are waiting{more}, the limit is {limit} (--max-queue)",
-                retry_after=self._table.queue.retry_after(now),
-            )
+        self._table.admission.require(standing, count, tokens, timeout, now)
 
     def _require_fit(self, request: Request) -> None:
         bounds = self.bounds()

@@ -17,11 +17,13 @@ class Service(Enum):
     IN = "in"
     DRAINING = "draining"
     DRAINED = "drained"
+    SWITCHING = "switching"  # to another role
 
 
 class Drains:
     def __init__(self) -> None:
         self._until: dict[NodeName, float | None] = {}
+        self.names = self._until.keys()
 
     def __contains__(self, name: NodeName) -> bool:
         return name in self._until
