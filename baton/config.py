@@ -116,8 +116,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["cost", "lru"], _help("What leaves the pool first: what is least worth keeping, or least recently used")
     ] = "cost"
     pool_publish_rate: Annotated[
-        str, _help("Bytes a second that a decode node copies into the pool at most, such as 256MiB")
-    ] = "256MiB"
+        float, Meta(gt=0, le=1e6), _help("MiB a second that a decode node copies into the pool at most")
+    ] = 256.0
 
     # patience
     heartbeat: Annotated[Seconds, _help("Seconds between heartbeats")] = 1.0

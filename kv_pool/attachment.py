@@ -1,5 +1,5 @@
-"""A node's attachment: the pool's segment mapped beside its own, and the byte of the fence file that it holds as long as
-anything reads or writes there.
+"""A node's attachment: the pool's segment mapped beside its own, and the byte of the fence file that it holds as long
+as anything reads or writes there.
 
 It is over when its stream breaks, and then takes no new user. Its last user, of before, unlocks the byte and lets the
 mapping go: only then may the pool use what was pinned for something else.

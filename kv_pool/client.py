@@ -84,8 +84,8 @@ class PoolClient:
         *,
         partial: bool = True,
     ) -> None:
-        """Look a prompt up: `names` and `tokens` as in kv_pool/core/chain.py. `then` is called once, on the loop, within
-        FIND_PATIENCE."""
+        """Look a prompt up: `names` and `tokens` as in kv_pool/core/chain.py. `then` is called once, on the loop,
+        within FIND_PATIENCE."""
         chain = pb.Chain(root=root, names=names, tokens=tokens)
         question = pb.PoolQuestion(find=pb.FindPrefix(chain=chain, max_tokens=max_tokens, partial=partial))
         self._soon(lambda: self._find(question, then))
