@@ -9,7 +9,6 @@ What a pool does or lacks is never an error of the node's: a look-up is a miss, 
 import asyncio
 import contextlib
 from collections.abc import Callable
-from functools import partial as bind
 
 from baton import log
 from baton.addressing import AddressSpace
@@ -20,7 +19,7 @@ from baton.pb import pool_pb2 as pb
 from baton.pool_terms import PoolHit, PoolPin, Publish
 from baton.types import mint_id
 from baton.wire import layout_to_pb
-from kv_pool.attachment import MISS, Attachment
+from kv_pool.attachment import MISS, Attachment, Mappings
 from kv_pool.line import Line
 from kv_pool.link import dialled
 from kv_pool.publisher import Job, Publisher
@@ -38,7 +37,7 @@ class PoolClient:
         self, config: PoolClientConfig, space: AddressSpace, own: memoryview, *, clock: Clock = steady
     ) -> None:
         self._config = config
-        self._space = space
+        self._mappings = Mappings(space, config.segment_folder, config.layout.block_bytes)
         self._clock = clock
         self._process = mint_id(64)
         self._attachments = 0
@@ -147,9 +146,7 @@ class PoolClient:
             async with asyncio.timeout(FIRST_PATIENCE):
                 answer = await session.ask(pb.PoolQuestion(attach=question))
             number = self._attachments = self._attachments + 1
-            block_bytes = config.layout.block_bytes
-            make = bind(Attachment, number, answer.attached, self._space, config.segment_folder, block_bytes)
-            attachment = await asyncio.to_thread(make)
+            attachment = await asyncio.to_thread(Attachment, number, answer.attached, self._mappings)
         except (BatonError, TimeoutError) as error:
             reason = str(error) or f"no answer within {FIRST_PATIENCE:g} s"
             if reason != self._complained:  # once, as long as it stays the same

@@ -61,7 +61,9 @@ class Registrar:
             await asyncio.sleep(0.02)
 
     async def arm(self, spec: str) -> None:
+        """Returns when it is armed."""
         await self._send(arm=pb.Arm(spec=spec))
+        await self.ledger()
 
     async def _serve(self, _: object, context: Any) -> None:
         join = (await context.read()).join

@@ -7,6 +7,7 @@ from itertools import count
 
 import pytest
 
+from baton.failpoints import FAILPOINTS
 from baton.pool_terms import PoolHit
 from tests.pool.conftest import Host
 from tests.pool.rig import Node, expected, tokens_of, until
@@ -130,17 +131,26 @@ async def test_a_reader_whose_stream_broke_keeps_what_it_reads_until_it_has_ende
     await until("the old mapping is gone", lambda: len(_segments(node)) == 1)
 
 
-async def test_a_publisher_that_lost_its_stream_stops_copying_before_its_places_are_free(host: Host) -> None:
-    survivor = await host.node("decode-0")
-    publisher = await host.process("prefill-0", BATON_FAILPOINTS="pool.copy.before=delay(1)+2*1")
-    seed = next(_SEEDS)
-    publisher.order("publish", seed=seed, blocks=5)
-    await host.registrar.settled(writing=5)
-    host.pool.signal(signal.SIGSTOP)  # so that nothing is proven while it is looked at
-    host.pool.signal(signal.SIGCONT)
-    assert await publisher.said() == 5, "a pause is no end"
-    assert (await survivor.find(tokens_of(seed, 5))).blocks
-    publisher.kill()
+async def test_a_publisher_that_lost_its_stream_keeps_its_places_until_it_has_stopped(host: Host) -> None:
+    node, survivor = await host.node("prefill-0"), await host.node("decode-0")
+    tokens = tokens_of(next(_SEEDS), 5)
+    ended: asyncio.Future[PoolHit | None] = asyncio.get_running_loop().create_future()
+    FAILPOINTS.arm("pool.copy.before=delay(0.6)+2*1")
+    try:
+        assert node.client.publish(node.order(tokens, node.fill(tokens), ended.set_result))
+        await host.registrar.settled(writing=5)
+        _break_stream(node)
+        await host.registrar.settled(quarantined=5)
+        assert await survivor.find(tokens) == _MISS
+        assert await asyncio.wait_for(ended, 10) is None
+    finally:
+        FAILPOINTS.arm("")
+    await host.registrar.settled()
+    await node.attached()
+    hit = await node.publish(tokens)
+    assert hit is not None
+    assert node.read(hit) == expected(tokens)
+    node.release(hit)
 
 
 async def test_a_copy_that_is_not_whole_is_refused(host: Host) -> None:

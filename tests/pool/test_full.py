@@ -4,8 +4,9 @@ from itertools import count
 
 import pytest
 
+from baton.block_hash import chain, short_name
 from tests.pool.conftest import Host
-from tests.pool.rig import OWN_BLOCKS, expected, tokens_of, until
+from tests.pool.rig import LAYOUT, OWN_BLOCKS, SALTLESS, expected, tokens_of, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -46,14 +47,16 @@ async def test_all_pinned_is_no_room_and_no_error(host: Host) -> None:
 
 async def test_the_directory_hears_what_the_pool_gains_and_loses(host: Host) -> None:
     node = await host.node()
-    before = len(host.registrar.names)
     total = (await host.registrar.ledger()).total
-    hit = await node.publish(tokens_of(next(_SEEDS), 7))
+    tokens = tokens_of(next(_SEEDS), 7)
+    names = {short_name(name) for name in chain(SALTLESS, tokens, LAYOUT.block_size)}
+    hit = await node.publish(tokens)
     assert hit is not None
-    await until("told", lambda: len(host.registrar.names) > before)
+    await until("told", lambda: names <= host.registrar.names)
     node.release(hit)
     large = await node.publish(tokens_of(next(_SEEDS), total))
     assert large is not None
     assert len(large.blocks) == total <= OWN_BLOCKS
-    await until("told of evictions", lambda: len(host.registrar.names) == total)
+    await until("told of evictions", lambda: not names & host.registrar.names)
+    assert len(host.registrar.names) == total
     node.release(large)
