@@ -21,7 +21,7 @@ from baton.types import mint_id
 from baton.wire import layout_to_pb
 from kv_pool.attachment import MISS, Attachment, Mappings
 from kv_pool.line import Line
-from kv_pool.link import dialled
+from kv_pool.link import Dialer
 from kv_pool.publisher import Job, Publisher
 from kv_pool.session import Session
 from kv_pool.terms import FIND_PATIENCE, FIRST_PATIENCE, PROTOCOL_VERSION, RETRY, PoolClientConfig
@@ -66,8 +66,9 @@ class PoolClient:
         self._loop = asyncio.get_running_loop()
         self._publisher.start()
         try:
+            dialer = await asyncio.to_thread(Dialer, self._config.address, self._config.token)
             while True:
-                async with dialled(self._config.address, self._config.token) as channel:
+                async with dialer.dial() as channel:
                     await self._session(Session(channel))
                 await asyncio.sleep(RETRY)  # a redial's pause, not a poll
         finally:
