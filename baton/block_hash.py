@@ -6,6 +6,8 @@ A hash names the whole prefix up to and including its block.
 
 import hashlib
 import struct
+import sys
+from array import array
 from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import NewType
@@ -13,6 +15,8 @@ from typing import NewType
 from baton.kv_layout import KVLayout
 
 BlockHash = NewType("BlockHash", bytes)  # 32 bytes
+HASH_BYTES = 32
+TOKEN_BYTES = 4
 
 
 def _field(tag: bytes, value: bytes) -> bytes:
@@ -56,3 +60,23 @@ def chain(root: BlockHash, tokens: Sequence[int], block_size: int) -> Iterator[B
     for start in range(0, len(tokens) - block_size + 1, block_size):
         parent = block_hash(parent, tokens[start : start + block_size])
         yield parent
+
+
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids below 2**32 as they are hashed and sent: 4 bytes each, big endian."""
+    packed = array("I", tokens)
+    if sys.byteorder == "little":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def chain_names(root: BlockHash, packed: bytes, block_size: int) -> bytes:
+    """`chain` of packed tokens, all at once: 32 bytes for each full block."""
+    size = block_size * TOKEN_BYTES
+    before = _field(b"parent", bytes(HASH_BYTES))[:-HASH_BYTES]
+    between = _field(b"tokens", bytes(size))[:-size]
+    names, parent, sha256 = [], bytes(root), hashlib.sha256
+    for start in range(0, len(packed) - size + 1, size):
+        parent = sha256(before + parent + between + packed[start : start + size]).digest()
+        names.append(parent)
+    return b"".join(names)

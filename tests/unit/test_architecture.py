@@ -15,12 +15,13 @@ ARROWS: dict[str, frozenset[str]] = {
     "baton": frozenset(),
     "kv_kernels": frozenset(),
     "kv_transfer": frozenset({"baton", "kv_kernels"}),
+    "kv_pool": frozenset({"baton", "kv_transfer"}),
     "node_engine": frozenset({"baton", "kv_kernels"}),
     "prefill_node": frozenset({"baton", "node_engine", "kv_transfer"}),
     "decode_node": frozenset({"baton", "node_engine", "kv_transfer"}),
     "coordinator": frozenset({"baton"}),
     "benchmarks": frozenset(
-        {"baton", "kv_kernels", "kv_transfer", "node_engine", "prefill_node", "decode_node", "coordinator"}
+        {"baton", "kv_kernels", "kv_transfer", "node_engine", "prefill_node", "decode_node", "coordinator", "kv_pool"}
     ),
 }
 LAUNCHED = frozenset({"prefill_node", "decode_node"})  # a node may take either role, and only launchers know both

@@ -1,0 +1,63 @@
+"""Who holds what at the pool: attachments, their pins and their unfinished publications.
+
+An attachment is one node's mapping of the segment. It is LIVE while its stream is open; then DOUBTFUL, because its
+process may be dead, stopped or only slow; and it ends by its own goodbye or by proof that it maps the segment no more.
+No clock ends it.
+"""
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NewType
+
+from kv_pool.core.chain import Chain
+
+Holder = NewType("Holder", str)  # names an attachment: node name, incarnation and number
+PinId = NewType("PinId", int)
+PublicationId = NewType("PublicationId", int)
+
+
+class HolderState(Enum):
+    LIVE = "live"
+    DOUBTFUL = "doubtful"
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """Blocks `first`, `first` + 1 ... of `chain` are being written to `blocks`. `parent` is pinned meanwhile."""
+
+    chain: Chain
+    first: int
+    blocks: tuple[int, ...]
+    parent: int
+
+
+@dataclass(slots=True)
+class Attachment:
+    """`pins`: the pinned blocks, one or two (a path's deepest, and a partly matching one), by pin. Moments in
+    seconds."""
+
+    since: float
+    state: HolderState = HolderState.LIVE
+    pins: "dict[PinId, tuple[int, ...]]" = field(default_factory=dict)
+    publications: dict[PublicationId, Publication] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The longest prefix that is in memory, pinned until `pin` is released: pool block numbers, first to last, and the
+    block, with how many of its first tokens, that goes on from there. Without both, `pin` is None."""
+
+    pin: PinId | None
+    blocks: "array[int]"
+    partial: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Write the blocks `first` ... of the chain to the pool blocks `blocks`, then seal. What precedes them is in the
+    pool. There may be fewer than were asked for, or none: then there is no publication."""
+
+    publication: PublicationId | None
+    first: int
+    blocks: tuple[int, ...]

@@ -1,0 +1,197 @@
+"""The radix index: which block holds which prefix. One entry a block, linked to its parent; a path from a root down is
+a prompt, block by block.
+
+A parent is there if its child is: insertion asks for it, and only leaves are removed. So of the names of a prompt a
+beginning is present and the rest is not, and the last one present is found by binary search: a handful of look-ups for
+a prompt of any length, then a walk up over the parents. Entries are found by the first 8 bytes of their names; the
+whole name, the root and the token ids of the whole path are compared. Of two names with equal first bytes the second is
+refused, and what would follow it too.
+"""
+
+from array import array
+from bisect import bisect_left
+
+from baton.block_hash import HASH_BYTES, BlockHash
+from kv_pool.core.chain import Chain, key_of
+from kv_pool.core.ledger import require
+from kv_pool.core.token_table import TokenTable, common_beginning
+
+ROOT = -1  # the parent of a first block
+_NONE = -2
+
+
+class RadixIndex:
+    """Blocks 0 to `num_blocks` - 1, of `block_size` tokens each."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._block_size = block_size
+        self._blocks: dict[int, int] = {}  # key -> block
+        self._names = bytearray(num_blocks * HASH_BYTES)
+        self._tokens = TokenTable(num_blocks, block_size)
+        self._parent = array("i", [_NONE]) * num_blocks
+        self._depth = array("i", [0]) * num_blocks
+        self._children = array("i", [0]) * num_blocks
+        self._only_child = array("i", [_NONE]) * num_blocks  # while there is one child
+        self._siblings: dict[int, list[int]] = {}  # parent of several -> children by token ids
+        self._firsts: dict[bytes, list[int]] = {}  # root -> first blocks by token ids
+        self._root_of: dict[int, bytes] = {}  # first block -> its root
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, block: int) -> bool:
+        return self._parent[block] != _NONE
+
+    def parent(self, block: int) -> int:
+        """ROOT for a first block."""
+        return self._parent[block]
+
+    def depth(self, block: int) -> int:
+        """Blocks before it."""
+        return self._depth[block]
+
+    def is_leaf(self, block: int) -> bool:
+        return not self._children[block]
+
+    def name(self, block: int) -> bytes:
+        return bytes(self._names[block * HASH_BYTES : (block + 1) * HASH_BYTES])
+
+    def tokens(self, block: int) -> bytes:
+        return self._tokens.get(block)
+
+    def path(self, block: int) -> "array[int]":
+        """From the first block down to `block`."""
+        found, parents = array("i", bytes(4 * (self._depth[block] + 1))), self._parent
+        for place in range(len(found) - 1, -1, -1):
+            found[place] = block
+            block = parents[block]
+        return found
+
+    def chain(self, block: int) -> Chain:
+        """The prompt that ends with `block`."""
+        path = self.path(block)
+        names, tokens = (b"".join(map(get, path)) for get in (self.name, self.tokens))
+        return Chain(BlockHash(self._root_of[path[0]]), names, tokens, self._block_size)
+
+    # finding
+
+    def find(self, name: bytes) -> int | None:
+        block = self._blocks.get(key_of(name))
+        return block if block is not None and self.name(block) == name else None
+
+    def match(self, chain: Chain, most: int | None = None) -> "array[int]":
+        """The blocks of the longest prefix of `chain` that is here, at most `most`, first to last."""
+        known, unknown, deepest = 0, len(chain) if most is None else min(most, len(chain)), ROOT
+        while known < unknown:  # the first `known` are here; names from `unknown` on are not, or not wanted
+            middle = (known + unknown) // 2
+            block = self._blocks.get(chain.key(middle), ROOT)
+            if block != ROOT and self.name(block) == chain.name(middle) and self._depth[block] == middle:
+                known, deepest = middle + 1, block
+            else:
+                unknown = middle
+        if deepest == ROOT:
+            return array("i")
+        path = self.path(deepest)
+        if self._root_of[path[0]] != chain.root:
+            return array("i")
+        return path[: self._tokens.agreeing(path, chain.tokens)]
+
+    def beginning(self, chain: Chain, path: "array[int]") -> tuple[int, int] | None:
+        """Of the blocks that follow `path`, a match of `chain`, the one that shares most of the tokens that come next,
+        and how many; None if none shares any."""
+        wanted = chain.block_tokens(len(path))
+        children = self._following(path[-1]) if path else self._firsts.get(chain.root, [])
+        place = bisect_left(children, wanted, key=self._tokens.get)
+        best: tuple[int, int] | None = None
+        for block in children[max(0, place - 1) : place + 1]:
+            shared = common_beginning(self._tokens.get(block), wanted)
+            if shared > (best[1] if best else 0):
+                best = block, shared
+        return best
+
+    def _following(self, parent: int) -> list[int]:
+        if self._children[parent] > 1:
+            return self._siblings[parent]
+        return [self._only_child[parent]] if self._children[parent] else []
+
+    # changing
+
+    def insert(self, block: int, chain: Chain, number: int, parent: int) -> bool:
+        """`block` holds the block `number` of `chain`, whose block before that is `parent` (ROOT for the first). False,
+        and nothing changed, if another name has its key."""
+        require(block not in self, f"block {block} is in the index already")
+        key = chain.key(number)
+        if key in self._blocks:
+            return False
+        require(number == 0 if parent == ROOT else self._depth[parent] + 1 == number, f"block {block} without a parent")
+        self._blocks[key] = block
+        self._names[block * HASH_BYTES : (block + 1) * HASH_BYTES] = chain.name(number)
+        self._tokens.put(block, chain.block_tokens(number))
+        self._parent[block], self._depth[block] = parent, number
+        if parent == ROOT:
+            self._root_of[block] = chain.root
+            self._add_sorted(self._firsts.setdefault(chain.root, []), block)
+        else:
+            self._add_child(parent, block)
+        return True
+
+    def remove(self, block: int) -> None:
+        require(block in self and self.is_leaf(block), f"block {block} is no leaf of the index")
+        del self._blocks[key_of(self.name(block))]
+        parent, self._parent[block] = self._parent[block], _NONE
+        if parent != ROOT:
+            self._drop_child(parent, block)
+            return
+        root = self._root_of.pop(block)
+        firsts = self._firsts[root]
+        self._drop_sorted(firsts, block)
+        if not firsts:
+            del self._firsts[root]
+
+    def _add_child(self, parent: int, block: int) -> None:
+        self._children[parent] += 1
+        if self._children[parent] == 1:
+            self._only_child[parent] = block
+            return
+        if self._children[parent] == 2:
+            self._siblings[parent] = [self._only_child[parent]]
+        self._add_sorted(self._siblings[parent], block)
+
+    def _drop_child(self, parent: int, block: int) -> None:
+        self._children[parent] -= 1
+        if not self._children[parent]:
+            return
+        siblings = self._siblings[parent]
+        self._drop_sorted(siblings, block)
+        if len(siblings) == 1:
+            self._only_child[parent] = siblings[0]
+            del self._siblings[parent]
+
+    def _add_sorted(self, blocks: list[int], block: int) -> None:
+        blocks.insert(bisect_left(blocks, self._tokens.get(block), key=self._tokens.get), block)
+
+    def _drop_sorted(self, blocks: list[int], block: int) -> None:
+        """Equal tokens after one parent are one name, unless a name is forged: so `block` may not be the first."""
+        place = bisect_left(blocks, self._tokens.get(block), key=self._tokens.get)
+        del blocks[blocks.index(block, place)]
+
+    def check(self) -> None:
+        """Raise LedgerError unless all tables tell the same story. Looks at everything: for tests."""
+        present = [block for block in range(len(self._parent)) if block in self]
+        require(sorted(self._blocks.values()) == present, "keys and parents")
+        children: dict[int, list[int]] = {}
+        for block in present:
+            require(self._blocks[key_of(self.name(block))] == block, f"key of block {block}")
+            parent = self._parent[block]
+            require((parent == ROOT) == (block in self._root_of), f"root of block {block}")
+            if parent != ROOT:
+                require(parent in self, f"the parent of block {block} is gone")
+                require(self._depth[block] == self._depth[parent] + 1, f"depth of block {block}")
+                children.setdefault(parent, []).append(block)
+        for block in present:
+            mine = sorted(children.get(block, []))
+            require(len(mine) == self._children[block], f"children of block {block}")
+            require(sorted(self._following(block)) == mine, f"list of children of block {block}")
+        require(sorted(block for blocks in self._firsts.values() for block in blocks) == sorted(self._root_of), "first blocks")
+        for blocks in (*self._siblings.values(), *self._firsts.values()):
+            require(blocks == sorted(blocks, key=self._tokens.get), "order of children")

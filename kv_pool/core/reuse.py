@@ -1,0 +1,79 @@
+"""How likely a block is to be wanted again, learned from what happens to blocks like it.
+
+Blocks are sorted into classes by how often they have been used. For each class two things are counted: how many blocks
+entered it, and how many of those were used again at which age (seconds since their last use, in buckets that grow
+geometrically). From that follows, for a block that has been idle for some age, the most uses per second of waiting that
+keeping it for some time longer can be expected to bring,
+
+    index(age) = max over T of  P(used within T | idle for age) / E[time kept | kept for T at most],
+
+which is the Gittins index of a job whose size is the time until the next use (Gittins 1979; Aalto, Ayesta and Righter
+2009); keeping what has the highest is the best stationary choice if blocks are independent. Beckmann, Chen and Cidon
+(LHD, NSDI 2018) rank by the same ratio with T without end. Here it is also made never to rise with age, so that within
+a class the longest idle block is always the least likely, and one queue a class is enough.
+
+A class that has seen little is taken for the average of all: with no evidence that classes differ, the order is LRU's.
+"""
+
+import math
+
+import numpy as np
+
+_FIRST = 1.0  # second: the upper end of the first bucket
+_PER_OCTAVE = 3
+_BUCKETS = 48  # the last one ends after a day
+_PRIOR = 50.0  # blocks' worth of the average in every class
+_MEMORY = 1 << 18  # entries; beyond, everything counts half
+
+Ints = np.ndarray[tuple[int], np.dtype[np.intp]]
+Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+
+class ReuseModel:
+    def __init__(self, num_classes: int) -> None:
+        self._edges = _FIRST * 2.0 ** (np.arange(_BUCKETS) / _PER_OCTAVE)  # upper ends
+        self._widths = np.diff(self._edges, prepend=0.0)
+        self._entered = [0.0] * num_classes
+        self._reused = np.zeros((num_classes, _BUCKETS))
+
+    def entered(self, kind: int, count: int = 1) -> None:
+        self._entered[kind] += count
+
+    def left(self, kind: int) -> None:
+        """A block was in the wrong class: it does not count there."""
+        self._entered[kind] = max(0.0, self._entered[kind] - 1)
+
+    def reused(self, kind: int, age: float) -> None:
+        self._reused[kind, self.bucket(age)] += 1
+
+    def reused_all(self, kinds: Ints, ages: Floats) -> None:
+        places = kinds * _BUCKETS + np.minimum(self._edges.searchsorted(ages, side="right"), _BUCKETS - 1)
+        self._reused += np.bincount(places, minlength=self._reused.size).reshape(self._reused.shape)
+
+    def bucket(self, age: float) -> int:
+        if age < _FIRST:
+            return 0
+        return min(1 + int(_PER_OCTAVE * math.log2(age / _FIRST)), _BUCKETS - 1)
+
+    def forget(self) -> None:
+        """What was long ago counts for less."""
+        if sum(self._entered) > _MEMORY:
+            self._entered = [count / 2 for count in self._entered]
+            self._reused /= 2
+
+    def index(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
+        """Expected uses per second, by class and bucket of age. Never rises with age."""
+        average = self._reused.sum(axis=0) / max(sum(self._entered), 1.0)
+        entered = np.array(self._entered) + _PRIOR
+        reused = self._reused + _PRIOR * average
+        return np.stack([self._gittins(*one) for one in zip(entered, reused, strict=True)])
+
+    def _gittins(self, entered: float, reused: Floats) -> Floats:
+        idle = np.maximum(entered - np.concatenate([[0.0], np.cumsum(reused)]), 0.0)  # at the lower ends
+        waits = (idle[:-1] + idle[1:]) / 2 * self._widths  # block-seconds spent in each bucket
+        uses, seconds = (np.concatenate([[0.0], np.cumsum(one)]) for one in (reused, waits))
+        gained = uses[None, 1:] - uses[:-1, None]  # from the beginning of a bucket (row) to the end of another
+        spent = seconds[None, 1:] - seconds[:-1, None]
+        possible = np.triu(np.ones_like(gained, dtype=bool)) & (spent > 0)
+        rates = np.divide(gained, spent, out=np.zeros_like(gained), where=possible).max(axis=1)
+        return np.maximum.accumulate(rates[::-1])[::-1]

@@ -1,0 +1,39 @@
+"""The token ids of every block of an index, in one array: comparing a path of thousands of blocks is one operation."""
+
+from array import array
+
+import numpy as np
+
+from baton.block_hash import TOKEN_BYTES
+
+
+class TokenTable:
+    """`num_blocks` rows of `block_size` token ids, as they are sent (4 bytes each, big endian: rows compare as bytes in
+    the order of their ids)."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._size = block_size * TOKEN_BYTES
+        self._bytes = bytearray(num_blocks * self._size)
+        self._rows = np.frombuffer(self._bytes, dtype=np.uint32).reshape(num_blocks, block_size)
+
+    def put(self, block: int, tokens: bytes) -> None:
+        if len(tokens) != self._size:
+            raise ValueError(f"{len(tokens)} bytes of tokens for a block of {self._size}")
+        self._bytes[block * self._size : (block + 1) * self._size] = tokens
+
+    def get(self, block: int) -> bytes:
+        return bytes(self._bytes[block * self._size : (block + 1) * self._size])
+
+    def agreeing(self, path: "array[int]", tokens: bytes) -> int:
+        """How many leading blocks of `path` hold what `tokens` begins with."""
+        rows = self._rows[np.frombuffer(path, dtype=np.int32)]
+        same = rows == np.frombuffer(tokens, dtype=np.uint32, count=rows.size).reshape(rows.shape)
+        return len(path) if same.all() else int(same.all(axis=1).argmin())
+
+
+def common_beginning(left: bytes, right: bytes) -> int:
+    """Tokens with which both begin."""
+    length = min(len(left), len(right)) // TOKEN_BYTES
+    one, other = (np.frombuffer(side, dtype=np.uint32, count=length) for side in (left, right))
+    differing = np.flatnonzero(one != other)
+    return int(differing[0]) if differing.size else length
