@@ -107,6 +107,19 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = "auto"
     layers_per_message: Annotated[Count, _help("Layers in one transfer message; 0 adapts")] = 0
 
+    # the pool of a host
+    pool: Annotated[str, _help("HOST:PORT of this host's pool; a node without one computes what it lacks")] = ""
+    pool_memory: Annotated[
+        str, _help("Memory of a host's pool: 4GiB, a share such as 0.5, auto: a tenth, at most 4GiB; 0 is no pool")
+    ] = "auto"
+    pool_port: Annotated[Port, _help("Port where `up` lets its nodes dial the pool; 0 picks a free one")] = 0
+    pool_eviction: Annotated[
+        Literal["cost", "lru"], _help("What leaves the pool first: what is least worth keeping, or least recently used")
+    ] = "cost"
+    pool_publish_rate: Annotated[
+        str, _help("Bytes a second that a decode node copies into the pool at most, such as 256MiB")
+    ] = "256MiB"
+
     # patience
     heartbeat: Annotated[Seconds, _help("Seconds between heartbeats")] = 1.0
     silence: Annotated[Seconds, _help("Seconds without a message after which a node is given up")] = 5.0

@@ -70,6 +70,10 @@ POINTS: dict[str, frozenset[Action]] = {
     "transfer.seal.after": _SIMPLE,
     "transfer.commit.before": _FRAME,
     "transfer.commit.after": _SIMPLE,
+    "pool.copy.before": _SIMPLE | {Action.CORRUPT},  # in a publisher, of one block
+    "pool.find.before": _PASSING,  # in the pool, as the next two
+    "pool.seal.before": _PASSING,
+    "pool.seal.after": _PASSING,
     "link.node.send": frozenset({Action.DELAY, Action.DROP, Action.DUPLICATE, Action.EXIT}),
     "link.coordinator.send": frozenset({Action.DELAY, Action.DROP, Action.DUPLICATE, Action.EXIT}),
 }

@@ -5,19 +5,20 @@ import math
 from baton.errors import ConfigError
 
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_DEFAULT_MEMORY = 1 << 30
-_DEFAULT_SHARE = 0.1  # of the segment folder's free space
+_SHARE = 0.1  # of the segment folder's free space
+_MOST = {"kv_memory": 1 << 30, "pool_memory": 4 << 30}  # what auto takes at most
 
 
-def parse_memory(text: str, free: int) -> int:
-    """`4GiB`, `512MiB`, a plain number of bytes, a share of `free` bytes such as 0.5, or auto."""
+def parse_memory(text: str, free: int, field: str = "kv_memory") -> int:
+    """`4GiB`, `512MiB`, a plain number of bytes, a share of `free` bytes such as 0.5, or auto: a tenth of them, and no
+    more than what is usual for `field`."""
     if text == "auto":
-        return min(_DEFAULT_MEMORY, int(_DEFAULT_SHARE * free))
+        return min(_MOST[field], int(_SHARE * free))
     unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
     try:
         number = float(text.removesuffix(unit)) * _UNITS.get(unit, 1)
     except ValueError:
         number = math.nan
     if not (math.isfinite(number) and number > 0):
-        raise ConfigError(f"kv_memory is {text!r}: say 4GiB, 512MiB, a share such as 0.5, or auto")
+        raise ConfigError(f"{field} is {text!r}: say 4GiB, 512MiB, a share such as 0.5, or auto", param=field)
     return int(number * free) if number < 1.0 and not unit else int(number)

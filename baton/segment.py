@@ -66,13 +66,13 @@ class Segment:
         self.view = memoryview(b"")
 
 
-def create(folder: Path, kind: str, size: int) -> Segment:
+def create(folder: Path, kind: str, size: int, knob: str = "--kv-memory") -> Segment:
     """Create a segment of `size` bytes (see `segment_bytes`), zeroed, private to this user, locked and
     pre-faulted.
 
-    Raises ConfigError when the folder cannot hold it.
+    Raises ConfigError when the folder cannot hold it, naming `knob`, the setting that its size follows from.
     """
-    path, fd = _create_locked(folder, kind)
+    path, fd = _create_locked(folder, kind, knob)
     try:
         os.ftruncate(fd, size)
         _touch_huge_pages(fd, size)
@@ -84,11 +84,11 @@ def create(folder: Path, kind: str, size: int) -> Segment:
     except OSError as error:
         _unlink(path)
         os.close(fd)
-        raise _cannot_create(folder, size, error) from error
+        raise _cannot_create(folder, size, error, knob) from error
     return Segment(path, size, huge, view(address, size, lambda: release(start, whole)), fd)
 
 
-def _create_locked(folder: Path, kind: str) -> tuple[Path, int]:
+def _create_locked(folder: Path, kind: str, knob: str) -> tuple[Path, int]:
     """A new, empty file that was never seen unlocked with its final name by anyone who then removed it:
     `sweep` may win the race between creation and lock, and we then begin again."""
     while True:
@@ -98,7 +98,7 @@ def _create_locked(folder: Path, kind: str) -> tuple[Path, int]:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise _cannot_create(folder, 0, error) from error
+            raise _cannot_create(folder, 0, error, knob) from error
         if _try_lock(fd) and os.fstat(fd).st_nlink == 1:
             return path, fd
         os.close(fd)
@@ -111,14 +111,21 @@ def _touch_huge_pages(fd: int, size: int) -> None:
         os.pwrite(fd, b"\0", offset)
 
 
-def _cannot_create(folder: Path, size: int, error: OSError) -> ConfigError:
+def free_bytes(folder: Path) -> int:
+    stat = os.statvfs(folder)
+    return stat.f_bavail * stat.f_frsize
+
+
+def no_room(folder: Path, size: int, knob: str) -> ConfigError:
+    return ConfigError(
+        f"segment folder {folder} cannot hold {size} bytes ({free_bytes(folder)} free): "
+        f"lower {knob}, enlarge the folder (docker: --shm-size) or choose another with --segment-dir"
+    )
+
+
+def _cannot_create(folder: Path, size: int, error: OSError, knob: str) -> ConfigError:
     if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
-        stat = os.statvfs(folder)
-        free = stat.f_bavail * stat.f_frsize
-        return ConfigError(
-            f"segment folder {folder} cannot hold {size} bytes ({free} free): "
-            "lower --kv-memory, enlarge the folder (docker: --shm-size) or choose another with --segment-dir"
-        )
+        return no_room(folder, size, knob)
     return ConfigError(f"segment of {size} bytes in {folder}: {error.strerror}: choose another with --segment-dir")
 
 

@@ -1,5 +1,6 @@
 """Types to protobuf and back. Nobody else reads a field of a message that carries these types."""
 
+from baton.cache_journal import CacheChange
 from baton.errors import BatonError, from_code
 from baton.kv_layout import KVLayout
 from baton.pb import cluster_pb2, common_pb2
@@ -212,3 +213,15 @@ def score_to_pb(score: TokenScore) -> common_pb2.Score:
 
 def score_from_pb(message: common_pb2.Score) -> TokenScore:
     return TokenScore(message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True)))
+
+
+def cache_to_pb(change: CacheChange, incarnation: Incarnation) -> cluster_pb2.NodeMessage:
+    message = cluster_pb2.NodeMessage(incarnation=incarnation)
+    if change.fresh:
+        message.cache_snapshot.sequence = change.sequence
+        message.cache_snapshot.names.extend(change.inserted)
+    else:
+        message.cache_events.sequence = change.sequence
+        message.cache_events.inserted.extend(change.inserted)
+        message.cache_events.evicted.extend(change.evicted)
+    return message

@@ -4,10 +4,10 @@ stamped with the incarnation under which its work was given, so that a late one 
 from collections.abc import Callable, Iterable, Sequence
 
 from baton import wire
+from baton.cache_journal import CacheChange
 from baton.errors import BatonError
 from baton.pb import cluster_pb2, common_pb2
 from baton.types import AttemptKey, Incarnation, Ticket, TokenEvent, TokenScore
-from node_engine.core.cache_journal import CacheChange
 from node_engine.core.ledger import Ledger
 
 _SCORES_PER_MESSAGE = 4096  # about 1 MiB with 20 alternatives each
@@ -82,15 +82,7 @@ class Reporter:
 
     def cache(self, changes: Iterable[CacheChange]) -> None:
         for change in changes:
-            message = cluster_pb2.NodeMessage(incarnation=self.incarnation)
-            if change.fresh:
-                message.cache_snapshot.sequence = change.sequence
-                message.cache_snapshot.names.extend(change.inserted)
-            else:
-                message.cache_events.sequence = change.sequence
-                message.cache_events.inserted.extend(change.inserted)
-                message.cache_events.evicted.extend(change.evicted)
-            self._send(message)
+            self._send(wire.cache_to_pb(change, self.incarnation))
 
     def ledger(self, query: int, snapshot: Ledger) -> None:
         ledger = common_pb2.Ledger(

@@ -9,7 +9,7 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = ("common", "generation", "cluster")
+NAMES = ("common", "generation", "cluster", "pool")
 
 
 def generate(out: Path) -> None:

@@ -39,6 +39,14 @@ class Pool:
         """Attachments of which proof of their end is wanted."""
         return tuple(name for name, one in self._attachments.items() if one.state is HolderState.DOUBTFUL)
 
+    def is_live(self, holder: Holder) -> bool:
+        attachment = self._attachments.get(holder)
+        return attachment is not None and attachment.state is HolderState.LIVE
+
+    def unfinished(self, holder: Holder) -> int:
+        """Publications that are neither sealed nor withdrawn."""
+        return len(self._live(holder).publications)
+
     # attachments
 
     def attach(self, holder: Holder, now: float) -> None:

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from baton.block_hash import BlockHash, block_hash
+from baton.cache_journal import CacheJournal
 from baton.hash_chain import HashChain
 from baton.types import BlockIndex, TicketId
 from node_engine.core.block_accounts import BlockAccounts
-from node_engine.core.cache_journal import CacheJournal
 from node_engine.core.ledger import BlockState, Ledger, LedgerEntry, LedgerError, require
 from node_engine.core.prefix_index import IndexedBlock, PrefixIndex
 

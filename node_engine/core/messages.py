@@ -1,5 +1,5 @@
 """What the coordinator can ask of a node, as the compute thread sees it: a closed union beside the transfer plane's own
-events. `node_engine/host/coordinator_link.py` is the only translator from the wire."""
+events. `node_engine/host/commands.py` is the only translator from the wire."""
 
 from dataclasses import dataclass
 

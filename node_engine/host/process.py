@@ -16,22 +16,23 @@ from baton import segment as segments
 from baton.block_hash import root_hash
 from baton.clock import steady
 from baton.config import Config
+from baton.coordinator_link import CoordinatorLink
 from baton.errors import ConfigError
 from baton.exposure import host_part, require_key
+from baton.health_port import HealthPort
 from baton.pb import cluster_pb2
 from baton.segment import Segment
-from baton.types import NodeName, Role, mint_id
+from baton.types import Incarnation, NodeName, Role, mint_id
 from node_engine.core.block_pool import BlockPool
-from node_engine.core.messages import Command
+from node_engine.core.messages import Command, CoordinatorLost, Joined
 from node_engine.core.scheduler import Scheduler, SchedulerLimits
 from node_engine.core.sequence import SequenceState
 from node_engine.core.step import Engine
 from node_engine.core.victims import POLICIES
 from node_engine.host.advertise import advertised
+from node_engine.host.commands import command_from_pb
 from node_engine.host.compute import ComputeThread, WhenIdle
-from node_engine.host.coordinator_link import CoordinatorLink
 from node_engine.host.engines import build_engine, cache_blocks
-from node_engine.host.health import HealthPort
 from node_engine.host.inbox import Inbox
 from node_engine.host.lookups import Lookups
 from node_engine.host.roles import MakeRole, RoleSwitch
@@ -90,12 +91,7 @@ class _Node:
         self._pool = BlockPool(num_blocks, engine.layout.block_size, steady)
         limits = SchedulerLimits(config.max_num_seqs, config.max_batched_tokens, engine.max_model_len)
         self._link = CoordinatorLink(
-            address=config.coordinator,
-            token=config.cluster_token,
-            silence=config.silence,
-            join=self._join,
-            stats=self._stats,
-            deliver=self._deliver,
+            self, address=config.coordinator, token=config.cluster_token, silence=config.silence
         )
         self._port = None
         if memory is not None and make_pool is not None:
@@ -175,11 +171,24 @@ class _Node:
         except TimeoutError:
             log.get("node").warning("leaving with work unfinished", seconds=self._config.drain_timeout)
 
+    # as a member of the cluster
+
+    def joined(self, incarnation: Incarnation) -> None:
+        self._deliver(Joined(incarnation))
+
+    def coordinator_lost(self) -> None:
+        self._deliver(CoordinatorLost())
+
+    def told(self, message: cluster_pb2.CoordinatorMessage) -> None:
+        command = command_from_pb(message)
+        if command is not None:
+            self._deliver(command)
+
     def _deliver(self, command: Command) -> None:
         self._role.preview(command)
         self._lookups.take(command)
 
-    def _join(self) -> cluster_pb2.Join:
+    def join(self) -> cluster_pb2.Join:
         return cluster_pb2.Join(
             protocol_version=wire.PROTOCOL_VERSION,
             name=self._name,
@@ -199,7 +208,7 @@ class _Node:
             rejoining=self._parts.report.incarnation,
         )
 
-    def _stats(self) -> cluster_pb2.NodeStats:
+    def stats(self) -> cluster_pb2.NodeStats:
         """Read on the event loop without a lock: every figure is one that was true, at most a step ago."""
         load, steps = self._compute.load, self._compute.steps
         live = load.sequences

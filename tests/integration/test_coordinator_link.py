@@ -10,12 +10,14 @@ import grpc
 import pytest
 
 from baton import link_codec, wire
+from baton.coordinator_link import CoordinatorLink
 from baton.errors import ConfigError
 from baton.limits import MAX_UNSENT
 from baton.pb import cluster_pb2 as pb
 from baton.pb.cluster_pb2 import CoordinatorMessage, NodeMessage
+from baton.types import Incarnation
 from node_engine.core.messages import CoordinatorLost, Joined
-from node_engine.host.coordinator_link import CoordinatorLink
+from node_engine.host.commands import command_from_pb
 from tests.fault_proxy import FaultyLink
 
 PATIENCE = 10.0
@@ -27,6 +29,26 @@ def welcome(number: int) -> CoordinatorMessage:
     return CoordinatorMessage(
         welcome=pb.Welcome(incarnation=f"{number:016x}", heartbeat_seconds=0.05, silence_seconds=SILENCE)
     )
+
+
+class Node:
+    """The member that is linked."""
+
+    join, stats = pb.Join, pb.NodeStats
+
+    def __init__(self, deliver: Callable[[object], None]) -> None:
+        self._deliver = deliver
+
+    def joined(self, incarnation: Incarnation) -> None:
+        self._deliver(Joined(incarnation))
+
+    def coordinator_lost(self) -> None:
+        self._deliver(CoordinatorLost())
+
+    def told(self, message: CoordinatorMessage) -> None:
+        command = command_from_pb(message)
+        if command is not None:
+            self._deliver(command)
 
 
 @dataclass
@@ -63,14 +85,8 @@ async def linked(attach: Attach) -> AsyncIterator[Rig]:
     between = await FaultyLink.open("node -> coordinator", ("127.0.0.1", server.add_insecure_port("127.0.0.1:0")))
     await server.start()
     delivered: asyncio.Queue[object] = asyncio.Queue()
-    link = CoordinatorLink(
-        address=f"127.0.0.1:{between.port}",
-        token="",
-        silence=SILENCE,
-        join=pb.Join,
-        stats=pb.NodeStats,
-        deliver=delivered.put_nowait,
-    )
+    address = f"127.0.0.1:{between.port}"
+    link = CoordinatorLink(Node(delivered.put_nowait), address=address, token="", silence=SILENCE)
     running = asyncio.create_task(link.run())
     try:
         yield Rig(link, between, delivered, running)

@@ -12,4 +12,4 @@ def test_stubs_are_current(tmp_path: Path) -> None:
     made = {path.name: path.read_text() for path in (tmp_path / "baton" / "pb").iterdir()}
     kept = {path.name: path.read_text() for path in (ROOT / "baton" / "pb").iterdir() if path.name in made}
     assert made == kept, "run `make proto`"
-    assert len(made) == 9
+    assert len(made) == 12

@@ -13,7 +13,7 @@ from baton.cli import probe
 from baton.cli.errors import Bad, Unreachable
 from baton.config import Config
 from baton.errors import ConfigError
-from node_engine.host.health import HealthPort
+from baton.health_port import HealthPort
 
 TOKEN = "operator"
 

@@ -9,8 +9,8 @@ from coordinator.core import messages as m
 from coordinator.core.prefix_directory import PATIENCE
 from coordinator.node_messages import input_from_pb, order_to_pb
 from node_engine.core import messages
-from node_engine.core.cache_journal import CacheJournal
-from node_engine.host.coordinator_link import command_from_pb
+from baton.cache_journal import CacheJournal
+from node_engine.host.commands import command_from_pb
 from node_engine.reporter import Reporter
 from tests.unit.coordinator_core.world import DECODE, PREFILL, World
 

@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from baton.block_hash import BlockHash, short_name
 from baton.types import Incarnation
 from coordinator.core.prefix_directory import PATIENCE, PrefixDirectory
-from node_engine.core.cache_journal import MAX_NAMES, CacheChange, CacheJournal
+from baton.cache_journal import MAX_NAMES, CacheChange, CacheJournal
 
 A, B, C = (Incarnation(name) for name in "abc")
 NODES = (A, B, C)

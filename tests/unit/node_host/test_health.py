@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from baton.config import Config
 from baton.errors import ConfigError
-from node_engine.host.health import NO_PORT, HealthPort
+from baton.health_port import NO_PORT, HealthPort
 
 CHECK = health_pb2.HealthCheckRequest()
 KINDS = health_pb2.HealthCheckResponse

@@ -1,4 +1,4 @@
-"""The node's end of its one stream to the coordinator: join, heartbeat, commands in, reports out, and joining again.
+"""A member's end of its one stream to the coordinator: join, heartbeat, commands in, reports out, and joining again.
 
 The life of a link:
 
@@ -7,22 +7,21 @@ The life of a link:
 
 A stream that broke is dialled again at once, then with growing pauses. The work of the old incarnation is dropped when
 the new Welcome arrives, or after `silence` seconds without one, whichever is first. Everything here runs on the
-node's event loop; grpc errors go no further than this file.
+member's event loop; grpc errors go no further than this file.
 """
 
 import asyncio
 import random
-from collections.abc import Callable
+from typing import Protocol
 
 import grpc
 
-from baton import link_codec, log, wire
+from baton import link_codec, log
 from baton.errors import ConfigError
 from baton.failpoints import FAILPOINTS
 from baton.limits import LINK_OPTIONS, MAX_UNSENT
 from baton.pb import cluster_pb2
-from baton.types import Incarnation, Role
-from node_engine.core import messages
+from baton.types import Incarnation
 
 TOKEN_METADATA = "baton-cluster-token"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between dials
@@ -35,26 +34,38 @@ class _JoinAnew(Exception):
     """This node is not what its Join said any more."""
 
 
-class CoordinatorLink:
-    """Owns the stream. `deliver` puts a command on the compute thread's inbox; `join` describes this node now;
-    `stats` is what a heartbeat carries."""
+class Member(Protocol):
+    """Who is linked. Called on the event loop, in the order of the stream."""
 
-    def __init__(
-        self,
-        *,
-        address: str,
-        token: str,
-        silence: float,
-        join: Callable[[], cluster_pb2.Join],
-        stats: Callable[[], cluster_pb2.NodeStats],
-        deliver: Callable[[messages.Command], None],
-    ) -> None:
+    def join(self) -> cluster_pb2.Join:
+        """What it is now."""
+        ...
+
+    def stats(self) -> cluster_pb2.NodeStats:
+        """What a heartbeat carries."""
+        ...
+
+    def joined(self, incarnation: Incarnation) -> None:
+        """Under a new incarnation: what was held for the one before is to be dropped."""
+        ...
+
+    def coordinator_lost(self) -> None:
+        """None for too long: the same."""
+        ...
+
+    def told(self, message: cluster_pb2.CoordinatorMessage) -> None:
+        """Anything else that the coordinator says, but for what the link itself carries out."""
+        ...
+
+
+class CoordinatorLink:
+    """Owns the stream."""
+
+    def __init__(self, member: Member, *, address: str, token: str, silence: float) -> None:
+        self._member = member
         self._address = address
         self._metadata = ((TOKEN_METADATA, token),)
         self._silence = silence
-        self._join = join
-        self._stats = stats
-        self._deliver = deliver
         self._incarnation = Incarnation("")
         self._unsent: asyncio.Queue[cluster_pb2.NodeMessage] = asyncio.Queue(MAX_UNSENT)
         self._overflow = asyncio.Event()  # the coordinator reads too slowly
@@ -113,13 +124,13 @@ class CoordinatorLink:
     def _disconnected(self) -> None:
         self._incarnation = Incarnation("")
         loop = asyncio.get_running_loop()
-        self._lost = loop.call_at(self._heard + self._silence, self._deliver, messages.CoordinatorLost())
+        self._lost = loop.call_at(self._heard + self._silence, self._member.coordinator_lost)
 
     async def _session(self, call: grpc.aio.StreamStreamCall) -> None:
         """One stream from Join to its end. Raises AioRpcError, TimeoutError or _JoinAnew when it ends."""
         self._changed.clear()
         try:
-            await call.write(cluster_pb2.NodeMessage(join=self._join()))
+            await call.write(cluster_pb2.NodeMessage(join=self._member.join()))
             numbers = link_codec.Numbers()
             heartbeat = await self._welcome(call, numbers)
             async with asyncio.TaskGroup() as tasks:
@@ -153,7 +164,7 @@ class CoordinatorLink:
         self._was_member = True
         self._silence = first.welcome.silence_seconds
         self._incarnation = Incarnation(first.welcome.incarnation)
-        self._deliver(messages.Joined(self._incarnation))
+        self._member.joined(self._incarnation)
         self._log.info("joined", incarnation=self._incarnation)
         heartbeat: float = first.welcome.heartbeat_seconds
         return heartbeat
@@ -169,12 +180,14 @@ class CoordinatorLink:
                 return
             self._heard = asyncio.get_running_loop().time()
             try:
-                command = command_from_pb(message) if numbers.is_new(message) else None
+                fresh = numbers.is_new(message)
             except link_codec.MessagesLost as error:
                 self._log.warning("messages lost: joining anew", error=str(error))
                 return
-            if command is not None:
-                self._deliver(command)
+            if fresh and message.HasField("arm"):
+                FAILPOINTS.arm(message.arm.spec)
+            elif fresh:
+                self._member.told(message)
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
         numbers = link_codec.Numbers()
@@ -197,36 +210,9 @@ class CoordinatorLink:
 
     async def _beat(self, seconds: float) -> None:
         while True:
-            beat = cluster_pb2.Heartbeat(stats=self._stats())
+            beat = cluster_pb2.Heartbeat(stats=self._member.stats())
             self.send(cluster_pb2.NodeMessage(incarnation=self._incarnation, heartbeat=beat))
             await asyncio.sleep(seconds)  # the heartbeat's own period
-
-
-def command_from_pb(message: cluster_pb2.CoordinatorMessage) -> messages.Command | None:
-    """The compute thread's view of a message; None for those that end here (Ping, Arm)."""
-    match message.WhichOneof("message"):
-        case "submit":
-            writer = wire.peer_from_pb(message.submit.writer) if message.submit.HasField("writer") else None
-            return messages.Submit(wire.work_from_pb(message.submit.work), writer)
-        case "prefill":
-            return messages.Prefill(wire.work_from_pb(message.prefill.work), message.prefill.alone)
-        case "ticket":
-            return messages.GiveTicket(wire.ticket_from_pb(message.ticket.ticket))
-        case "cancel":
-            return messages.Cancel(wire.key_from_pb(message.cancel.key), wire.error_from_pb(message.cancel.reason))
-        case "peer_gone":
-            return messages.PeerGone(Incarnation(message.peer_gone.incarnation))
-        case "ledger_query":
-            return messages.LedgerQuery(message.ledger_query.query)
-        case "cache_query":
-            return messages.CacheQuery()
-        case "set_role":
-            return messages.SetRole(Role(message.set_role.role))
-        case "arm":
-            FAILPOINTS.arm(message.arm.spec)
-        case _:
-            pass
-    return None
 
 
 def _first(group: BaseExceptionGroup) -> BaseException:

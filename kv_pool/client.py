@@ -1,0 +1,233 @@
+"""A node's side of the pool: attach, look up, publish, and attach again when the pool is gone.
+
+    dial -> AttachPool -> Attached: lock the byte, map the segment -> questions ... -> broken -> dial again after RETRY
+                       -> refused: the pool serves another model; dialled again, and said once
+
+What a pool does or lacks is never an error of the node's: a look-up is a miss, a publication is dropped.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from functools import partial as bind
+
+from baton import log
+from baton.addressing import AddressSpace
+from baton.block_hash import BlockHash
+from baton.clock import Clock, steady
+from baton.errors import BatonError
+from baton.pb import pool_pb2 as pb
+from baton.pool_terms import PoolHit, PoolPin, Publish
+from baton.types import mint_id
+from baton.wire import layout_to_pb
+from kv_pool.attachment import MISS, Attachment
+from kv_pool.line import Line
+from kv_pool.link import dialled
+from kv_pool.publisher import Job, Publisher
+from kv_pool.session import Session
+from kv_pool.terms import FIND_PATIENCE, FIRST_PATIENCE, PROTOCOL_VERSION, RETRY, PoolClientConfig
+
+_GOODBYE_PATIENCE = 1.0  # seconds
+
+
+class PoolClient:
+    """`run` belongs to an event loop; everything else may be called from any thread, and returns at once. `own` is the
+    node's arena; the pool's segment is mapped in `space`."""
+
+    def __init__(
+        self, config: PoolClientConfig, space: AddressSpace, own: memoryview, *, clock: Clock = steady
+    ) -> None:
+        self._config = config
+        self._space = space
+        self._clock = clock
+        self._process = mint_id(64)
+        self._attachments = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._line: Line | None = None
+        self._lines: dict[int, Line] = {}  # by number of the attachment: those that are still used, too
+        self._complained = ""
+        self._counters: dict[str, float] = {}
+        self._publisher = Publisher(
+            own,
+            config.layout,
+            config.paced_bytes_per_second,
+            line=lambda: self._line,
+            conclude=self._published,
+            soon=self._soon,
+            clock=clock,
+        )
+        self._log = log.get("pool")
+
+    @property
+    def attached(self) -> bool:
+        return self._line is not None
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        self._loop = asyncio.get_running_loop()
+        self._publisher.start()
+        try:
+            while True:
+                async with dialled(self._config.address, self._config.token) as channel:
+                    await self._session(Session(channel))
+                await asyncio.sleep(RETRY)  # a redial's pause, not a poll
+        finally:
+            await asyncio.to_thread(self._publisher.close)
+
+    def find(
+        self,
+        root: BlockHash,
+        names: bytes,
+        tokens: bytes,
+        max_tokens: int,
+        then: Callable[[PoolHit], None],
+        *,
+        partial: bool = True,
+    ) -> None:
+        """Look a prompt up: `names` and `tokens` as in kv_pool/core/chain.py. `then` is called once, on the loop, within
+        FIND_PATIENCE."""
+        chain = pb.Chain(root=root, names=names, tokens=tokens)
+        question = pb.PoolQuestion(find=pb.FindPrefix(chain=chain, max_tokens=max_tokens, partial=partial))
+        self._soon(lambda: self._find(question, then))
+
+    def release(self, pin: PoolPin) -> None:
+        """Nothing that it pins is read any more. Raises ValueError for a pin that is not held."""
+        line = self._lines.get(pin.attachment)
+        if line is None:
+            raise ValueError(f"{pin} is released and not held")
+        line.release(pin)
+        if line.attachment.ended:
+            self._lines.pop(pin.attachment, None)
+
+    def publish(self, job: Publish) -> bool:
+        """False: it is dropped, and `job.then` is not called."""
+        taken = self.attached and self._publisher.offer(job)
+        if not taken:
+            self._count("baton_pool_publish_dropped_total")
+        return taken
+
+    def counters(self) -> dict[str, float]:
+        return self._counters | {
+            "baton_pool_published_blocks_total": float(self._publisher.written),
+            "baton_pool_attachments_total": float(self._attachments),
+        }
+
+    # attaching
+
+    async def _session(self, session: Session) -> None:
+        """One stream, to its end."""
+        running = asyncio.create_task(session.run())
+        try:
+            line = await self._attach(session)
+            if line is None:
+                return
+            self._line = line
+            self._log.info("attached to the pool", attachment=line.attachment.number)
+            self._complained = ""
+            await asyncio.wait({running})
+        except asyncio.CancelledError:
+            await self._leave(session)
+            raise
+        finally:
+            self._abandon()
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    async def _attach(self, session: Session) -> Line | None:
+        config = self._config
+        question = pb.AttachPool(
+            protocol_version=PROTOCOL_VERSION,
+            node=config.node,
+            incarnation=self._process,
+            host_id=config.host_id,
+            model_digest=config.model_digest,
+            layout=layout_to_pb(config.layout),
+        )
+        try:
+            async with asyncio.timeout(FIRST_PATIENCE):
+                answer = await session.ask(pb.PoolQuestion(attach=question))
+            number = self._attachments = self._attachments + 1
+            block_bytes = config.layout.block_bytes
+            make = bind(Attachment, number, answer.attached, self._space, config.segment_folder, block_bytes)
+            attachment = await asyncio.to_thread(make)
+        except (BatonError, TimeoutError) as error:
+            reason = str(error) or f"no answer within {FIRST_PATIENCE:g} s"
+            if reason != self._complained:  # once, as long as it stays the same
+                self._log.warning("no pool", address=config.address, reason=reason)
+            self._complained = reason
+            return None
+        line = self._lines[number] = Line(session, attachment, asyncio.get_running_loop())
+        return line
+
+    def _abandon(self) -> None:
+        line, self._line = self._line, None
+        if line is not None:
+            if line.attachment.abandon():
+                self._lines.pop(line.attachment.number, None)
+            self._log.warning("the pool is gone, or gives this node up")
+
+    async def _leave(self, session: Session) -> None:
+        """With a word, if nothing of the pool's is used here any more."""
+        line, self._line = self._line, None
+        if line is not None and line.attachment.abandon():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_GOODBYE_PATIENCE):
+                    await session.goodbye()
+
+    # looking up, on the loop
+
+    def _find(self, question: pb.PoolQuestion, then: Callable[[PoolHit], None]) -> None:
+        line = self._line
+        if line is None:
+            then(MISS)
+            return
+        lookup = _Lookup(line, then, late=lambda: self._count("baton_pool_lookups_late_total"))
+        line.session.ask(question).add_done_callback(lookup.answered)
+
+    # publishing, on the loop
+
+    def _published(self, job: Job, hit: PoolHit | None) -> None:
+        if hit is None:
+            self._count("baton_pool_publish_failed_total")
+        else:
+            self._count("baton_pool_publications_total")
+            self._count("baton_pool_publish_lag_seconds_total", self._clock() - job.since)
+        job.order.then(hit)
+
+    # inside
+
+    def _soon(self, call: Callable[[], None]) -> None:
+        loop = self._loop
+        if loop is None or loop.is_closed():
+            call()
+        else:
+            loop.call_soon_threadsafe(call)
+
+    def _count(self, name: str, amount: float = 1.0) -> None:
+        self._counters[name] = self._counters.get(name, 0.0) + amount
+
+
+class _Lookup:
+    """One question, answered in time or a miss. What comes later is released at once."""
+
+    def __init__(self, line: Line, then: Callable[[PoolHit], None], late: Callable[[], None]) -> None:
+        self._line = line
+        self._then = then
+        self._late = late
+        self._open = True
+        self._timer = asyncio.get_running_loop().call_later(FIND_PATIENCE, self._expire)
+
+    def answered(self, answer: "asyncio.Future[pb.PoolAnswer]") -> None:
+        hit = self._line.attachment.hit(answer.result().found) if answer.exception() is None else MISS
+        if self._open:
+            self._open = False
+            self._timer.cancel()
+            self._then(hit)
+        elif hit.pin is not None:
+            self._line.release(hit.pin)
+
+    def _expire(self) -> None:
+        if self._open:
+            self._open = False
+            self._late()
+            self._then(MISS)

@@ -1,0 +1,270 @@
+"""The pool of one host: the pure core, and the memory that it decides about. All on one event loop.
+
+It serves one model, that of the first node that attaches; the segment is made then, because only then is the size of a
+block known. Attachments end by their own goodbye or by proof: their byte of the fence file is obtained.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from baton import log
+from baton.block_hash import BlockHash
+from baton.cache_journal import CacheJournal
+from baton.clock import Clock
+from baton.errors import ChecksumMismatch, ConfigError, InvalidRequest, LayoutMismatch, Stale
+from baton.failpoints import FAILPOINTS
+from baton.kv_layout import DTYPE_BYTES, KVLayout
+from baton.segment import host_id
+from baton.types import mint_id
+from kv_pool.core.chain import Chain
+from kv_pool.core.cost_eviction import CostEviction
+from kv_pool.core.eviction import Evictor, Lru
+from kv_pool.core.holders import Found, Granted, Holder, PinId, Publication, PublicationId
+from kv_pool.core.pool import Pool
+from kv_pool.core.tier import Tier
+from kv_pool.store import Store
+from kv_pool.terms import PROTOCOL_VERSION, RETRY
+
+_PUBLICATIONS = 16  # unfinished, of one attachment
+
+
+@dataclass(frozen=True, slots=True)
+class Applicant:
+    """What a node says of itself when it attaches. `digest` in hex."""
+
+    protocol_version: int
+    node: str
+    process: str
+    host_id: str
+    digest: str
+    layout: KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """A live attachment as its stream knows it. `fence`: the byte that it is to lock."""
+
+    holder: Holder
+    fence: int
+
+
+class _Open:
+    """Everything that there is from the first attachment on."""
+
+    def __init__(self, applicant: Applicant, store: Store, eviction: str) -> None:
+        self.digest, self.layout = applicant.digest, applicant.layout
+        self.store = store
+        blocks, tokens = len(store.rows), applicant.layout.block_size
+        evictor: Evictor = CostEviction(blocks, tokens) if eviction == "cost" else Lru(blocks)
+        self.pool = Pool(Tier(blocks, tokens, evictor))
+
+
+class PoolHost:
+    """`size` of the segment in bytes. `opened` is called when there is a segment, `changed` when the index has gained
+    or lost blocks."""
+
+    def __init__(
+        self,
+        folder: Path,
+        size: int,
+        eviction: str,
+        clock: Clock,
+        *,
+        opened: Callable[[], None] = lambda: None,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.incarnation = mint_id(64)
+        self.host_id = host_id(folder)
+        self.journal = CacheJournal()
+        self.counters: dict[str, float] = {}
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._folder, self._size, self._eviction = folder, size, eviction
+        self._clock = clock
+        self._opened, self._changed = opened, changed
+        self._opening = asyncio.Lock()
+        self._open: _Open | None = None
+        self._numbers = count(1)
+        self._fences: dict[Holder, int] = {}
+        self._retry: asyncio.TimerHandle | None = None
+        self._log = log.get("pool")
+
+    @property
+    def is_open(self) -> bool:
+        return self._open is not None
+
+    @property
+    def digest(self) -> str:
+        return self._it.digest
+
+    @property
+    def layout(self) -> KVLayout:
+        return self._it.layout
+
+    @property
+    def pool(self) -> Pool:
+        return self._it.pool
+
+    @property
+    def segment(self) -> str:
+        """Its name."""
+        return self._it.store.name
+
+    @property
+    def _it(self) -> _Open:
+        if self._open is None:
+            raise Stale("the pool has no segment yet")
+        return self._open
+
+    def names(self) -> Iterator[BlockHash]:
+        """Of all blocks in the index."""
+        index = self.pool.memory.index
+        return (BlockHash(index.name(block)) for block in range(self.pool.memory.total) if block in index)
+
+    def all_counters(self) -> dict[str, float]:
+        return self.counters | {'baton_pool_evictions_total{tier="memory"}': float(self.pool.memory.evictions)}
+
+    # attachments
+
+    async def attach(self, applicant: Applicant) -> Desk:
+        """Raises LayoutMismatch for another host, model or geometry, and ConfigError when the folder cannot hold the
+        segment; then the pool has `failed`, too."""
+        _require_sane(applicant)
+        _require("protocol_version", applicant.protocol_version, PROTOCOL_VERSION)
+        _require("host_id", applicant.host_id, self.host_id)
+        async with self._opening:
+            if self._open is None:
+                await self._make(applicant)
+        _require("model_digest", applicant.digest, self.digest)
+        applicant.layout.require_equal(self.layout, f"node {applicant.node}")
+        self._prove()
+        holder = Holder(f"{applicant.node}/{applicant.process[:8]}/{next(self._numbers)}")
+        desk = Desk(holder, self._it.store.fences.mint())
+        self.pool.attach(holder, self._clock())
+        self._fences[holder] = desk.fence
+        self._log.info("node attached", holder=holder)
+        return desk
+
+    def ended(self, desk: Desk) -> None:
+        """Its stream has, with a goodbye or without: either way its byte tells."""
+        self.pool.doubt(desk.holder, self._clock())
+        self._prove()
+
+    # questions
+
+    def find(self, desk: Desk, chain: Chain, most_tokens: int, *, partial: bool) -> Found:
+        FAILPOINTS.hit("pool.find.before")
+        found = self.pool.find(desk.holder, chain, most_tokens, self._clock(), partial=partial)
+        self._count("baton_pool_finds_total{result=" + ('"hit"}' if found.blocks else '"miss"}'))
+        self._count('baton_pool_found_blocks_total{tier="memory"}', len(found.blocks))
+        return found
+
+    def release(self, desk: Desk, pins: Sequence[int]) -> None:
+        """Raises InvalidRequest for a pin that it does not hold."""
+        for pin in pins:
+            try:
+                self.pool.release(desk.holder, PinId(pin))
+            except KeyError:
+                raise InvalidRequest(f"pin {pin} is not one of {desk.holder}'s") from None
+
+    def reserve(self, desk: Desk, chain: Chain, first: int) -> Granted:
+        """Raises InvalidRequest when it has too many unfinished publications."""
+        if self.pool.unfinished(desk.holder) >= _PUBLICATIONS:
+            raise InvalidRequest(f"{desk.holder} has {_PUBLICATIONS} unfinished publications: seal or withdraw one")
+        granted = self.pool.reserve(desk.holder, chain, first, self._clock())
+        if granted.publication is None and granted.first < len(chain):
+            self._count("baton_pool_grants_refused_total")
+        return granted
+
+    async def seal(self, desk: Desk, publication: int, checksums: Sequence[int]) -> Found:
+        """Raises ChecksumMismatch if a copy is not whole; its places are free then. Raises Stale if the attachment is
+        over by then, and InvalidRequest for what it has not reserved."""
+        number = PublicationId(publication)
+        blocks = self._writing(desk, publication).blocks
+        if len(checksums) != len(blocks):
+            raise InvalidRequest(f"publication {publication} has {len(blocks)} blocks, {len(checksums)} checksums came")
+        whole = await self._it.store.verified(blocks, checksums)
+        if not self.pool.is_live(desk.holder):
+            raise Stale(f"{desk.holder} is not attached any more")
+        self._writing(desk, publication)  # unless it was sealed or withdrawn meanwhile
+        FAILPOINTS.hit("pool.seal.before")
+        if not whole:
+            self._count("baton_pool_checksum_failures_total")
+            self.pool.withdraw(desk.holder, number)
+            raise ChecksumMismatch(f"publication {publication}: a copy is not what its checksum says")
+        found = self.pool.seal(desk.holder, number, len(blocks), self._clock())
+        FAILPOINTS.hit("pool.seal.after")
+        return found
+
+    def withdraw(self, desk: Desk, publication: int) -> None:
+        """Raises InvalidRequest for what it has not reserved."""
+        self._writing(desk, publication)
+        self.pool.withdraw(desk.holder, PublicationId(publication))
+
+    def close(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+        if self._open is not None:
+            self._open.store.close()
+
+    # inside
+
+    async def _make(self, applicant: Applicant) -> None:
+        try:
+            store = await asyncio.to_thread(Store, self._folder, self._size, applicant.layout)
+        except ConfigError as error:
+            if not self.failed.done():
+                self.failed.set_exception(error)
+            raise
+        self._open = _Open(applicant, store, self._eviction)
+        self.pool.memory.follow(gained=self._gained, losing=self._losing)
+        self._log.info("segment made", segment=store.name, blocks=len(store.rows), block_bytes=self.layout.block_bytes)
+        self._opened()
+
+    def _writing(self, desk: Desk, publication: int) -> Publication:
+        try:
+            return self.pool.writing(desk.holder, PublicationId(publication))
+        except KeyError:
+            raise InvalidRequest(f"publication {publication} is not one of {desk.holder}'s") from None
+
+    def _prove(self) -> None:
+        """Try the byte of everybody who is doubtful, and again after RETRY of those that keep it."""
+        for holder in self.pool.doubtful:
+            if self._it.store.fences.close_off(self._fences[holder]):
+                del self._fences[holder]
+                self.pool.gone(holder)
+                self._log.info("node detached", holder=holder)
+        if self.pool.doubtful and self._retry is None:
+            self._retry = asyncio.get_running_loop().call_later(RETRY, self._prove_again)
+
+    def _prove_again(self) -> None:
+        self._retry = None
+        self._prove()
+
+    def _gained(self, block: int) -> None:
+        self.journal.gained(BlockHash(self.pool.memory.index.name(block)))
+        self._count("baton_pool_inserted_blocks_total")
+        self._changed()
+
+    def _losing(self, block: int) -> None:
+        self.journal.lost(BlockHash(self.pool.memory.index.name(block)))
+        self._changed()
+
+    def _count(self, name: str, amount: float = 1.0) -> None:
+        self.counters[name] = self.counters.get(name, 0.0) + amount
+
+
+def _require_sane(applicant: Applicant) -> None:
+    layout = applicant.layout
+    sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size)
+    if layout.dtype not in DTYPE_BYTES or min(sizes) < 1:
+        raise LayoutMismatch(f"{layout} is no layout")
+    if not applicant.node.isprintable():
+        raise LayoutMismatch(f"node name {applicant.node!r} is not printable")
+
+
+def _require(field: str, theirs: object, ours: object) -> None:
+    if theirs != ours:
+        raise LayoutMismatch(f"{field} is {theirs!r}, the pool has {ours!r}")

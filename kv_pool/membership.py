@@ -1,0 +1,110 @@
+"""The pool as a member of the cluster: nothing is placed on it, but it answers for itself as a node does."""
+
+import asyncio
+import os
+from collections.abc import Iterable
+
+from baton import wire
+from baton.cache_journal import INTERVAL, CacheChange
+from baton.clock import Clock
+from baton.config import Config
+from baton.coordinator_link import CoordinatorLink
+from baton.pb import cluster_pb2, common_pb2
+from baton.types import Incarnation, mint_id
+from kv_pool.host import PoolHost
+
+ROLE = "pool"
+
+
+class Membership:
+    """Of an open pool. `endpoint` is where its nodes dial it."""
+
+    def __init__(self, config: Config, host: PoolHost, endpoint: str, clock: Clock) -> None:
+        self._name = config.name or f"{ROLE}-{mint_id(32)}"
+        self._host = host
+        self._endpoint = endpoint
+        self._clock = clock
+        self._incarnation = Incarnation("")
+        self._telling: asyncio.TimerHandle | None = None
+        self._link = CoordinatorLink(
+            self, address=config.coordinator, token=config.cluster_token, silence=config.silence
+        )
+
+    async def run(self) -> None:
+        """Until cancelled. Raises ConfigError when the coordinator refuses this pool."""
+        await self._link.run()
+
+    def leaving(self) -> None:
+        leaving = cluster_pb2.Leaving(reason="stopping")
+        self._link.send(cluster_pb2.NodeMessage(incarnation=self._incarnation, leaving=leaving))
+
+    def changed(self) -> None:
+        """The index is not what was told."""
+        if self._telling is None and self._link.joined:
+            self._telling = asyncio.get_running_loop().call_later(INTERVAL, self._tell_changes)
+
+    # as a member
+
+    def join(self) -> cluster_pb2.Join:
+        return cluster_pb2.Join(
+            protocol_version=wire.PROTOCOL_VERSION,
+            name=self._name,
+            role=ROLE,
+            host_id=self._host.host_id,
+            transfer_endpoint=self._endpoint,
+            pid=os.getpid(),
+            model_digest=self._host.digest,
+            layout=wire.layout_to_pb(self._host.layout),
+            num_blocks=self._host.pool.memory.total,
+            rejoining=self._incarnation,
+        )
+
+    def stats(self) -> cluster_pb2.NodeStats:
+        ledger = self._host.pool.ledger(self._clock())
+        counts = {f"blocks_{state.value}": count for state, count in ledger.counts.items()}
+        return cluster_pb2.NodeStats(blocks_total=ledger.total, counters=self._host.all_counters(), **counts)
+
+    def joined(self, incarnation: Incarnation) -> None:
+        self._incarnation = incarnation
+        self._host.journal.restart()
+        self._tell_all()
+
+    def coordinator_lost(self) -> None:
+        """Its nodes are none of its business."""
+
+    def told(self, message: cluster_pb2.CoordinatorMessage) -> None:
+        match message.WhichOneof("message"):
+            case "ledger_query":
+                self._link.send(self._ledger(message.ledger_query.query))
+            case "cache_query":
+                self._tell_all()
+            case _:
+                pass
+
+    # telling
+
+    def _ledger(self, query: int) -> cluster_pb2.NodeMessage:
+        snapshot = self._host.pool.ledger(self._clock())
+        ledger = common_pb2.Ledger(
+            node=self._name,
+            incarnation=self._incarnation,
+            total=snapshot.total,
+            owners=[
+                common_pb2.LedgerOwner(owner=e.holder, state=e.state.value, blocks=e.blocks, age_seconds=e.age)
+                for e in snapshot.entries
+            ],
+            **{state.value: count for state, count in snapshot.counts.items()},
+        )
+        reply = cluster_pb2.LedgerReply(query=query, ledger=ledger)
+        return cluster_pb2.NodeMessage(incarnation=self._incarnation, ledger=reply)
+
+    def _tell_changes(self) -> None:
+        self._telling = None
+        self._send(self._host.journal.take(self._clock()))
+
+    def _tell_all(self) -> None:
+        self._send(self._host.journal.take_snapshot(self._host.names(), self._clock()))
+
+    def _send(self, changes: Iterable[CacheChange]) -> None:
+        for change in changes:
+            self._link.send(wire.cache_to_pb(change, self._incarnation))

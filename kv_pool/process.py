@@ -1,0 +1,97 @@
+"""The process: the pool's port, health, and membership of the cluster. Stop: say so, answer what was asked, then take
+everything down. Readers go on reading what they have mapped."""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+from baton import log
+from baton import segment as segments
+from baton.clock import steady
+from baton.config import Config
+from baton.errors import ConfigError
+from baton.exposure import host_part, require_key
+from baton.health_port import HealthPort
+from baton.memory_size import parse_memory
+from kv_pool.host import PoolHost
+from kv_pool.link import listening
+from kv_pool.membership import Membership
+from kv_pool.service import PoolService
+from kv_pool.store import KNOB
+
+NO_POOL = "0"  # as --pool-memory
+
+
+async def host_pool(config: Config, stop: asyncio.Event) -> None:
+    """Run the pool of this host until `stop` is set. Raises ConfigError for what a restart would not mend."""
+    require_key("--listen", host_part(config.listen), "cluster_token", config.cluster_token, insecure=config.insecure)
+    folder = Path(config.segment_dir)
+    segments.sweep(folder)
+    size = pool_bytes(config)
+    log.get("pool").info("pool sized", bytes=size)
+    await _Process(config, folder, size).run(stop)
+
+
+def pool_bytes(config: Config) -> int:
+    """Raises ConfigError unless the segment folder can hold so much now."""
+    folder = Path(config.segment_dir)
+    try:
+        free = segments.free_bytes(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"segment_dir {config.segment_dir!r} cannot be used ({error.strerror}): give --segment-dir a folder"
+        ) from None
+    size = parse_memory(config.pool_memory, free, "pool_memory")
+    if size > free:
+        raise segments.no_room(folder, size, KNOB)
+    return size
+
+
+class _Process:
+    def __init__(self, config: Config, folder: Path, size: int) -> None:
+        self._config = config
+        self._membership: Membership | None = None
+        self._open = asyncio.Event()
+        self._host = PoolHost(folder, size, config.pool_eviction, steady, opened=self._open.set, changed=self._changed)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        config = self._config
+        service = PoolService(self._host)
+        server, port = listening(config.listen, config.cluster_token, service)
+        health = HealthPort(config)
+        endpoint = f"{host_part(config.listen)}:{port}"
+        stopping = asyncio.create_task(stop.wait())
+        member = asyncio.create_task(self._be_member(endpoint))
+        try:
+            await server.start()
+            await health.start()
+            log.get("pool").info("serving", endpoint=endpoint, health_port=health.port, pid=os.getpid())
+            ends: set[asyncio.Future[Any]] = {stopping, member, self._host.failed}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            for end in (member, self._host.failed):
+                if end.done():
+                    end.result()
+            await health.leaving()
+            if self._membership is not None:
+                self._membership.leaving()
+            await service.drain()
+        finally:
+            for task in (stopping, member):
+                task.cancel()
+            await asyncio.gather(stopping, member, return_exceptions=True)
+            await server.stop(grace=None)
+            await health.stop()
+            self._host.close()
+
+    async def _be_member(self, endpoint: str) -> None:
+        """From the moment on at which there is something to tell. Without a coordinator, for ever alone."""
+        await self._open.wait()
+        if not self._config.coordinator:
+            await asyncio.Event().wait()
+        self._membership = Membership(self._config, self._host, endpoint, steady)
+        await self._membership.run()
+
+    def _changed(self) -> None:
+        if self._membership is not None:
+            self._membership.changed()

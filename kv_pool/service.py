@@ -1,0 +1,183 @@
+"""PoolLink: one stream, one attachment. Questions are answered at once, but for a seal, which waits for its blocks to
+be read back; so answers may come in another order than questions."""
+
+import asyncio
+from typing import Any
+
+import grpc
+
+from baton import log, wire
+from baton.block_hash import BlockHash
+from baton.errors import BatonError, Draining, InvalidRequest
+from baton.pb import pool_pb2 as pb
+from baton.pb import pool_pb2_grpc
+from kv_pool.core.chain import Chain
+from kv_pool.core.holders import Found
+from kv_pool.host import Applicant, Desk, PoolHost
+
+_FIRST_TIMEOUT = 5.0  # seconds until the first question
+_UNREAD = 4096  # answers; a node that leaves so many unread is given up
+
+Context = Any  # grpc.aio.ServicerContext, which ships without types
+
+
+class PoolService(pool_pb2_grpc.PoolLinkServicer):
+    def __init__(self, host: PoolHost) -> None:
+        self._host = host
+        self._streams: set[_Stream] = set()
+        self._closing = False
+
+    async def Attach(self, _: object, context: Context) -> None:
+        """One node's stream, from AttachPool to its end."""
+        first = await _first(context)
+        try:
+            if self._closing:
+                raise Draining("the pool is stopping")
+            desk = await self._host.attach(_applicant(first.attach))
+        except BatonError as error:
+            log.get("pool").warning("attach refused", node=first.attach.node, reason=error.message)
+            await context.write(pb.PoolAnswer(id=first.id, error=wire.error_to_pb(error)))
+            return
+        stream = _Stream(self._host, desk, context)
+        self._streams.add(stream)
+        try:
+            await stream.run(first.id)
+        except grpc.RpcError:  # the node is gone
+            pass
+        finally:
+            self._streams.discard(stream)
+            self._host.ended(desk)
+
+    async def drain(self) -> None:
+        """Answer what was asked, take no more, and end the streams."""
+        self._closing = True
+        for stream in list(self._streams):
+            stream.stop()
+        await asyncio.gather(*(stream.ended.wait() for stream in list(self._streams)))
+
+
+class _Stream:
+    def __init__(self, host: PoolHost, desk: Desk, context: Context) -> None:
+        self.ended = asyncio.Event()
+        self._host = host
+        self._desk = desk
+        self._context = context
+        self._stop = asyncio.Event()
+        self._answers: asyncio.Queue[pb.PoolAnswer] = asyncio.Queue(_UNREAD)
+        self._seals: set[asyncio.Task[None]] = set()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    async def run(self, first: int) -> None:
+        """Until either end ends it. Raises grpc.RpcError."""
+        host, desk = self._host, self._desk
+        attached = pb.Attached(
+            segment=host.segment, blocks=host.pool.memory.total, fence=desk.fence, incarnation=host.incarnation
+        )
+        self._say(first, attached=attached)
+        writer = asyncio.create_task(self._write())
+        reader = asyncio.create_task(self._read())
+        stopped = asyncio.create_task(self._stop.wait())
+        tasks: set[asyncio.Task[Any]] = {writer, reader, stopped}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if stopped.done() and not reader.done():
+                await self._flush()
+            for task in (writer, reader):
+                if task.done():
+                    task.result()
+        finally:
+            tasks |= self._seals
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.ended.set()
+
+    async def _read(self) -> None:
+        while (question := await self._context.read()) is not grpc.aio.EOF:
+            if question.HasField("goodbye"):
+                return
+            try:
+                self._answer(question)
+            except BatonError as error:
+                self._say(question.id, error=wire.error_to_pb(error))
+
+    async def _write(self) -> None:
+        while True:
+            answer = await self._answers.get()
+            await self._context.write(answer)
+            self._answers.task_done()
+
+    async def _flush(self) -> None:
+        if self._seals:
+            await asyncio.wait(self._seals)
+        await self._answers.join()
+
+    def _say(self, question: int, **answer: Any) -> None:
+        try:
+            self._answers.put_nowait(pb.PoolAnswer(id=question, **answer))
+        except asyncio.QueueFull:
+            log.get("pool").error("a node reads too slowly and is given up", holder=self._desk.holder)
+            self._stop.set()
+
+    def _answer(self, question: pb.PoolQuestion) -> None:
+        host, desk = self._host, self._desk
+        match question.WhichOneof("question"):
+            case "find":
+                find = question.find
+                found = host.find(desk, self._chain(find.chain), find.max_tokens, partial=find.partial)
+                self._say(question.id, found=_found(found))
+            case "release":
+                host.release(desk, question.release.pins)
+            case "reserve":
+                granted = host.reserve(desk, self._chain(question.reserve.chain), question.reserve.first)
+                places = pb.Granted(publication=granted.publication or 0, first=granted.first, blocks=granted.blocks)
+                self._say(question.id, granted=places)
+            case "seal":
+                task = asyncio.create_task(self._seal(question.id, question.seal))
+                self._seals.add(task)
+                task.add_done_callback(self._seals.discard)
+            case "withdraw":
+                host.withdraw(desk, question.withdraw.publication)
+            case other:
+                raise InvalidRequest(f"question {other!r} cannot be asked here")
+
+    async def _seal(self, question: int, seal: pb.SealPlaces) -> None:
+        try:
+            found = await self._host.seal(self._desk, seal.publication, seal.checksums)
+        except BatonError as error:
+            self._say(question, error=wire.error_to_pb(error))
+        else:
+            self._say(question, found=_found(found))
+
+    def _chain(self, chain: pb.Chain) -> Chain:
+        """Raises InvalidRequest."""
+        return Chain(BlockHash(chain.root), chain.names, chain.tokens, self._host.layout.block_size)
+
+
+async def _first(context: Context) -> pb.PoolQuestion:
+    try:
+        async with asyncio.timeout(_FIRST_TIMEOUT):
+            message = await context.read()
+    except TimeoutError:
+        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no question within {_FIRST_TIMEOUT:g} s")
+    if message is grpc.aio.EOF or not message.HasField("attach"):
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first question must be AttachPool")
+    return message  # type: ignore[no-any-return]
+
+
+def _applicant(attach: pb.AttachPool) -> Applicant:
+    return Applicant(
+        protocol_version=attach.protocol_version,
+        node=attach.node[:128],
+        process=attach.incarnation,
+        host_id=attach.host_id,
+        digest=attach.model_digest,
+        layout=wire.layout_from_pb(attach.layout),
+    )
+
+
+def _found(found: Found) -> pb.Found:
+    block, tokens = found.partial or (0, 0)
+    return pb.Found(pin=found.pin or 0, blocks=found.blocks, partial_block=block, partial_tokens=tokens)

@@ -1,0 +1,97 @@
+"""One stream to the pool, as questions and answers. Belongs to one event loop."""
+
+import asyncio
+from itertools import count
+from typing import Any
+
+import grpc
+
+from baton.errors import BatonError, PeerGone
+from baton.pb import pool_pb2_grpc
+from baton.pb.pool_pb2 import PoolAnswer, PoolQuestion
+from baton.wire import error_from_pb
+
+_UNSENT = 256  # questions; a pool that leaves so many unread is asked no more
+_UNANSWERED = 4096
+
+
+class Session:
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._call: Any = pool_pb2_grpc.PoolLinkStub(channel).Attach()
+        self._ids = count(1)
+        self._unsent: asyncio.Queue[PoolQuestion] = asyncio.Queue(_UNSENT)
+        self._waiting: dict[int, asyncio.Future[PoolAnswer]] = {}
+        self._over = False
+
+    def ask(self, question: PoolQuestion) -> "asyncio.Future[PoolAnswer]":
+        """The answers' futures are done in the order in which the pool gave them; with PeerGone when the stream ends
+        first, or is too slow to take the question, and with what the pool says if it refuses."""
+        answer: asyncio.Future[PoolAnswer] = asyncio.get_running_loop().create_future()
+        question.id = next(self._ids)
+        if self._over or len(self._waiting) >= _UNANSWERED or not self._put(question):
+            answer.set_exception(PeerGone("the pool is gone or too slow"))
+        else:
+            self._waiting[question.id] = answer
+        return answer
+
+    def tell(self, question: PoolQuestion) -> None:
+        """What has no answer. A stream that cannot take it is given up: the pool learns all from the byte then."""
+        question.id = next(self._ids)
+        if not self._over and not self._put(question):
+            self._call.cancel()
+
+    async def run(self) -> None:
+        """Until the stream ends."""
+        writer = asyncio.create_task(self._write())
+        reason = "the pool is gone"
+        try:
+            while (answer := await self._call.read()) is not grpc.aio.EOF:
+                self._answered(answer)
+        except grpc.aio.AioRpcError as error:
+            reason = f"the pool is gone ({error.code().name}: {error.details()})"
+        finally:
+            writer.cancel()
+            self.end(reason)
+
+    async def goodbye(self) -> None:
+        """After everything that was told; returns when the pool has heard it, or the stream is broken anyway."""
+        self.tell(PoolQuestion(goodbye={}))
+        await self._call.code()
+
+    def end(self, reason: str) -> None:
+        """Idempotent."""
+        self._over = True
+        self._call.cancel()
+        waiting, self._waiting = self._waiting, {}
+        for answer in waiting.values():
+            _fail(answer, PeerGone(reason))
+
+    def _put(self, question: PoolQuestion) -> bool:
+        try:
+            self._unsent.put_nowait(question)
+        except asyncio.QueueFull:
+            return False
+        return True
+
+    async def _write(self) -> None:
+        while True:
+            question = await self._unsent.get()
+            try:
+                await self._call.write(question)
+            except (asyncio.InvalidStateError, grpc.RpcError):  # the stream has ended: the reader is told how
+                return
+
+    def _answered(self, answer: PoolAnswer) -> None:
+        waiting = self._waiting.pop(answer.id, None)
+        if waiting is None or waiting.done():
+            return
+        if answer.HasField("error"):
+            _fail(waiting, error_from_pb(answer.error))
+        else:
+            waiting.set_result(answer)
+
+
+def _fail(answer: "asyncio.Future[PoolAnswer]", error: BatonError) -> None:
+    if not answer.done():
+        answer.set_exception(error)
+        answer.exception()  # whoever asked may have gone: then nobody else looks at it

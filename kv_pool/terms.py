@@ -1,0 +1,25 @@
+"""What both ends of a PoolLink agree on."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.kv_layout import KVLayout
+
+PROTOCOL_VERSION = 1
+FIND_PATIENCE = 0.05  # seconds; then a lookup is a miss
+RETRY = 0.2  # seconds between two attempts to attach, and between two to prove that an attachment is over
+FIRST_PATIENCE = 60.0  # seconds for the first answer: the pool makes its segment when its first node comes
+
+
+@dataclass(frozen=True, slots=True)
+class PoolClientConfig:
+    """`address`: HOST:PORT of the pool; `token`: the cluster's; `model_digest` in hex."""
+
+    address: str
+    token: str
+    node: str
+    host_id: str
+    model_digest: str
+    layout: KVLayout
+    segment_folder: Path
+    paced_bytes_per_second: float = 256.0 * (1 << 20)

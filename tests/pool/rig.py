@@ -1,0 +1,203 @@
+"""A pool in a process of its own, and nodes' clients of it: some here, some in processes that can be killed."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from baton.addressing import AddressSpace
+from baton.block_hash import BlockHash, chain_names, pack_tokens, root_hash
+from baton.kv_layout import KVLayout
+from baton.pb import pool_pb2 as pb
+from baton.pool_terms import PoolHit, Publish
+from baton.segment import Segment, create, host_id, segment_bytes
+from kv_pool.client import PoolClient
+from kv_pool.terms import PoolClientConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, block_size=4, dtype="float32")  # 4 KiB a block
+DIGEST = b"\1" * 32
+TOKEN = "a cluster's secret"
+SALTLESS = root_hash(DIGEST, LAYOUT, b"")
+OWN_BLOCKS = 512
+PATIENCE = 10.0  # seconds
+
+
+class PoolProcess:
+    """`python -m kv_pool`, started, killed and started again at the same port."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self._held = socket.socket()
+        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._held.bind(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._held.getsockname()[1]}"
+        self.folder = folder
+        self._settings = {"pool_memory": "2MiB", "log_level": "info", "log_format": "json"} | settings
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.terminate()
+            assert self._process.wait(PATIENCE) == 0
+        self._held.close()
+
+    def start(self, **environ: str) -> None:
+        settings = self._settings | {
+            "listen": self.address,
+            "segment_dir": self.folder,
+            "cluster_token": TOKEN,
+            "health_port": -1,
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kv_pool"],
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+                **{f"BATON_{name.upper()}": str(value) for name, value in settings.items()},
+                **environ,
+            },
+        )
+
+    @property
+    def process(self) -> "subprocess.Popen[bytes]":
+        assert self._process is not None
+        return self._process
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(PATIENCE)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+
+def tokens_of(seed: int, blocks: int, *, extra: int = 0) -> tuple[int, ...]:
+    rng = np.random.default_rng(seed)
+    return tuple(int(token) for token in rng.integers(0, 32000, blocks * LAYOUT.block_size + extra))
+
+
+@dataclass
+class Node:
+    """A client with an arena of its own, whose block n holds bytes that follow from n."""
+
+    client: PoolClient
+    space: AddressSpace
+    arena: Segment
+    memory: "np.ndarray[tuple[int, int], np.dtype[np.uint8]]"
+    late: list[PoolHit | None] = field(default_factory=list)
+
+    def fill(self, tokens: Sequence[int], first: int = 0) -> tuple[int, ...]:
+        """Write what a model would for these tokens' full blocks into own blocks from `first` on. Returns those."""
+        blocks = []
+        for number in range(len(tokens) // LAYOUT.block_size):
+            self.memory[first + number] = content(tokens[: (number + 1) * LAYOUT.block_size])
+            blocks.append(first + number)
+        return tuple(blocks)
+
+    async def find(
+        self, tokens: Sequence[int], most: int | None = None, *, root: BlockHash = SALTLESS, partial: bool = True
+    ) -> PoolHit:
+        packed = pack_tokens(tokens)
+        found: asyncio.Future[PoolHit] = asyncio.get_running_loop().create_future()
+        names = chain_names(root, packed, LAYOUT.block_size)
+        self.client.find(root, names, packed, len(tokens) if most is None else most, found.set_result, partial=partial)
+        async with asyncio.timeout(PATIENCE):
+            return await found
+
+    def order(
+        self, tokens: Sequence[int], sources: Sequence[int], then: Callable[[PoolHit | None], None], **more: Any
+    ) -> Publish:
+        root: BlockHash = more.pop("root", SALTLESS)
+        packed = pack_tokens(tokens[: len(tokens) // LAYOUT.block_size * LAYOUT.block_size])
+        names = chain_names(root, packed, LAYOUT.block_size)
+        first = len(packed) // 4 // LAYOUT.block_size - len(sources)
+        return Publish(root, names, packed, first, tuple(sources), then, **more)
+
+    async def publish(self, tokens: Sequence[int], *, own: int = 0, first: int = 0, **more: Any) -> PoolHit | None:
+        """From own blocks `own` on, the chain's blocks from `first` on."""
+        sources = self.fill(tokens, own)[first:]
+        ended: asyncio.Future[PoolHit | None] = asyncio.get_running_loop().create_future()
+        assert self.client.publish(self.order(tokens, sources, ended.set_result, **more))
+        async with asyncio.timeout(PATIENCE):
+            return await ended
+
+    def read(self, hit: PoolHit) -> list[bytes]:
+        """What lies in the blocks of a hit."""
+        whole = self.space
+        return [block_at(whole, block) for block in hit.blocks]
+
+    def release(self, hit: PoolHit) -> None:
+        if hit.pin is not None:
+            self.client.release(hit.pin)
+
+    async def attached(self) -> None:
+        await until("attached", lambda: self.client.attached)
+
+
+def content(prefix: Sequence[int]) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+    """Of the block that these tokens end with."""
+    seed = np.frombuffer(pack_tokens(prefix), dtype=np.uint32)
+    return np.random.default_rng(seed).integers(0, 256, LAYOUT.block_bytes, dtype=np.uint8)
+
+
+def block_at(space: AddressSpace, block: int) -> bytes:
+    import ctypes
+
+    return ctypes.string_at(space.base + block * LAYOUT.block_bytes, LAYOUT.block_bytes)
+
+
+def expected(tokens: Sequence[int]) -> list[bytes]:
+    size = LAYOUT.block_size
+    return [content(tokens[: end * size]).tobytes() for end in range(1, len(tokens) // size + 1)]
+
+
+async def until(what: str, holds: Callable[[], Any]) -> None:
+    async with asyncio.timeout(PATIENCE):
+        while not holds():
+            await asyncio.sleep(0.01)
+    assert holds(), what
+
+
+@asynccontextmanager
+async def node(address: str, folder: Path, name: str = "decode-0", **changed: Any) -> AsyncIterator[Node]:
+    """A node, attached or not yet."""
+    settings: dict[str, Any] = {
+        "address": address,
+        "token": TOKEN,
+        "node": name,
+        "host_id": host_id(folder),
+        "model_digest": DIGEST.hex(),
+        "layout": LAYOUT,
+        "segment_folder": folder,
+    }
+    arena = create(folder, "arena", segment_bytes(OWN_BLOCKS * LAYOUT.block_bytes, LAYOUT.block_bytes))
+    space = AddressSpace(LAYOUT.block_bytes, folder, range_bytes=1 << 30)
+    client = PoolClient(PoolClientConfig(**{**settings, **changed}), space, arena.view)
+    memory = np.frombuffer(arena.view, dtype=np.uint8).reshape(-1, LAYOUT.block_bytes)
+    running = asyncio.create_task(client.run())
+    try:
+        yield Node(client, space, arena, memory)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        del memory
+        arena.close()
+
+
+def chain_pb(tokens: Sequence[int], root: BlockHash = SALTLESS) -> pb.Chain:
+    packed = pack_tokens(tokens)
+    return pb.Chain(root=root, names=chain_names(root, packed, LAYOUT.block_size), tokens=packed)
