@@ -98,7 +98,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str, _help("HOST or HOST:PORT that peers dial, or auto: as seen by the coordinator; else that of --listen")
     ] = ""
     health_port: Annotated[int, Meta(ge=-1, le=65535), _help("gRPC health port of a node; -1 is none")] = 0
-    pool: Annotated[str, _help("HOST:PORT of this host's shared KV pool; none when empty")] = ""
     host_id: Annotated[str, _help("Nodes of equal host id share memory; proven by a file when empty")] = ""
     segment_dir: Annotated[str, _help("Folder of shared-memory segments")] = "/dev/shm"
     transport: Annotated[

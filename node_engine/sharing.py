@@ -93,10 +93,9 @@ class Sharing:
 
     def filled(self, sequence: Sequence) -> None:
         """Decode: publish if a block has filled here since the last time, or the sequence has ended."""
-        ended = sequence.state is SequenceState.FINISHED
-        known = (
-            sequence.num_shared if ended else max(sequence.num_shared, sequence.context_len // self._pool.block_size)
-        )
+        known = sequence.num_shared
+        if sequence.state is not SequenceState.FINISHED:  # the context is published by whoever computed it
+            known = max(known, sequence.context_len // self._pool.block_size)
         if sequence.num_sealed > known:
             self.publish(sequence, paced=True)
 
