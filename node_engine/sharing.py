@@ -28,6 +28,7 @@ class Published:
     sequence: Sequence
     label: str
     sources: tuple[BlockIndex, ...]
+    holds: tuple[PoolHold, ...]  # what precedes the sources stays in the pool
     paced: bool
     hit: PoolHit | None
 
@@ -81,15 +82,14 @@ class Sharing:
 
         def then(hit: PoolHit | None) -> None:
             self.epoch += 1
-            self._emit(Published(sequence, label, sources, paced, hit))
+            self._emit(Published(sequence, label, sources, holds, paced, hit))
 
+        holds = tuple(hold.take() for hold in sequence.holds)
         self._pool.share(sources, label)
         sequence.publishing = True
-        if not self._port.publish(
-            Publish(sequence.chain.root, names, tokens, end - len(sources), sources, then, paced)
-        ):
-            sequence.publishing = False
-            self._pool.release(sources, label)
+        first = end - len(sources)
+        if not self._port.publish(Publish(sequence.chain.root, names, tokens, first, sources, then, paced)):
+            self._end(Published(sequence, label, sources, holds, paced, None))
 
     def filled(self, sequence: Sequence) -> None:
         """Decode: publish if a block has filled here since the last time, or the sequence has ended."""
@@ -101,16 +101,21 @@ class Sharing:
 
     def published(self, done: Published) -> None:
         """Between two steps."""
-        done.sequence.publishing = False
         hit = done.hit
         if hit is not None and hit.pin is not None:
             hold = self._hold(hit.pin)
             if self._in_place:
                 self._repointed += self._scheduler.repoint(done.sequence.chain, hit.blocks, hold)
             hold.drop()
-        self._pool.release(done.sources, done.label)
-        if done.hit is not None and done.paced:
+        self._end(done)
+        if hit is not None and done.paced:
             self.filled(done.sequence)
+
+    def _end(self, done: Published) -> None:
+        done.sequence.publishing = False
+        self._pool.release(done.sources, done.label)
+        for hold in done.holds:
+            hold.drop()
 
     def _hold(self, pin: PoolPin) -> PoolHold:
         port = self._port
