@@ -109,6 +109,14 @@ class AddressSpace:
             raise ConfigError(f"cannot reserve {capacity} bytes of addresses: {error.strerror} (ulimit -v?)") from error
         weakref.finalize(self, release, start, length).atexit = False
 
+    def view(self) -> memoryview:
+        """The whole range, block 0 first: what is made over it keeps the range reserved. Touching it where no segment
+        is mapped is a fault, so whoever does has to know that the segment stays."""
+        return view(self.base, self.map.capacity * self._block_bytes, self._unused)
+
+    def _unused(self) -> None:
+        """Being referred to by a view's finalizer is what keeps the range."""
+
     def attach(self, segment: str) -> memoryview:
         """Map a segment of the folder by its name, own or a peer's, and return its memory.
 

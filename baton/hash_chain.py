@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from baton.block_hash import BlockHash, block_hash
+from baton.block_hash import HASH_BYTES, TOKEN_BYTES, BlockHash, block_hash, pack_tokens
 
 
 class HashChain:
@@ -12,6 +12,12 @@ class HashChain:
         self.tokens = tokens
         self.block_size = block_size
         self._names = [root]
+        self._packed = bytearray()
+        self._joined = bytearray()
+
+    @property
+    def root(self) -> BlockHash:
+        return self._names[0]
 
     def parent(self, block: int) -> BlockHash:
         """Name of what precedes logical block `block`: the root for block 0."""
@@ -24,3 +30,12 @@ class HashChain:
 
     def block_tokens(self, block: int) -> tuple[int, ...]:
         return tuple(self.tokens[block * self.block_size : (block + 1) * self.block_size])
+
+    def joined(self, blocks: int) -> tuple[bytes, bytes]:
+        """Names and packed tokens of the first so many full blocks, as the pool is asked about them. What was joined
+        before is not joined again."""
+        known, size = len(self._joined) // HASH_BYTES, self.block_size
+        if blocks > known:
+            self._joined += b"".join(self.name(block) for block in range(known, blocks))
+            self._packed += pack_tokens(self.tokens[known * size : blocks * size])
+        return bytes(self._joined[: blocks * HASH_BYTES]), bytes(self._packed[: blocks * size * TOKEN_BYTES])

@@ -9,6 +9,8 @@
 
 Nothing of a ticket is looked at before its Commit. Every block of a ticket leaves RESERVED, WRITING or QUARANTINED by
 one of the plane's events, and by nothing else.
+
+What the shared pool has counts as held here: it is not sent. Full blocks are published as they fill.
 """
 
 import math
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from baton.block_hash import BlockHash, root_hash
 from baton.errors import BatonError, Cancelled, Incomplete, NodeFailed, NodeGone, Stale
 from baton.failpoints import FAILPOINTS
+from baton.pool_terms import PoolHit
 from baton.types import (
     AttemptKey,
     Incarnation,
@@ -33,6 +36,7 @@ from baton.types import (
 from kv_transfer.plane import Fenced, InboundPlane, Lost, Sealed, SealInfo, Started
 from node_engine.core.messages import Cancel, Command, CoordinatorLost, Joined, PeerGone, Submit
 from node_engine.core.outcome import Dropped, Emitted, Failed, Outcome, PrefillCompleted, PromptScored
+from node_engine.core.pooled import Pooled
 from node_engine.core.residency import Refusal
 from node_engine.core.sequence import Sequence
 from node_engine.core.step import StepBatch
@@ -45,6 +49,7 @@ class _Arrival:
 
     work: Work
     held_tokens: int
+    pooled_tokens: int  # of these, what the shared pool has
     over: bool = False  # the coordinator knows, or wanted it so
 
 
@@ -55,6 +60,7 @@ class DecodeRole:
         self._scheduler = parts.scheduler
         self._pool = parts.pool
         self._report = parts.report
+        self._sharing = parts.sharing
         self._layout = parts.engine.layout
         self._arrivals: dict[TicketId, _Arrival] = {}
         self._tickets: dict[AttemptKey, TicketId] = {}
@@ -85,8 +91,8 @@ class DecodeRole:
                 self._drop_everything(incarnation)
             case CoordinatorLost():
                 self._drop_everything(None)
-            case Submit(work, writer):
-                self._submit(work, writer)
+            case Submit(work, writer, hit):
+                self._submit(work, writer, hit)
             case Cancel(key, reason):
                 self._cancel(key, reason)
             case PeerGone(incarnation):
@@ -128,7 +134,9 @@ class DecodeRole:
                 case Emitted(sequence, event):
                     if sequence.key in self._local:
                         self._admitted_locally(sequence)
+                        self._sharing.publish(sequence, paced=True)
                     tokens.append(event)
+                    self._sharing.filled(sequence)
                 case Failed(sequence, error, caused_by):
                     self._local.pop(sequence.key, None)
                     self._report.failed(sequence.key, error, caused_by)
@@ -147,43 +155,50 @@ class DecodeRole:
 
     # the life of one attempt
 
-    def _submit(self, work: Work, writer: PeerAddress | None) -> None:
-        if self._scheduler.get(work.key) is not None:  # the message came twice
-            return
+    def _submit(self, work: Work, writer: PeerAddress | None, hit: PoolHit | None) -> None:
+        pooled = self._sharing.pooled(hit)
+        if self._scheduler.get(work.key) is None:  # else the message came twice
+            self._begin(work, writer, pooled)
+        if pooled is not None:
+            pooled.done()
+
+    def _begin(self, work: Work, writer: PeerAddress | None, pooled: Pooled | None) -> None:
         engine = self._parts.engine
         try:
             FAILPOINTS.hit("decode.allocate.before")
             check_work(work, engine)
             root = root_hash(engine.model_digest, self._layout, work.request.cache_salt)
-            survey = self._scheduler.survey(work, root)
+            survey = self._scheduler.survey(work, root, pooled)
             if writer is None or survey.lacking == 1:
-                self._compute_here(work, root, survey.refusal, announce=writer is not None)
+                self._compute_here(work, root, pooled, survey.refusal, announce=writer is not None)
             else:
-                self._reserve(work, root, writer)
+                self._reserve(work, root, pooled, writer)
             FAILPOINTS.hit("decode.allocate.after")
         except BatonError as error:
             self._cancel(work.key, error)
             self._report.failed(work.key, error)
 
-    def _compute_here(self, work: Work, root: BlockHash, refusal: Refusal | None, *, announce: bool) -> None:
+    def _compute_here(
+        self, work: Work, root: BlockHash, pooled: Pooled | None, refusal: Refusal | None, *, announce: bool
+    ) -> None:
         """Colocated, or all but the last token is here already: then the prefill leg is not needed."""
         if refusal is not None:
             self._report.refused(work.key, refusal.needed_blocks, refusal.free_blocks)
             return
-        self._scheduler.add(work, root)
+        self._scheduler.add(work, root, pooled=pooled)
         self._local[work.key] = 0.0
         if announce:
             self._report.reserved(work.key, None, len(work.context) - 1)
 
-    def _reserve(self, work: Work, root: BlockHash, writer: PeerAddress) -> None:
+    def _reserve(self, work: Work, root: BlockHash, pooled: Pooled | None, writer: PeerAddress) -> None:
         ticket_id = TicketId(mint_id())
-        found = self._scheduler.expect(work, root, ticket_id)
+        found = self._scheduler.expect(work, root, ticket_id, pooled)
         if isinstance(found, Refusal):
             self._report.refused(work.key, found.needed_blocks, found.free_blocks)
             return
         ticket = self._ticket(ticket_id, found, writer)
         held = found.num_computed
-        self._arrivals[ticket_id] = _Arrival(work, held)
+        self._arrivals[ticket_id] = _Arrival(work, held, found.num_pooled)
         self._tickets[work.key] = ticket_id
         self._plane.grant(ticket)
         self._report.reserved(work.key, ticket, held)
@@ -221,7 +236,8 @@ class DecodeRole:
         FAILPOINTS.hit("decode.commit.after")
         del self._arrivals[ticket], self._tickets[key]
         received = len(work.context) - arrival.held_tokens
-        self._report.admitted(key, computed=0, cached=arrival.held_tokens, received=received)
+        held, pooled = arrival.held_tokens, arrival.pooled_tokens
+        self._report.admitted(key, computed=0, cached=held, received=received, pooled=pooled)
         FAILPOINTS.hit("decode.first_token.before")
         self.deliver(outcomes)
         FAILPOINTS.hit("decode.first_token.after")
@@ -261,7 +277,8 @@ class DecodeRole:
     def _admitted_locally(self, sequence: Sequence) -> None:
         share, cached = self._local.pop(sequence.key), sequence.num_cached
         computed = sequence.context_len - cached
-        self._report.admitted(sequence.key, computed=computed, cached=cached, received=0, share=share)
+        pooled = sequence.num_pooled
+        self._report.admitted(sequence.key, computed=computed, cached=cached, received=0, pooled=pooled, share=share)
 
     def _drop_everything(self, incarnation: Incarnation | None) -> None:
         """The coordinator that gave us this work is gone or knows us no more: keep the cache, drop the rest."""

@@ -51,6 +51,8 @@ class PlaneParts(Protocol):
     @property
     def arena(self) -> Segment: ...
     @property
+    def reach(self) -> memoryview: ...
+    @property
     def clock(self) -> Clock: ...
     @property
     def emit(self) -> Callable[[Any], None]: ...
@@ -87,9 +89,9 @@ def inbound_plane(parts: PlaneParts) -> InboundPlane:
 
 
 def outbound_plane(parts: PlaneParts) -> OutboundPlane:
-    """Prefill's plane over the node's arena. It has no incarnation until `rejoin`."""
+    """Prefill's plane over every block that the node can read. It has no incarnation until `rejoin`."""
     return build_outbound(
-        arena=parts.arena.view,
+        arena=parts.reach,
         layout=parts.engine.layout,
         incarnation=NOT_JOINED,
         token=parts.config.cluster_token,

@@ -122,11 +122,16 @@ class PacedEngine:
         spelled = f"paced 1 {self._vocab_size} {self._eos} {self._eos_probability} {self._max_model_len}"
         return hashlib.sha256(spelled.encode()).digest()
 
+    @property
+    def reads_in_place(self) -> bool:
+        return True
+
     def bind(self, arena: memoryview, num_blocks: int) -> None:
-        """The arena as words [block][layer][k|v][kv_head][token][word]."""
+        """The arena, and what follows it, as words [block][layer][k|v][kv_head][token][word]."""
         layout = self._layout
-        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        self._kv = np.frombuffer(arena, np.uint32, num_blocks * layout.block_bytes // 4).reshape(shape)
+        reach = max(num_blocks, arena.nbytes // layout.block_bytes)
+        shape = (reach, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        self._kv = np.frombuffer(arena, np.uint32, reach * layout.block_bytes // 4).reshape(shape)
         self._seen_limit = num_blocks  # a live sequence has at least one block
         self._seen.clear()
 

@@ -48,11 +48,15 @@ class Reporter:
         message = cluster_pb2.AttemptFailed(key=wire.key_to_pb(key), error=wire.error_to_pb(error), caused_by=caused_by)
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, failed=message))
 
-    def prefill_ended(self, key: AttemptKey, computed: int, cached: int, seconds: float, share: float) -> None:
+    def prefill_ended(
+        self, key: AttemptKey, computed: int, cached: int, seconds: float, share: float, *, pooled: int = 0
+    ) -> None:
+        """`pooled` of the `cached` tokens came from the shared pool."""
         message = cluster_pb2.PrefillEnded(
             key=wire.key_to_pb(key),
             computed_tokens=computed,
             cached_tokens=cached,
+            pooled_tokens=pooled,
             compute_seconds=seconds,
             share_seconds=share,
         )
@@ -62,11 +66,15 @@ class Reporter:
         message = cluster_pb2.HandedOff(key=wire.key_to_pb(key), report=report)
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, handed_off=message))
 
-    def admitted(self, key: AttemptKey, *, computed: int, cached: int, received: int, share: float = 0.0) -> None:
+    def admitted(
+        self, key: AttemptKey, *, computed: int, cached: int, received: int, pooled: int = 0, share: float = 0.0
+    ) -> None:
+        """`pooled` of the `cached` tokens came from the shared pool."""
         message = cluster_pb2.Admitted(
             key=wire.key_to_pb(key),
             computed_tokens=computed,
             cached_tokens=cached,
+            pooled_tokens=pooled,
             received_tokens=received,
             share_seconds=share,
         )

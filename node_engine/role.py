@@ -16,6 +16,7 @@ from node_engine.core.outcome import Outcome
 from node_engine.core.scheduler import Scheduler
 from node_engine.core.step import Engine, StepBatch
 from node_engine.reporter import Reporter
+from node_engine.sharing import Sharing
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class NodeParts:
     scheduler: Scheduler
     report: Reporter
     clock: Clock
+    sharing: Sharing  # the node's use of the host's shared pool; the compute thread's
+    reach: memoryview  # every block that a block table may name, the arena's first
     emit: Callable[[object], None]  # puts an event of the role's own on the compute thread's inbox; thread-safe
 
 

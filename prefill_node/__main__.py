@@ -5,8 +5,9 @@ import sys
 
 from baton.types import Role
 from decode_node.make import make_decode
+from kv_pool.client_factory import pool_client
 from node_engine.host.launch import launch
 from prefill_node.make import make_prefill
 
 if __name__ == "__main__":
-    sys.exit(launch(Role.PREFILL, {Role.PREFILL: make_prefill, Role.DECODE: make_decode}))
+    sys.exit(launch(Role.PREFILL, {Role.PREFILL: make_prefill, Role.DECODE: make_decode}, pool_client))

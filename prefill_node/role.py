@@ -8,8 +8,11 @@
     Aborted, Cancel, a failed step, a drop -> source blocks let go, AttemptFailed     every other end
 
 A hand-off holds a reference of its own (a *pin*) on each source block from the moment the block is announced to the
-plane until the plane has said Committed or Aborted. So a sequence may end at any time: what the plane may still be
-reading stays whole.
+plane until the plane has said Committed or Aborted, and a use of the shared pool's pins if blocks are the pool's. So a
+sequence may end at any time: what the plane may still be reading stays whole.
+
+What the shared pool has of a prompt is not computed; what is computed is published there as soon as the last Write is
+announced, which delays nothing.
 """
 
 from collections.abc import Iterable
@@ -19,10 +22,12 @@ from baton.block_hash import root_hash
 from baton.errors import BatonError, Cancelled, HandoffFailed, NodeFailed, Preempted, Stale
 from baton.failpoints import FAILPOINTS
 from baton.pb.common_pb2 import HandoffReport
+from baton.pool_terms import PoolHit
 from baton.types import AttemptKey, BlockIndex, Incarnation, Work
 from kv_transfer.plane import Aborted, Committed, LayerLanded, OutboundPlane, OutboundReport, SealInfo
 from node_engine.core.messages import Cancel, Command, CoordinatorLost, GiveTicket, Joined, PeerGone, Prefill
 from node_engine.core.outcome import Dropped, Emitted, Failed, Outcome, PrefillCompleted, PromptScored
+from node_engine.core.pooled import Pooled, PoolHold
 from node_engine.core.sequence import Sequence, pin_label
 from node_engine.core.step import StepBatch
 from node_engine.role import NodeParts, check_work
@@ -35,6 +40,7 @@ class _Handoff:
     work: Work
     alone: bool
     pinned: list[BlockIndex] = field(default_factory=list)  # logical blocks 0 .. of the context
+    holds: list[PoolHold] = field(default_factory=list)  # under which those of the shared pool are read
     compute_seconds: float = 0.0
     share_seconds: float = 0.0
     computed_tokens: int = 0
@@ -62,6 +68,7 @@ class PrefillRole:
         self._scheduler = parts.scheduler
         self._pool = parts.pool
         self._report = parts.report
+        self._sharing = parts.sharing
         self._layout = parts.engine.layout
         self._handoffs: dict[AttemptKey, _Handoff] = {}
         self._aborted_early: dict[AttemptKey, BatonError] = {}
@@ -109,8 +116,8 @@ class PrefillRole:
                 self._drop_everything(incarnation)
             case CoordinatorLost():
                 self._drop_everything(None)
-            case Prefill(work, alone):
-                self._begin(work, alone)
+            case Prefill(work, alone, hit):
+                self._begin(work, alone, hit)
             case GiveTicket(ticket):
                 if self._scheduler.get(ticket.key) is not None:
                     self._scheduler.ticket_arrived(ticket.key)
@@ -182,9 +189,14 @@ class PrefillRole:
 
     # the life of one attempt
 
-    def _begin(self, work: Work, alone: bool) -> None:
-        if work.key in self._handoffs:  # the message came twice
-            return
+    def _begin(self, work: Work, alone: bool, hit: PoolHit | None) -> None:
+        pooled = self._sharing.pooled(hit)
+        if work.key not in self._handoffs:  # else the message came twice
+            self._begin_with(work, alone, pooled)
+        if pooled is not None:
+            pooled.done()
+
+    def _begin_with(self, work: Work, alone: bool, pooled: Pooled | None) -> None:
         handoff = self._handoffs[work.key] = _Handoff(work, alone)
         early = self._aborted_early.pop(work.key, None)
         try:
@@ -194,7 +206,7 @@ class PrefillRole:
             engine = self._parts.engine
             check_work(work, engine)
             root = root_hash(engine.model_digest, self._layout, work.request.cache_salt)
-            self._scheduler.add(work, root, hand_off=True)
+            self._scheduler.add(work, root, hand_off=True, pooled=pooled)
             if alone:
                 self._scheduler.ticket_arrived(work.key)
             FAILPOINTS.hit("prefill.allocate.after")
@@ -215,9 +227,11 @@ class PrefillRole:
             sequence.num_cached,
             handoff.compute_seconds,
             handoff.share_seconds,
+            pooled=sequence.num_pooled,
         )
         if handoff.alone or outcome.event.finish is not None:
             self._report.tokens([outcome.event])
+            self._sharing.publish(sequence)
             self._end(sequence.key, Cancelled("the first token ends the request"), tell=False)
             return
         try:
@@ -227,6 +241,7 @@ class PrefillRole:
         except BatonError as error:
             self._end(sequence.key, error, tell=True)
             return
+        self._sharing.publish(sequence)
         self._scheduler.release(sequence.key)  # the pins hold what the plane still reads
 
     def _committed(self, key: AttemptKey, report: OutboundReport) -> None:
@@ -270,6 +285,7 @@ class PrefillRole:
         blocks = tuple(sequence.block_table[first:last])
         self._pool.share(blocks, handoff.pin)
         handoff.pinned.extend(blocks)
+        handoff.holds.extend(hold.take() for hold in sequence.holds if hold not in handoff.holds)
         return _Announcement(sequence.key, first, blocks)
 
     def _forget(self, handoff: _Handoff) -> None:
@@ -277,6 +293,9 @@ class PrefillRole:
         del self._handoffs[handoff.work.key]
         self._pool.release(handoff.pinned, handoff.pin)
         handoff.pinned.clear()
+        for hold in handoff.holds:
+            hold.drop()
+        handoff.holds.clear()
         FAILPOINTS.hit("prefill.free.after")
 
     def _drop_everything(self, incarnation: Incarnation | None) -> None:

@@ -9,6 +9,7 @@ from baton.pb.common_pb2 import Ledger
 
 STATES = ("free", "cached", "reserved", "writing", "in_use", "quarantined")
 OWNED = ("reserved", "writing", "in_use", "quarantined")  # states that somebody must answer for
+PUBLICATION = "publication "  # how the label of blocks begins that are being copied into the pool, for no request
 LIVE = ("reserved", "writing", "in_use")  # states whose owner must be a request that the coordinator knows
 POOL = "pool"  # the role of one
 
@@ -50,7 +51,7 @@ def ownerless(ledgers: Iterable[Ledger], idle: Collection[tuple[str, str]], olde
         for ledger in ledgers
         if (ledger.node, ledger.incarnation) in idle
         for owner in ledger.owners
-        if owner.state in LIVE and owner.age_seconds > older_than
+        if owner.state in LIVE and owner.age_seconds > older_than and not owner.owner.startswith(PUBLICATION)
     }
 
 

@@ -237,7 +237,7 @@ class PromptSources(_message.Message):
     def __init__(self, computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., pool: _Optional[int] = ..., received: _Optional[int] = ...) -> None: ...
 
 class AttemptReport(_message.Message):
-    __slots__ = ("number", "prefill_node", "decode_node", "placed", "reserved", "prefill_ended", "committed", "over", "context_tokens", "ended", "reason", "needed", "free", "computed_prefill", "computed_decode", "local_cache", "received", "handoff", "considered", "predicted")
+    __slots__ = ("number", "prefill_node", "decode_node", "placed", "reserved", "prefill_ended", "committed", "over", "context_tokens", "ended", "reason", "needed", "free", "computed_prefill", "computed_decode", "local_cache", "received", "handoff", "considered", "predicted", "pool")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
@@ -258,6 +258,7 @@ class AttemptReport(_message.Message):
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     CONSIDERED_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
     number: int
     prefill_node: str
     decode_node: str
@@ -278,7 +279,8 @@ class AttemptReport(_message.Message):
     handoff: _common_pb2.HandoffReport
     considered: _containers.RepeatedCompositeFieldContainer[Candidate]
     predicted: Prediction
-    def __init__(self, number: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., placed: _Optional[float] = ..., reserved: _Optional[float] = ..., prefill_ended: _Optional[float] = ..., committed: _Optional[float] = ..., over: _Optional[float] = ..., context_tokens: _Optional[int] = ..., ended: _Optional[str] = ..., reason: _Optional[str] = ..., needed: _Optional[int] = ..., free: _Optional[int] = ..., computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., received: _Optional[int] = ..., handoff: _Optional[_Union[_common_pb2.HandoffReport, _Mapping]] = ..., considered: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., predicted: _Optional[_Union[Prediction, _Mapping]] = ...) -> None: ...
+    pool: int
+    def __init__(self, number: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., placed: _Optional[float] = ..., reserved: _Optional[float] = ..., prefill_ended: _Optional[float] = ..., committed: _Optional[float] = ..., over: _Optional[float] = ..., context_tokens: _Optional[int] = ..., ended: _Optional[str] = ..., reason: _Optional[str] = ..., needed: _Optional[int] = ..., free: _Optional[int] = ..., computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., received: _Optional[int] = ..., handoff: _Optional[_Union[_common_pb2.HandoffReport, _Mapping]] = ..., considered: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., predicted: _Optional[_Union[Prediction, _Mapping]] = ..., pool: _Optional[int] = ...) -> None: ...
 
 class Candidate(_message.Message):
     __slots__ = ("node", "role", "attempts", "uncomputed_tokens", "room", "able", "chosen", "held_tokens", "predicted_seconds")
@@ -675,18 +677,20 @@ class AttemptFailed(_message.Message):
     def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., caused_by: _Optional[str] = ...) -> None: ...
 
 class PrefillEnded(_message.Message):
-    __slots__ = ("key", "computed_tokens", "cached_tokens", "compute_seconds", "share_seconds")
+    __slots__ = ("key", "computed_tokens", "cached_tokens", "compute_seconds", "share_seconds", "pooled_tokens")
     KEY_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SHARE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    POOLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     key: AttemptKey
     computed_tokens: int
     cached_tokens: int
     compute_seconds: float
     share_seconds: float
-    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., share_seconds: _Optional[float] = ...) -> None: ...
+    pooled_tokens: int
+    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., share_seconds: _Optional[float] = ..., pooled_tokens: _Optional[int] = ...) -> None: ...
 
 class HandedOff(_message.Message):
     __slots__ = ("key", "report")
@@ -697,18 +701,20 @@ class HandedOff(_message.Message):
     def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., report: _Optional[_Union[_common_pb2.HandoffReport, _Mapping]] = ...) -> None: ...
 
 class Admitted(_message.Message):
-    __slots__ = ("key", "computed_tokens", "cached_tokens", "received_tokens", "share_seconds")
+    __slots__ = ("key", "computed_tokens", "cached_tokens", "received_tokens", "share_seconds", "pooled_tokens")
     KEY_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SHARE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    POOLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     key: AttemptKey
     computed_tokens: int
     cached_tokens: int
     received_tokens: int
     share_seconds: float
-    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., received_tokens: _Optional[int] = ..., share_seconds: _Optional[float] = ...) -> None: ...
+    pooled_tokens: int
+    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., received_tokens: _Optional[int] = ..., share_seconds: _Optional[float] = ..., pooled_tokens: _Optional[int] = ...) -> None: ...
 
 class NodeStats(_message.Message):
     __slots__ = ("blocks_total", "blocks_free", "blocks_cached", "blocks_reserved", "blocks_writing", "blocks_in_use", "blocks_quarantined", "waiting", "running", "queued_tokens", "progress_age_seconds", "counters", "decode_steps", "decode_step_seconds", "decode_step_sequences", "decode_step_tokens")

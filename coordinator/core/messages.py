@@ -71,12 +71,13 @@ class AttemptFailed:
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
     """The prompt is computed on the prefill node; the hand-off is about to be sealed. In tokens, and in seconds of its
-    steps: the prompt's share of them."""
+    steps: the prompt's share of them. Of `cached_tokens` the shared pool had `pooled_tokens`."""
 
     key: AttemptKey
     computed_tokens: int
     cached_tokens: int
     share_seconds: float = 0.0
+    pooled_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ class Admitted:
     cached_tokens: int
     received_tokens: int
     share_seconds: float = 0.0
+    pooled_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,16 +19,20 @@ class Sources(NamedTuple):
 
 
 def split(ended: PrefillEnded | None, admitted: Admitted | None) -> Sources:
-    """What decode held counts as its cache, even where prefill had to compute it again to reach what decode lacked."""
+    """What decode held counts as its cache or the pool's, even where prefill had to compute it again to reach what
+    decode lacked. A prefix that a cache and the pool have begins in the cache."""
     if admitted is None:
-        return Sources(ended.computed_tokens, 0, ended.cached_tokens, 0) if ended else Sources(0, 0, 0, 0)
+        if ended is None:
+            return Sources(0, 0, 0, 0)
+        return Sources(ended.computed_tokens, 0, ended.cached_tokens - ended.pooled_tokens, ended.pooled_tokens)
     cached_there = max(0, ended.cached_tokens - admitted.cached_tokens) if ended else 0
     received_cached = min(cached_there, admitted.received_tokens)
+    received_pooled = min(received_cached, ended.pooled_tokens) if ended else 0
     return Sources(
         computed_prefill=admitted.received_tokens - received_cached,
         computed_decode=admitted.computed_tokens,
-        local_cache=admitted.cached_tokens + received_cached,
-        pool=0,
+        local_cache=admitted.cached_tokens - admitted.pooled_tokens + received_cached - received_pooled,
+        pool=admitted.pooled_tokens + received_pooled,
     )
 
 

@@ -16,6 +16,9 @@ Eviction is least recently used first. `release` takes a sequence's blocks in ta
 and whoever holds a block holds its whole prefix; so a parent retires after its children and is evicted after them: no
 cached block is stranded behind an evicted parent. (If a caller breaks that order, the stranded block is not found
 until its parent is computed again.)
+
+Block tables may also name blocks of the host's shared pool: global indices from `total` on (baton/addressing.py). They
+are not this arena's, and no books are kept on them here: sharing and releasing them is nothing.
 """
 
 from collections import OrderedDict
@@ -43,7 +46,7 @@ class PartialHit:
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """What the pool holds of a context; the owner has a reference on every block named here, `partial.source`
+    """What can be read of a context; the owner has a reference on every own block named here, `partial.source`
     included."""
 
     blocks: tuple[BlockIndex, ...]
@@ -100,6 +103,10 @@ class BlockPool:
         """Blocks on which `owner` has a reference."""
         return self._accounts.held_by(owner)
 
+    def owns(self, block: BlockIndex) -> bool:
+        """Whether it is a block of this arena, and not of the shared pool."""
+        return block < self.total
+
     # local work
 
     def allocate(self, count: int, owner: str) -> tuple[BlockIndex, ...] | None:
@@ -114,7 +121,7 @@ class BlockPool:
 
     def share(self, blocks: Iterable[BlockIndex], owner: str) -> None:
         """One more owner for blocks that are IN_USE or CACHED."""
-        for block in blocks:
+        for block in filter(self.owns, blocks):
             if self.state(block) is BlockState.CACHED:
                 del self._cached[block]
                 self._accounts.move(block, BlockState.CACHED, BlockState.IN_USE)
@@ -125,15 +132,23 @@ class BlockPool:
     def release(self, blocks: Sequence[BlockIndex], owner: str) -> None:
         """Give up `owner`'s reference on each of `blocks`, which come in table order."""
         for block in reversed(blocks):
-            if self._accounts.let_go(block, owner):
+            if self.owns(block) and self._accounts.let_go(block, owner):
                 self._retire(block)
 
     # prefixes
 
-    def match_prefix(self, chain: HashChain, max_tokens: int, owner: str, *, allow_partial: bool = True) -> PrefixMatch:
-        """The longest beginning of `chain.tokens`, at most `max_tokens` long, whose KV is here; references are
-        taken."""
-        blocks = self._find_blocks(chain, max_tokens)
+    def match_prefix(
+        self,
+        chain: HashChain,
+        max_tokens: int,
+        owner: str,
+        *,
+        allow_partial: bool = True,
+        pooled: Sequence[BlockIndex] = (),
+    ) -> PrefixMatch:
+        """The longest beginning of `chain.tokens`, at most `max_tokens` long, whose KV is here or in `pooled`, the
+        shared pool's blocks of that beginning; references are taken on own ones, which go first."""
+        blocks = self._find_blocks(chain, max_tokens, pooled)
         covered = len(blocks) * self.block_size
         partial: PartialHit | None = None
         if allow_partial:
@@ -161,6 +176,24 @@ class BlockPool:
         if twins and self.state(twins[0]) is BlockState.CACHED:
             self._evict(twins[0])
         self.index.add(block, IndexedBlock(name, chain.parent(number), tokens))
+
+    def own_run(self, chain: HashChain, end: int) -> tuple[BlockIndex, ...]:
+        """The blocks of this arena that hold the full blocks of `chain` up to `end`, as far back as they are here
+        without a gap."""
+        found: list[BlockIndex] = []
+        for number in range(end - 1, -1, -1):
+            block = self.index.find(chain.name(number), chain.parent(number), chain.block_tokens(number))
+            if block is None:
+                break
+            found.append(block)
+        return tuple(reversed(found))
+
+    def forget(self, block: BlockIndex) -> None:
+        """Nobody finds this sealed block any more: it is FREE at once, or with its last release."""
+        if self.state(block) is BlockState.CACHED:
+            self._evict(block)
+        else:
+            self.index.remove(block)
 
     def full_blocks(self) -> Iterator[BlockHash]:
         """Of every full block that can be found, each content once."""
@@ -248,10 +281,12 @@ class BlockPool:
         if len(entry.tokens) == self.block_size:
             self.journal.lost(entry.hash)
 
-    def _find_blocks(self, chain: HashChain, max_tokens: int) -> list[BlockIndex]:
+    def _find_blocks(self, chain: HashChain, max_tokens: int, pooled: Sequence[BlockIndex]) -> list[BlockIndex]:
         blocks: list[BlockIndex] = []
         for number in range(min(max_tokens, len(chain.tokens)) // self.block_size):
             block = self.index.find(chain.name(number), chain.parent(number), chain.block_tokens(number))
+            if block is None and number < len(pooled):
+                block = pooled[number]
             if block is None:
                 break
             blocks.append(block)

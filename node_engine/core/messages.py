@@ -4,6 +4,7 @@ events. `node_engine/host/commands.py` is the only translator from the wire."""
 from dataclasses import dataclass
 
 from baton.errors import BatonError
+from baton.pool_terms import PoolHit
 from baton.types import AttemptKey, Incarnation, PeerAddress, Role, Ticket, Work
 
 
@@ -21,18 +22,22 @@ class CoordinatorLost:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Serve this attempt. `writer` brings the KV of the context; without one, compute it here."""
+    """Serve this attempt. `writer` brings the KV of the context; without one, compute it here. `hit`: what the host's
+    shared pool has of it, pinned; whoever handles the message owns the pin."""
 
     work: Work
     writer: PeerAddress | None
+    hit: PoolHit | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute this attempt's context and hand it over; with `alone` the answer is one token and nobody follows."""
+    """Compute this attempt's context and hand it over; with `alone` the answer is one token and nobody follows. `hit`:
+    as in Submit."""
 
     work: Work
     alone: bool
+    hit: PoolHit | None = None
 
 
 @dataclass(frozen=True, slots=True)

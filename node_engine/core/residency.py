@@ -3,15 +3,21 @@
 When a block is missing, speculative prefills (no ticket yet) give theirs first, the lowest class and then the newest
 first, and wait again; then a running or locally prefilling sequence is preempted (victims.py says which). Blocks under
 a ticket or read by a sender are never taken; they come back by themselves, and whoever needs them waits.
+
+What the host's shared pool has of a context stands in the block table beside own blocks, and the sequence holds the
+pool's pin for as long (pooled.py). Where kernels cannot read there, it is copied into own blocks at once.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
 
 from baton.errors import NodeFailed, OutOfBlocks, Preempted
 from baton.types import AttemptKey, BlockIndex, TicketId
-from node_engine.core.block_pool import BlockPool
+from node_engine.core.block_pool import BlockPool, PrefixMatch
 from node_engine.core.ledger import LedgerError
 from node_engine.core.outcome import Dropped, Failed, Outcome
+from node_engine.core.pooled import PoolHold
 from node_engine.core.sequence import Sequence, SequenceState, pin_label
 from node_engine.core.sequence_table import SequenceTable
 from node_engine.core.step import SequenceId
@@ -19,6 +25,9 @@ from node_engine.core.victims import VictimPolicy, victim_for
 
 WAITING, PREFILLING, HANDING_OFF = SequenceState.WAITING, SequenceState.PREFILLING, SequenceState.HANDING_OFF
 RUNNING, AWAITING_KV, FINISHED = SequenceState.RUNNING, SequenceState.AWAITING_KV, SequenceState.FINISHED
+
+
+CopyBlocks = Callable[[SequenceOf[tuple[BlockIndex, BlockIndex]]], None]  # whole blocks: source, destination
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +42,23 @@ class Refusal:
 class Residency:
     """Blocks given to sequences and taken back. `outcomes` collects what happened to those that gave way."""
 
-    def __init__(self, pool: BlockPool, table: SequenceTable, max_num_seqs: int, victims: VictimPolicy) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        table: SequenceTable,
+        max_num_seqs: int,
+        victims: VictimPolicy,
+        copy_in: CopyBlocks | None = None,
+    ) -> None:
+        """`copy_in` copies blocks of the shared pool into own ones, at once; None: they are read where they are."""
         self.outcomes: list[Outcome] = []
+        self._copy_in = copy_in
         self._pool = pool
         self._table = table
         self._max_num_seqs = max_num_seqs
         self._victims = victims
         self._computing: frozenset[SequenceId] = frozenset()
-        self._returning: list[tuple[str, list[BlockIndex]]] = []
+        self._returning: list[tuple[str, list[BlockIndex], list[PoolHold]]] = []
         self._dropped: set[AttemptKey] = set()  # whose senders may still hold blocks
 
     # what there is
@@ -78,8 +96,8 @@ class Residency:
 
     def survey(self, sequence: Sequence) -> tuple[int, Refusal | None]:
         """Tokens of the context that are not here, and why it cannot be admitted now. Nothing is kept."""
-        match = self._pool.match_prefix(sequence.chain, sequence.reusable_tokens, sequence.owner)
-        needed = self.blocks_for(sequence.context_len) - len(match.blocks)
+        match = self._match(sequence)
+        needed = self.blocks_for(sequence.context_len) - self._ready(match)
         fits = self.unclaimed_slots > 0 and needed <= self.unclaimed_blocks
         refusal = None if fits else Refusal(needed, self.unclaimed_blocks, self.unclaimed_slots)
         partial = (match.partial.source,) if match.partial else ()
@@ -94,11 +112,11 @@ class Residency:
     def admit(self, sequence: Sequence) -> bool:
         """Give a WAITING sequence every block of its context; the prefix that is here already is not computed
         again."""
-        match = self._pool.match_prefix(sequence.chain, sequence.reusable_tokens, sequence.owner)
-        needed = self.blocks_for(sequence.context_len) - len(match.blocks)
+        match = self._match(sequence)
+        needed = self.blocks_for(sequence.context_len) - self._ready(match)
         fresh = self._allocate(sequence, needed)
         covered, partial = match.num_tokens, match.partial
-        if partial and fresh is None:  # the reference on the source may be what is missing
+        if partial and fresh is None and self._pool.owns(partial.source):  # the reference on it may be what is missing
             self._pool.release((partial.source,), sequence.owner)
             covered, partial = covered - partial.num_tokens, None
             fresh = self._allocate(sequence, needed)
@@ -106,9 +124,11 @@ class Residency:
             self._pool.release(match.blocks, sequence.owner)
             return False
         self._dropped.discard(sequence.key)
-        self._start_with(sequence, match.blocks, covered)
+        fresh = self._start_with(sequence, replace(match, partial=partial, num_tokens=covered), fresh)
         sequence.block_table.extend(fresh)
-        sequence.copy = (partial.source, fresh[0]) if partial else None
+        if partial:
+            self._continue_in(sequence, partial.source, fresh[0])
+        self._pin(sequence)
         self._table.move(sequence, PREFILLING)
         return True
 
@@ -116,15 +136,17 @@ class Residency:
         """Match the prefix that is here and reserve the rest of a new sequence's context for another node to write.
         Never waits, and takes nothing that waiting sequences are entitled to."""
         slots, limit = self.unclaimed_slots, self.unclaimed_blocks
-        match = self._pool.match_prefix(sequence.chain, sequence.reusable_tokens, sequence.owner, allow_partial=False)
-        needed = self.blocks_for(sequence.context_len) - len(match.blocks)
+        match = self._match(sequence, allow_partial=False)
+        needed = self.blocks_for(sequence.context_len) - self._ready(match)
         limit = min(limit, self.free_blocks)  # what was matched is not to be had any more
-        promised = self._pool.reserve(needed, ticket, sequence.owner) if slots and needed <= limit else None
+        lacking = self.blocks_for(sequence.context_len) - len(match.blocks)
+        promised = self._pool.reserve(lacking, ticket, sequence.owner) if slots and needed <= limit else None
         if promised is None:
             self._pool.release(match.blocks, sequence.owner)
             return Refusal(needed, limit, slots)
         sequence.ticket, sequence.promised = ticket, promised
-        self._start_with(sequence, match.blocks, match.num_tokens)
+        self._start_with(sequence, match, self._pool.allocate(needed - lacking, sequence.owner) or ())
+        self._pin(sequence)
         return None
 
     def commit(self, sequence: Sequence, num_computed: int) -> None:
@@ -165,7 +187,7 @@ class Residency:
 
     def _stall(self, sequence: Sequence) -> bool:
         """Nobody else gives way to `sequence`: others go on instead, or what is pinned comes back."""
-        held, total = len(sequence.block_table), self._pool.total
+        held, total = sequence.num_own, self._pool.total
         if held >= total:
             message = f"{sequence.key} needs {held + 1} blocks, the cache has {total}: raise --kv-memory"
             self._fail(sequence, OutOfBlocks(message))
@@ -185,6 +207,7 @@ class Residency:
 
     def finish(self, sequence: Sequence) -> None:
         self._give_back(sequence)
+        sequence.offer(None)
         self._table.move(sequence, FINISHED)
 
     def step_begins(self, computing: frozenset[SequenceId]) -> None:
@@ -193,8 +216,8 @@ class Residency:
 
     def step_ended(self) -> None:
         self._computing = frozenset()
-        for owner, blocks in self._returning:
-            self._pool.release(blocks, owner)
+        for owner, blocks, holds in self._returning:
+            self._let_go(owner, blocks, holds)
         self._returning.clear()
 
     def copy_done(self, sequence: Sequence) -> None:
@@ -202,13 +225,64 @@ class Residency:
             self._pool.release((sequence.copy[0],), sequence.owner)
             sequence.copy = None
 
+    # the shared pool
+
+    def _match(self, sequence: Sequence, *, allow_partial: bool = True) -> PrefixMatch:
+        """What own cache and pool have of the context: own blocks first, and the partial block that is longer."""
+        pooled, limit = sequence.pooled, sequence.reusable_tokens
+        known = pooled.blocks if pooled else ()
+        match = self._pool.match_prefix(
+            sequence.chain, limit, sequence.owner, allow_partial=allow_partial, pooled=known
+        )
+        theirs = pooled.partial if pooled and allow_partial and len(match.blocks) == len(known) else None
+        mine = match.partial
+        if theirs is None or (mine is not None and mine.num_tokens >= theirs.num_tokens):
+            return match
+        if mine is not None:
+            self._pool.release((mine.source,), sequence.owner)
+        return PrefixMatch(match.blocks, theirs, len(match.blocks) * self._pool.block_size + theirs.num_tokens)
+
+    def _borrowed(self, blocks: SequenceOf[BlockIndex]) -> int:
+        return sum(not self._pool.owns(block) for block in blocks)
+
+    def _ready(self, match: PrefixMatch) -> int:
+        """Blocks of a match for which no own one is needed."""
+        return len(match.blocks) - (self._borrowed(match.blocks) if self._copy_in else 0)
+
+    def _continue_in(self, sequence: Sequence, source: BlockIndex, block: BlockIndex) -> None:
+        """`block` begins as a copy of `source`, on write or, from where kernels cannot read, at once."""
+        if self._copy_in and not self._pool.owns(source):
+            self._copy_in([(source, block)])
+        else:
+            sequence.copy = (source, block)
+
+    def _pin(self, sequence: Sequence) -> None:
+        """Blocks are given: keep the pool's pin if they are read through it."""
+        reads = sequence.num_borrowed or (sequence.copy is not None and not self._pool.owns(sequence.copy[0]))
+        if sequence.pooled and reads:
+            sequence.holds.append(sequence.pooled.hold.take())
+        sequence.offer(None)
+
     # the steps underneath
 
-    @staticmethod
-    def _start_with(sequence: Sequence, matched: tuple[BlockIndex, ...], covered: int) -> None:
-        sequence.block_table = list(matched)
-        sequence.num_sealed = len(matched)
-        sequence.num_cached = sequence.num_computed = covered
+    def _start_with(
+        self, sequence: Sequence, match: PrefixMatch, fresh: tuple[BlockIndex, ...]
+    ) -> tuple[BlockIndex, ...]:
+        """Begin the table with what was matched. Returns what is left of `fresh`."""
+        table, borrowed, size = list(match.blocks), self._borrowed(match.blocks), self._pool.block_size
+        from_pool = match.partial is not None and not self._pool.owns(match.partial.source)
+        sequence.num_pooled = borrowed * size + (match.partial.num_tokens if match.partial and from_pool else 0)
+        if self._copy_in and borrowed:
+            places = [number for number, block in enumerate(table) if not self._pool.owns(block)]
+            self._copy_in([(table[number], mine) for number, mine in zip(places, fresh, strict=False)])
+            for number, mine in zip(places, fresh, strict=False):
+                table[number] = mine
+                self._pool.seal_block(mine, sequence.chain, number)
+            fresh, borrowed = fresh[borrowed:], 0
+        sequence.block_table, sequence.num_borrowed = table, borrowed
+        sequence.num_sealed = len(table)
+        sequence.num_cached = sequence.num_computed = match.num_tokens
+        return fresh
 
     def _waiting_firm(self) -> list[Sequence]:
         return [each for each in self._table.within(WAITING).values() if not each.speculative]
@@ -223,7 +297,7 @@ class Residency:
         not be enough."""
         room = self.free_blocks + self.coming_blocks
         victims = [each for state in (PREFILLING, HANDING_OFF) for each in self._speculative(state)]
-        if needed > room + sum(len(victim.block_table) for victim in victims):
+        if needed > room + sum(victim.num_own for victim in victims):
             return
         for victim in sorted(victims, key=lambda each: (each.level, each.id), reverse=True):
             if needed <= room:
@@ -250,8 +324,14 @@ class Residency:
         blocks = sequence.block_table
         if sequence.copy is not None:
             blocks = [*blocks, sequence.copy[0]]
-        sequence.block_table, sequence.copy = [], None
+        holds, sequence.holds = sequence.holds, []
+        sequence.block_table, sequence.copy, sequence.num_borrowed = [], None, 0
         if sequence.id in self._computing:
-            self._returning.append((sequence.owner, blocks))
+            self._returning.append((sequence.owner, blocks, holds))
         else:
-            self._pool.release(blocks, sequence.owner)
+            self._let_go(sequence.owner, blocks, holds)
+
+    def _let_go(self, owner: str, blocks: list[BlockIndex], holds: list[PoolHold]) -> None:
+        self._pool.release(blocks, owner)
+        for hold in holds:
+            hold.drop()

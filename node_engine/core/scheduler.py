@@ -21,12 +21,14 @@ from itertools import count
 from baton.block_hash import BlockHash
 from baton.errors import ConfigError, OutOfBlocks, TooLong
 from baton.hash_chain import HashChain
-from baton.types import AttemptKey, TicketId, TokenEvent, TokenScore, Work
+from baton.types import AttemptKey, BlockIndex, TicketId, TokenEvent, TokenScore, Work
 from node_engine.core.block_pool import BlockPool
 from node_engine.core.finish import finish_reason, forbidden_ids
 from node_engine.core.ledger import LedgerError
 from node_engine.core.outcome import Emitted, Outcome, PrefillCompleted, PromptScored, StepPlan
-from node_engine.core.residency import Refusal, Residency
+from node_engine.core.pooled import Pooled, PoolHold
+from node_engine.core.repoint import repoint
+from node_engine.core.residency import CopyBlocks, Refusal, Residency
 from node_engine.core.sequence import Sequence, SequenceState
 from node_engine.core.sequence_table import SequenceTable
 from node_engine.core.step import Computed, SampleSpec, SequenceId, Slice, StepBatch
@@ -73,7 +75,9 @@ class Scheduler:
         limits: SchedulerLimits,
         eos_token_ids: tuple[int, ...] = (),
         victims: VictimPolicy | None = None,
+        copy_in: CopyBlocks | None = None,
     ) -> None:
+        """`copy_in`: as for Residency."""
         least = limits.max_num_seqs - 1 + pool.block_size
         if limits.max_num_seqs < 1 or limits.max_batched_tokens < least:
             raise ConfigError(
@@ -85,7 +89,7 @@ class Scheduler:
         self._eos = eos_token_ids
         self._ids = count()
         self._table = SequenceTable()
-        self._residency = Residency(pool, self._table, limits.max_num_seqs, victims or MostBlocks())
+        self._residency = Residency(pool, self._table, limits.max_num_seqs, victims or MostBlocks(), copy_in)
         self._prefilled = 0  # tokens of prompts computed so far: the time by which prompts are due
         self._in_flight: StepBatch | None = None
         self._computing: dict[SequenceId, Sequence] = {}  # of the step in flight
@@ -120,31 +124,36 @@ class Scheduler:
         )
         return Load({state: len(self._table.within(state)) for state in SequenceState}, queued)
 
-    def survey(self, work: Work, root: BlockHash) -> Survey:
+    def survey(self, work: Work, root: BlockHash, pooled: Pooled | None = None) -> Survey:
         """Look, and keep nothing. Raises TooLong or OutOfBlocks if the context can never fit."""
         sequence = self._new(work, root, hand_off=False)
+        sequence.pooled = pooled
         lacking, refusal = self._residency.survey(sequence)
         return Survey(lacking, refusal)
 
     # sequences come and go
 
-    def add(self, work: Work, root: BlockHash, *, hand_off: bool = False) -> Sequence:
-        """Compute the context of `work` here, then decode it or, with `hand_off`, stop after the first token.
+    def add(self, work: Work, root: BlockHash, *, hand_off: bool = False, pooled: Pooled | None = None) -> Sequence:
+        """Compute the context of `work` here, then decode it or, with `hand_off`, stop after the first token. `pooled`
+        is what the shared pool has of it.
 
         Raises TooLong or OutOfBlocks if it can never fit; nothing is then kept."""
         sequence = self._new(work, root, hand_off)
+        sequence.pooled = pooled.take() if pooled else None
         self._table.enter(sequence)
         return sequence
 
-    def expect(self, work: Work, root: BlockHash, ticket: TicketId) -> Sequence | Refusal:
+    def expect(self, work: Work, root: BlockHash, ticket: TicketId, pooled: Pooled | None = None) -> Sequence | Refusal:
         """Another node will write the KV of `work`: match what is here and reserve the rest under `ticket`. The
         answer comes at once. Afterwards `block_table` is what was matched and `promised` what is to be written behind
         it.
 
         Raises TooLong or OutOfBlocks if it can never fit; nothing is then kept."""
         sequence = self._new(work, root, hand_off=False)
+        sequence.pooled = pooled.take() if pooled else None
         refusal = self._residency.reserve(sequence, ticket)
         if refusal is not None:
+            sequence.offer(None)
             return refusal
         self._table.enter(sequence)
         self._table.move(sequence, AWAITING_KV)
@@ -185,6 +194,13 @@ class Scheduler:
         if sequence is not None:
             self._residency.finish(sequence)
         return sequence is not None
+
+    def repoint(self, chain: HashChain, blocks: tuple[BlockIndex, ...], hold: PoolHold) -> int:
+        """Not between `next_step` and `update`: the shared pool has these full blocks of `chain` from its beginning on.
+        Own copies make way for them in every block table. Returns how many."""
+        if self._in_flight is not None:
+            raise LedgerError("block tables change between two steps only")
+        return repoint(self.pool, self._table, chain, blocks, hold)
 
     # steps
 

@@ -18,6 +18,7 @@ from enum import Enum
 from baton.hash_chain import HashChain
 from baton.types import AttemptKey, BlockIndex, TicketId, Work
 from node_engine.core.ledger import LedgerError
+from node_engine.core.pooled import Pooled, PoolHold
 from node_engine.core.step import ScoreSpec, SequenceId
 from node_engine.core.token_counts import TokenCounts, penalizes
 
@@ -72,8 +73,14 @@ class Sequence:
     state: SequenceState = SequenceState.WAITING
     block_table: list[BlockIndex] = field(default_factory=list)
     num_computed: int = 0
-    num_cached: int = 0  # tokens of the context that this node's own cache had
+    num_cached: int = 0  # tokens of the context that were not computed here: this node's cache or the pool had them
+    num_pooled: int = 0  # of these, the pool's
+    num_borrowed: int = 0  # blocks of the table that are the pool's
+    pooled: Pooled | None = None  # what the pool was found to have, until blocks are given
+    holds: list[PoolHold] = field(default_factory=list)  # under which the table's pool blocks are read
     num_sealed: int = 0  # blocks offered to the prefix index
+    num_shared: int = 0  # blocks offered to the shared pool
+    publishing: bool = False  # and they are on their way there
     copy: tuple[BlockIndex, BlockIndex] | None = None  # copy on write that the next step has to make
     owner: str = ""
     turn: int = 0  # counts arrivals and tickets in one order
@@ -105,6 +112,11 @@ class Sequence:
     def output(self) -> tuple[int, ...]:
         """Every token of output so far, those of earlier attempts included: what Seal carries."""
         return tuple(self.tokens[len(self.work.request.prompt) :])
+
+    @property
+    def num_own(self) -> int:
+        """Blocks of the table that are this arena's."""
+        return len(self.block_table) - self.num_borrowed
 
     @property
     def speculative(self) -> bool:
@@ -141,6 +153,12 @@ class Sequence:
         the next token. None if the prompt is to be scored: that takes the logits of every position."""
         return 0 if self.scored else self.context_len - 1
 
+    def offer(self, pooled: Pooled | None) -> None:
+        """What the shared pool has of the context, instead of what it was said to have."""
+        if self.pooled is not None:
+            self.pooled.done()
+        self.pooled = pooled
+
     def counted(self) -> TokenCounts:
         """What penalties count, brought up to the present. Tokens are counted once each."""
         request = self.work.request
@@ -158,7 +176,7 @@ class Sequence:
     def restart(self) -> None:
         """Forget what was computed and drawn here."""
         del self.tokens[self.context_len :]
-        self.num_computed = self.num_cached = self.num_sealed = 0
+        self.num_computed = self.num_cached = self.num_pooled = self.num_sealed = self.num_shared = 0
         self.counts = None
 
     def become(self, state: SequenceState) -> None:

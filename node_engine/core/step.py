@@ -95,8 +95,14 @@ class Engine(Protocol):
         """Digest of weights, architecture and revision: two nodes may exchange KV only if it is equal."""
         ...
 
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether it can read blocks beside the arena, where they are: what is bound may then be longer."""
+        ...
+
     def bind(self, arena: memoryview, num_blocks: int) -> None:
-        """Adopt the cache memory: `num_blocks * layout.block_bytes` writable bytes, layout as in KVLayout."""
+        """Adopt the cache memory: `num_blocks * layout.block_bytes` writable bytes, layout as in KVLayout. Blocks that
+        follow, of which nothing is touched unless a block table or a copy names it, are read and not written."""
         ...
 
     def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[Computed, ...]:

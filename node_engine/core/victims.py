@@ -24,7 +24,7 @@ class MostBlocks:
     """One sequence goes instead of many; then the newest."""
 
     def choose(self, candidates: SequenceOf[Sequence]) -> Sequence:
-        return max(candidates, key=lambda each: (len(each.block_table), each.id))
+        return max(candidates, key=lambda each: (each.num_own, each.id))
 
 
 class CheapestToResume:

@@ -16,6 +16,7 @@ from node_engine.core.step import StepBatch
 from node_engine.core.step_meter import StepTotals
 from node_engine.host.inbox import Inbox
 from node_engine.role import NodeParts, RolePolicy
+from node_engine.sharing import Published
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,8 @@ class ComputeThread:
                     self._when_idle.append(call)
                 case LedgerQuery(query):
                     self._parts.report.ledger(query, self._parts.pool.ledger())
+                case Published():
+                    self._parts.sharing.published(item)
                 case CacheQuery():
                     self._tell_whole_cache()
                 case Joined():
@@ -140,6 +143,8 @@ class ComputeThread:
         seconds = self._clock() - started
         self._account(batch, seconds)
         self.steps = self.steps.plus(batch, seconds)
+        if batch.num_tokens > len(batch.slices):
+            self._parts.sharing.worth.computed(batch.num_tokens, seconds)
         outcomes = self._parts.scheduler.update(batch, computed)
         self._role.after_step(batch, outcomes, seconds)
 

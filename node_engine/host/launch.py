@@ -11,9 +11,10 @@ from baton.model_source import with_local_model
 from baton.types import Role
 from node_engine.host.process import host_node
 from node_engine.host.roles import MakeRole
+from node_engine.pool_port import MakePool
 
 NODE_FIELDS = (
-    *("coordinator", "cluster_token", "insecure", "name", "listen", "advertise", "health_port", "host_id"),
+    *("coordinator", "cluster_token", "insecure", "name", "listen", "advertise", "health_port", "host_id", "pool"),
     *("model", "engine", "load_format", "device", "dtype", "threads", "max_model_len", "kv_memory", "block_size"),
     *(
         "max_num_seqs",
@@ -30,7 +31,12 @@ NODE_FIELDS = (
 )
 
 
-def launch(role: Role, makers: Mapping[Role, MakeRole], argv: Sequence[str] | None = None) -> int:
+def launch(
+    role: Role,
+    makers: Mapping[Role, MakeRole],
+    make_pool: MakePool | None = None,
+    argv: Sequence[str] | None = None,
+) -> int:
     """Run a node, in `role` first, until it is told to stop; returns the exit code of the process."""
     supervisor = os.environ.get("BATON_SUPERVISOR_PID")
     if supervisor:
@@ -44,4 +50,4 @@ def launch(role: Role, makers: Mapping[Role, MakeRole], argv: Sequence[str] | No
         sys.stderr.write(f"error: {error}\n")
         return runtime.EXIT_USAGE
     log.configure(config.log_level, config.log_format)
-    return runtime.run(lambda stop: host_node(config, role, makers, stop))
+    return runtime.run(lambda stop: host_node(config, role, makers, stop, make_pool))

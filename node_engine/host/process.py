@@ -9,9 +9,11 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from baton import log, wire
 from baton import segment as segments
+from baton.block_hash import root_hash
 from baton.clock import steady
 from baton.config import Config
 from baton.coordinator_link import CoordinatorLink
@@ -32,13 +34,20 @@ from node_engine.host.commands import command_from_pb
 from node_engine.host.compute import ComputeThread, WhenIdle
 from node_engine.host.engines import build_engine, cache_blocks
 from node_engine.host.inbox import Inbox
+from node_engine.host.lookups import Lookups
 from node_engine.host.roles import MakeRole, RoleSwitch
+from node_engine.host.shared_memory import SharedMemory
+from node_engine.pool_port import MakePool
 from node_engine.reporter import Reporter
 from node_engine.role import NodeParts
+from node_engine.sharing import Sharing
 
 
-async def host_node(config: Config, role: Role, makers: Mapping[Role, MakeRole], stop: asyncio.Event) -> None:
-    """Run one node, in `role` first, until `stop` is set. Raises ConfigError for what a restart would not mend."""
+async def host_node(
+    config: Config, role: Role, makers: Mapping[Role, MakeRole], stop: asyncio.Event, make_pool: MakePool | None = None
+) -> None:
+    """Run one node, in `role` first, until `stop` is set. `make_pool` makes the client of the host's shared pool, if
+    the configuration names one. Raises ConfigError for what a restart would not mend."""
     if not config.coordinator:
         raise ConfigError("coordinator is not set: give --coordinator HOST:PORT")
     require_key("--listen", host_part(config.listen), "cluster_token", config.cluster_token, insecure=config.insecure)
@@ -54,8 +63,9 @@ async def host_node(config: Config, role: Role, makers: Mapping[Role, MakeRole],
     num_blocks = size // block_bytes
     arena = await asyncio.to_thread(segments.create, folder, "arena", size)
     try:
-        engine.bind(arena.view, num_blocks)
-        node = _Node(config, role, name, engine, arena, num_blocks, makers)
+        memory = SharedMemory(folder, block_bytes, arena) if config.pool and make_pool else None
+        engine.bind(memory.reach if memory and engine.reads_in_place else arena.view, num_blocks)
+        node = _Node(config, role, name, engine, arena, num_blocks, makers, memory, make_pool)
         await node.run(stop)
     finally:
         arena.close()
@@ -71,6 +81,8 @@ class _Node:
         arena: Segment,
         num_blocks: int,
         makers: Mapping[Role, MakeRole],
+        memory: SharedMemory | None,
+        make_pool: MakePool | None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self._config, self._name, self._engine = config, name, engine
@@ -81,6 +93,32 @@ class _Node:
         self._link = CoordinatorLink(
             self, address=config.coordinator, token=config.cluster_token, silence=config.silence
         )
+        self._port = None
+        if memory is not None and make_pool is not None:
+            self._port = make_pool(memory.parts_for(config, name, self._host_id, engine))
+        in_place = memory is None or engine.reads_in_place
+        scheduler = Scheduler(
+            self._pool,
+            limits,
+            engine.eos_token_ids,
+            POLICIES[config.preemption](),
+            copy_in=None if memory is None or in_place else memory.copies.copy,
+        )
+        sharing = Sharing(
+            self._port,
+            self._pool,
+            scheduler,
+            self._inbox.put,
+            in_place=in_place,
+            copy_seconds=memory.copy_seconds if memory else 0.0,
+        )
+        self._lookups = Lookups(
+            self._port,
+            root_of=lambda work: root_hash(engine.model_digest, engine.layout, work.request.cache_salt),
+            block_size=engine.layout.block_size,
+            epoch=lambda: sharing.epoch,
+            deliver=self._inbox.put,
+        )
         self._parts = NodeParts(
             config=config,
             name=name,
@@ -88,9 +126,11 @@ class _Node:
             engine=engine,
             arena=arena,
             pool=self._pool,
-            scheduler=Scheduler(self._pool, limits, engine.eos_token_ids, POLICIES[config.preemption]()),
+            scheduler=scheduler,
             report=Reporter(name, lambda message: _soon(loop, self._link.send, message)),
             clock=steady,
+            sharing=sharing,
+            reach=memory.reach if memory else arena.view,
             emit=self._inbox.put,
         )
         self._role = RoleSwitch(self._parts, makers, role, changed=lambda: _soon(loop, self._link.join_anew))
@@ -100,6 +140,7 @@ class _Node:
         self._compute.start(self._role)
         health = HealthPort(self._config)
         link: asyncio.Task[None] | None = None
+        pool = asyncio.create_task(self._port.run()) if self._port else None
         stopping = asyncio.create_task(stop.wait())
         try:
             await health.start()
@@ -111,19 +152,18 @@ class _Node:
             await health.leaving()
             await self._leave()
         finally:
-            tasks = [task for task in (link, stopping) if task is not None]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _ended(link, stopping)
             await health.stop()
             await asyncio.to_thread(self._compute.stop)
             await asyncio.to_thread(self._role.close)
+            await _ended(pool)
 
     async def _leave(self) -> None:
         """Tell the coordinator, and let what is held here end: hand-offs, not only responses."""
         leaving = cluster_pb2.Leaving(reason="stopping")
         self._link.send(cluster_pb2.NodeMessage(incarnation=self._parts.report.incarnation, leaving=leaving))
         loop, idle = asyncio.get_running_loop(), asyncio.Event()
+        self._lookups.flush()
         self._inbox.put(WhenIdle(lambda: _soon(loop, idle.set)))
         try:
             async with asyncio.timeout(self._config.drain_timeout):
@@ -146,7 +186,7 @@ class _Node:
 
     def _deliver(self, command: Command) -> None:
         self._role.preview(command)
-        self._inbox.put(command)
+        self._lookups.take(command)
 
     def join(self) -> cluster_pb2.Join:
         return cluster_pb2.Join(
@@ -179,13 +219,23 @@ class _Node:
             running=live[SequenceState.RUNNING],
             queued_tokens=load.queued_tokens,
             progress_age_seconds=self._compute.progress_age,
-            counters=self._role.counters() | self._compute.device_seconds,
+            counters=self._role.counters() | self._compute.device_seconds | self._pool_counters(),
             decode_steps=steps.steps,
             decode_step_seconds=steps.seconds,
             decode_step_sequences=steps.sequences,
             decode_step_tokens=steps.tokens,
             **counts,
         )
+
+    def _pool_counters(self) -> dict[str, float]:
+        return self._lookups.counters() | self._parts.sharing.counters() | (self._port.counters() if self._port else {})
+
+
+async def _ended(*tasks: asyncio.Task[Any] | None) -> None:
+    running = [task for task in tasks if task is not None]
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
 
 
 def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: object) -> None:

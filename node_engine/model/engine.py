@@ -110,15 +110,21 @@ class ModelEngine:
         """The resolved device, for logs."""
         return self._device.type
 
+    @property
+    def reads_in_place(self) -> bool:
+        """On a GPU the arena is pinned and mapped as it is bound, and nothing else is."""
+        return self._device.type == "cpu"
+
     def bind(self, arena: memoryview, num_blocks: int) -> None:
-        """Adopt the cache memory. Raises ValueError when it is read-only or of another size."""
+        """Adopt the cache memory. Raises ValueError when it is read-only, too short, or no whole blocks."""
         layout = self._layout
-        if arena.readonly or arena.nbytes != num_blocks * layout.block_bytes:
+        reach, rest = divmod(arena.nbytes, layout.block_bytes)
+        if arena.readonly or rest or reach < num_blocks or (reach > num_blocks and not self.reads_in_place):
             raise ValueError(
                 f"arena of {arena.nbytes} bytes (read-only: {arena.readonly}): {num_blocks} blocks need "
                 f"{num_blocks * layout.block_bytes} writable bytes"
             )
-        shape = (num_blocks, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        shape = (reach, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         self._cache = PagedCache.over(self._kernels.adopt(arena, _DTYPES[layout.dtype]).view(shape))
         self._planner = Planner(self._kernels, self._cache, self._config.windows)
 

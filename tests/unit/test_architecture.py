@@ -17,8 +17,8 @@ ARROWS: dict[str, frozenset[str]] = {
     "kv_transfer": frozenset({"baton", "kv_kernels"}),
     "kv_pool": frozenset({"baton", "kv_transfer"}),
     "node_engine": frozenset({"baton", "kv_kernels"}),
-    "prefill_node": frozenset({"baton", "node_engine", "kv_transfer"}),
-    "decode_node": frozenset({"baton", "node_engine", "kv_transfer"}),
+    "prefill_node": frozenset({"baton", "node_engine", "kv_transfer", "kv_pool"}),
+    "decode_node": frozenset({"baton", "node_engine", "kv_transfer", "kv_pool"}),
     "coordinator": frozenset({"baton"}),
     "benchmarks": frozenset(
         {"baton", "kv_kernels", "kv_transfer", "node_engine", "prefill_node", "decode_node", "coordinator", "kv_pool"}

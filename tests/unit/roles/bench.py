@@ -1,14 +1,18 @@
 """A role under test with everything real but the planes and the coordinator: pool, scheduler and paced engine, stepped
 by hand. The fake planes record what they are told and answer only when the test lets them."""
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from baton.addressing import AddressSpace
+from baton.block_hash import root_hash
 from baton.clock import FakeClock
 from baton.config import Config
 from baton.errors import BatonError
 from baton.pb import cluster_pb2
+from baton.segment import create, segment_bytes
 from baton.types import (
     AttemptKey,
     BlockIndex,
@@ -27,9 +31,13 @@ from node_engine.core.block_pool import BlockPool
 from node_engine.core.ledger import BlockState
 from node_engine.core.messages import Joined
 from node_engine.core.scheduler import Scheduler, SchedulerLimits
+from node_engine.host.block_copies import BlockCopies
+from node_engine.host.lookups import Lookups
 from node_engine.paced import FREE_OF_COST, PACED_LAYOUT, PacedEngine
 from node_engine.reporter import Reporter
 from node_engine.role import NodeParts, RolePolicy
+from node_engine.sharing import Published, Sharing
+from tests.pool.in_process import PoolInProcess, Port
 
 INCARNATION = Incarnation("me")
 NOBODY = Incarnation("")
@@ -122,14 +130,41 @@ class Bench:
     """One node, stepped by hand. `sent` is what the coordinator would have received."""
 
     def __init__(
-        self, make: Callable[[NodeParts], RolePolicy], num_blocks: int = 32, max_batched_tokens: int = 64
+        self,
+        make: Callable[[NodeParts], RolePolicy],
+        num_blocks: int = 32,
+        max_batched_tokens: int = 64,
+        shared: PoolInProcess | None = None,
+        in_place: bool = True,
     ) -> None:
+        """`shared`: the pool of the node's host; with `in_place` its blocks are read where they are."""
         self.clock = FakeClock()
         self.engine = PacedEngine(FREE_OF_COST, vocab_size=1000, max_model_len=4096)
-        self.arena = bytearray(num_blocks * PACED_LAYOUT.block_bytes)
-        self.engine.bind(memoryview(self.arena), num_blocks)
+        self.port: Port | None = None
+        copy_in = None
+        if shared is None:
+            self.reach = memoryview(bytearray(num_blocks * PACED_LAYOUT.block_bytes))
+        else:
+            size = segment_bytes(num_blocks * PACED_LAYOUT.block_bytes, PACED_LAYOUT.block_bytes)
+            self.segment = create(shared.folder, "arena", size)
+            space = AddressSpace(PACED_LAYOUT.block_bytes, shared.folder, range_bytes=1 << 26)
+            self.own = space.attach(self.segment.name)
+            self.reach, self.port = space.view(), shared.port(space)
+            if not in_place:
+                copy_in = BlockCopies(self.reach, PACED_LAYOUT.block_bytes).copy
+        self.engine.bind(self.reach, num_blocks)
         self.pool = BlockPool(num_blocks, PACED_LAYOUT.block_size, self.clock)
-        self.scheduler = Scheduler(self.pool, SchedulerLimits(8, max_batched_tokens, 4096), self.engine.eos_token_ids)
+        limits = SchedulerLimits(8, max_batched_tokens, 4096)
+        self.scheduler = Scheduler(self.pool, limits, self.engine.eos_token_ids, copy_in=copy_in)
+        self.sharing = Sharing(self.port, self.pool, self.scheduler, self._put, in_place=in_place)
+        self.lookups = Lookups(
+            self.port,
+            root_of=lambda job: root_hash(self.engine.model_digest, PACED_LAYOUT, job.request.cache_salt),
+            block_size=PACED_LAYOUT.block_size,
+            epoch=lambda: self.sharing.epoch,
+            deliver=self._put,
+        )
+        self.inbox: deque[object] = deque()
         self.sent: list[cluster_pb2.NodeMessage] = []
         self.events: list[object] = []
         parts = NodeParts(
@@ -142,8 +177,11 @@ class Bench:
             scheduler=self.scheduler,
             report=Reporter("node", self.sent.append),
             clock=self.clock,
+            sharing=self.sharing,
+            reach=self.reach,
             emit=self.events.append,
         )
+        self.arena = self.reach[: num_blocks * PACED_LAYOUT.block_bytes]
         self.role = make(parts)
         self.tell(Joined(INCARNATION))
 
@@ -151,10 +189,26 @@ class Bench:
         """As the event loop and then the compute thread would."""
         if type(item).__module__.endswith("messages"):
             self.role.preview(item)
-        self.role.handle(item)
+            self.lookups.take(item)
+        else:
+            self._put(item)
+        self.receive()
+
+    def receive(self) -> None:
+        """What the compute thread does between two steps."""
+        while self.inbox:
+            item = self.inbox.popleft()
+            if isinstance(item, Published):
+                self.sharing.published(item)
+            else:
+                self.role.handle(item)
+
+    def _put(self, item: object) -> None:
+        self.inbox.append(item)
 
     def step(self) -> bool:
         """One turn of the compute thread; False if there was nothing to compute."""
+        self.receive()
         plan = self.scheduler.next_step()
         if plan.outcomes:
             self.role.deliver(plan.outcomes)

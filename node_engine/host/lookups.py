@@ -1,0 +1,126 @@
+"""Looking up in the shared pool before the compute thread hears of an order: on the event loop, so that no step waits.
+
+Commands of an attempt whose look-up is under way wait behind it; those that concern all attempts end every wait. A
+look-up during which this node was told of a publication of its own is asked again: the compute thread gives own copies
+up for what was published, so an older answer may lack what is no longer found here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from baton.block_hash import BlockHash, chain_names, pack_tokens
+from baton.pool_terms import PoolHit
+from baton.types import AttemptKey, Work
+from node_engine.core.messages import Cancel, Command, GiveTicket, Prefill, Submit
+from node_engine.pool_port import PoolPort
+
+_TRIES = 3
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    order: Submit | Prefill
+    followers: list[Command] = field(default_factory=list)
+    tries: int = 0
+
+
+class Lookups:
+    """`deliver` puts a command on the compute thread's inbox. `root_of` names what a request's blocks descend from;
+    `epoch` grows with each publication that was put there."""
+
+    def __init__(
+        self,
+        port: PoolPort | None,
+        *,
+        root_of: Callable[[Work], BlockHash],
+        block_size: int,
+        epoch: Callable[[], int],
+        deliver: Callable[[Command], None],
+    ) -> None:
+        self._port = port
+        self._root_of = root_of
+        self._block_size = block_size
+        self._epoch = epoch
+        self._deliver = deliver
+        self._waiting: dict[AttemptKey, _Waiting] = {}
+        self._hits = self._misses = 0
+
+    def counters(self) -> dict[str, float]:
+        if self._port is None:
+            return {}
+        results = (("hit", self._hits), ("miss", self._misses))
+        return {f'baton_pool_lookups_total{{result="{name}"}}': float(number) for name, number in results}
+
+    def take(self, command: Command) -> None:
+        """The next command of the stream."""
+        key = _key_of(command)
+        if key is None:
+            self.flush()
+        elif (waiting := self._waiting.get(key)) is not None:
+            waiting.followers.append(command)
+            return
+        elif isinstance(command, Submit | Prefill) and self._port is not None and self._port.attached:
+            self._begin(command)
+            return
+        self._deliver(command)
+
+    def flush(self) -> None:
+        """Wait for no answer any more."""
+        for waiting in tuple(self._waiting.values()):
+            self._end(waiting, None)
+
+    def _begin(self, order: Submit | Prefill) -> None:
+        work = order.work
+        reusable = 0 if work.request.sampling.prompt_logprobs is not None else len(work.context) - 1
+        try:
+            tokens = pack_tokens(work.context)
+        except (OverflowError, TypeError):  # no ids: the role says so
+            reusable = 0
+        if reusable <= 0:
+            self._deliver(order)
+            return
+        root = self._root_of(work)
+        waiting = self._waiting[work.key] = _Waiting(order)
+        self._ask(waiting, root, chain_names(root, tokens, self._block_size), tokens, reusable)
+
+    def _ask(self, waiting: _Waiting, root: BlockHash, names: bytes, tokens: bytes, most: int) -> None:
+        assert self._port is not None
+        epoch = self._epoch()
+        waiting.tries += 1
+
+        def then(hit: PoolHit) -> None:
+            if self._waiting.get(waiting.order.work.key) is not waiting:
+                self._give_up(hit)
+            elif epoch != self._epoch() and waiting.tries < _TRIES:
+                self._give_up(hit)
+                self._ask(waiting, root, names, tokens, most)
+            else:
+                self._end(waiting, hit)
+
+        self._port.find(root, names, tokens, most, then)
+
+    def _give_up(self, hit: PoolHit) -> None:
+        assert self._port is not None
+        if hit.pin is not None:
+            self._port.release(hit.pin)
+
+    def _end(self, waiting: _Waiting, hit: PoolHit | None) -> None:
+        del self._waiting[waiting.order.work.key]
+        found = hit if hit is not None and hit.pin is not None else None
+        self._hits += found is not None
+        self._misses += found is None
+        self._deliver(replace(waiting.order, hit=found))
+        for command in waiting.followers:
+            self._deliver(command)
+
+
+def _key_of(command: Command) -> AttemptKey | None:
+    match command:
+        case Submit(work) | Prefill(work):
+            return work.key
+        case GiveTicket(ticket):
+            return ticket.key
+        case Cancel(key):
+            return key
+        case _:
+            return None

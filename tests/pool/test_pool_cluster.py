@@ -1,0 +1,100 @@
+"""Two prefill and two decode nodes of one host on one pool, as real processes."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from baton.pb import cluster_pb2 as pb
+from node_engine.paced import paced_reference
+from tests.answers import cluster_call
+from tests.cluster import Cluster
+from tests.pool.cluster import metric, pooled_cluster, sources
+from tests.pool.rig import until
+
+PACED = {"engine": "paced", "placement": "round_robin", "paced_reread": True}
+PREFIX = tuple(range(1000, 1800))  # 800 tokens, 50 blocks
+
+
+async def published(cluster: Cluster, blocks: int) -> None:
+    """Until nodes have published so many blocks, and nothing is on its way any more."""
+    async with asyncio.timeout(10):
+        while await metric(cluster, r"baton_pool_published_blocks_total\S*") < blocks:
+            await asyncio.sleep(0.05)
+    await cluster.wait_quiet()
+
+
+@pytest.mark.asyncio
+async def test_a_prefix_is_computed_once_on_a_host_and_in_memory_once(tmp_path: Path) -> None:
+    async with pooled_cluster(tmp_path, prefill=2, decode=2, **PACED) as (cluster, _):
+        before = await metric(cluster, r"baton_pool_published_blocks_total\S*")
+        prompts = [[*PREFIX, *range(number * 50, number * 50 + 20)] for number in range(1, 9)]
+        first = await cluster.generate(prompts[0], max_tokens=8, ignore_eos=True)
+        assert list(first.tokens) == paced_reference(prompts[0], 8)
+        assert (await sources(cluster, first))["computed_prefill"] == 820
+        await published(cluster, int(before) + 50)
+        answers = await asyncio.gather(
+            *(cluster.generate(prompt, max_tokens=8, ignore_eos=True) for prompt in prompts[1:])
+        )
+        for prompt, answer in zip(prompts[1:], answers, strict=True):
+            assert list(answer.tokens) == paced_reference(prompt, 8)
+            came = await sources(cluster, answer)
+            assert came["pool"] >= 800
+            assert came["computed_prefill"] + came["computed_decode"] <= 20
+            assert answer.usage.cached_tokens >= 800
+        await cluster.wait_quiet()
+        ledgers = await cluster.ledgers()
+        assert len(ledgers.ledgers) >= 4
+        cached = sum(ledger.cached for ledger in ledgers.ledgers if ledger.node.split("-")[0] in ("prefill", "decode"))
+        assert cached < 50, "the prefix is in some node's own memory as well"
+
+
+@pytest.mark.asyncio
+async def test_a_killed_decode_node_costs_a_block_and_what_was_not_published(tmp_path: Path) -> None:
+    settings = {**PACED, "paced_step_ms": 20.0}
+    async with pooled_cluster(tmp_path, prefill=1, decode=2, **settings) as (cluster, _):
+        prompt = list(PREFIX[:200])
+        tokens: list[int] = []
+        async with cluster.streaming(prompt, max_tokens=120, ignore_eos=True) as call:
+            async for part in call:
+                tokens += part.token_ids
+                request = part.request_id
+                if len(tokens) == 70:
+                    status = await cluster.status()
+                    (node,) = [node.name for node in status.nodes if node.role == "decode" and node.placed]
+                    cluster.kill(node)
+        assert tokens == paced_reference(prompt, 120)
+        told: pb.ExplainResponse = await cluster_call(cluster.grpc, "Explain", pb.ExplainRequest(request_id=request))
+        resumed = told.attempts[-1]
+        assert resumed.number > 1
+        assert resumed.pool >= 200
+        assert resumed.computed_prefill + resumed.computed_decode <= 16 + 16, "a block, and one not published yet"
+        cluster.start(node)
+        await cluster.wait_status(lambda status: len(status.nodes) >= 3)
+
+
+@pytest.mark.asyncio
+async def test_without_its_pool_a_cluster_computes_and_joins_the_next_one(tmp_path: Path) -> None:
+    async with pooled_cluster(tmp_path, prefill=1, decode=1, **PACED) as (cluster, pool):
+        prompt = list(PREFIX)
+
+        async def ask(last: int) -> dict[str, int]:
+            asked = [*prompt, last]
+            answer = await cluster.generate(asked, max_tokens=4, ignore_eos=True)
+            assert list(answer.tokens) == paced_reference(asked, 4)
+            return await sources(cluster, answer)
+
+        before = await metric(cluster, r"baton_pool_published_blocks_total\S*")
+        await ask(1)
+        await published(cluster, int(before) + 50)
+        assert (await ask(2))["pool"] == 800
+        pool.kill()
+        await until("without", lambda: "the pool is gone" in cluster.tail("prefill-0"))
+        assert (await ask(3))["computed_prefill"] > 0
+        assert (await ask(4))["local_cache"] > 0
+        attached = cluster.tail("prefill-0").count("attached to the pool")
+        pool.start()
+        await until("again", lambda: cluster.tail("prefill-0").count("attached to the pool") > attached)
+        await ask(5)
+        await until("published", lambda: True)
+        await cluster.wait_quiet()
