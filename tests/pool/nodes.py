@@ -13,7 +13,7 @@ from node_engine.core.messages import Cancel, GiveTicket, Prefill, Submit
 from node_engine.paced import PACED_LAYOUT, paced_reference
 from prefill_node.role import PrefillRole
 from tests.pool.in_process import PoolInProcess
-from tests.unit.roles.bench import WRITER, Bench, FakeInbound, FakeOutbound, tokens_of
+from tests.unit.roles.bench import WRITER, Bench, FakeInbound, FakeOutbound
 
 BLOCK = PACED_LAYOUT.block_size
 VOCAB = 1000
