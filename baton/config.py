@@ -22,6 +22,9 @@ MAX_SECONDS = 1e6  # eleven days; timers do not take an infinite wait
 Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 
 
+NO_POOL = "0"  # as --pool-memory
+
+
 def _help(text: str) -> Meta:
     return Meta(description=text)
 
@@ -115,9 +118,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pool_eviction: Annotated[
         Literal["cost", "lru"], _help("What leaves the pool first: what is least worth keeping, or least recently used")
     ] = "cost"
-    pool_publish_rate: Annotated[
-        str, _help("Bytes a second that a decode node copies into the pool at most, such as 256MiB")
-    ] = "256MiB"
+    pool_publish_rate: Annotated[str, _help("What a decode node copies into the pool in a second at most")] = "256MiB"
 
     # patience
     heartbeat: Annotated[Seconds, _help("Seconds between heartbeats")] = 1.0
@@ -139,6 +140,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _help("Least weight that is logged")] = "info"
     log_format: Annotated[Literal["auto", "json", "console"], _help("auto: console on a terminal, else json")] = "auto"
+
+    @property
+    def has_pool(self) -> bool:
+        """Whether `up` starts a pool."""
+        return self.pool_memory.strip() != NO_POOL
 
 
 SECRETS = frozenset({"api_key", "cluster_token", "admin_token"})

@@ -12,7 +12,7 @@ _MOST = {"kv_memory": 1 << 30, "pool_memory": 4 << 30}  # what auto takes at mos
 def parse_memory(text: str, free: int, field: str = "kv_memory") -> int:
     """`4GiB`, `512MiB`, a plain number of bytes, a share of `free` bytes such as 0.5, or auto: a tenth of them, and no
     more than what is usual for `field`."""
-    if text == "auto":
+    if text == "auto" and field in _MOST:
         return min(_MOST[field], int(_SHARE * free))
     unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
     try:

@@ -15,6 +15,7 @@ from baton.ratio import Split
 from baton.types import NodeName, RequestId
 from coordinator.auth import AdminGate
 from coordinator.core.drains import Service
+from coordinator.core.pools import ROLE, PoolMember
 from coordinator.core.registry import Node
 from coordinator.dispatcher import Dispatcher
 from coordinator.grpc_terms import Context, require_admin, told
@@ -94,6 +95,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         brain = self._dispatcher.brain
         ready, reason = self._readiness.state()
         nodes = sorted(brain.registry.nodes.values(), key=lambda node: node.info.name)
+        pools = sorted(brain.pools.members.values(), key=lambda pool: pool.info.name)
         return pb.StatusResponse(
             ready=ready,
             reason=reason,
@@ -101,7 +103,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             model=model_name(self._config),
             queued=brain.queued,
             running=brain.running,
-            nodes=[self._node_status(node) for node in nodes],
+            nodes=[self._node_status(node) for node in nodes] + [self._pool_status(pool) for pool in pools],
             counters=self._metrics.counters(),
             clock_seconds=self._dispatcher.clock(),
             latency=self._metrics.latency(),
@@ -164,7 +166,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             Failpoints(spec)
         except BatonError as error:
             raise InvalidRequest(error.message, param="spec") from None
-        nodes = self._dispatcher.brain.registry.named(prefix)
+        nodes = [one for one in self._dispatcher.brain.members() if one.info.name.startswith(prefix)]
         for node in nodes:
             self._dispatcher.links[node.incarnation].send(pb.CoordinatorMessage(arm=pb.Arm(spec=spec)))
         if COORDINATOR.startswith(prefix):
@@ -187,6 +189,21 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             stats=node.stats,
             service=brain.service(node).value,
             drain_seconds_left=max(0.0, until - now) if until is not None else 0.0,
+        )
+
+    def _pool_status(self, pool: PoolMember) -> pb.NodeStatus:
+        now, info = self._dispatcher.clock(), pool.info
+        return pb.NodeStatus(
+            name=info.name,
+            incarnation=pool.incarnation,
+            role=ROLE,
+            host_id=info.host_id,
+            address=info.endpoint,
+            pid=info.pid,
+            joined_seconds_ago=now - pool.joined_at,
+            heard_seconds_ago=now - pool.heard_at,
+            stats=pool.stats,
+            service=Service.IN.value,
         )
 
 

@@ -34,6 +34,7 @@ from coordinator.core.messages import (
     Switched,
 )
 from coordinator.core.policies import POLICIES
+from coordinator.core.pools import PoolInfo
 from coordinator.core.registry import Registry
 from coordinator.core.settings import Settings
 from coordinator.core.tenants import OURS, Tenants
@@ -171,6 +172,17 @@ class Dispatcher:
         self.links[incarnation] = link
         link.send(welcome(incarnation, self._config.heartbeat, self._config.silence))
         _log.info("node joined", node=info.name, role=info.role.value, incarnation=incarnation, pid=info.pid)
+        self._carry_out(effects)
+        self._changed()
+        return incarnation
+
+    def join_pool(self, info: PoolInfo, link: Outbound) -> Incarnation:
+        """A host's pool becomes a member. Raises ConfigError if it may not."""
+        incarnation = Incarnation(mint_id(64))
+        effects = self.brain.join_pool(info, incarnation, self.clock())
+        self.links[incarnation] = link
+        link.send(welcome(incarnation, self._config.heartbeat, self._config.silence))
+        _log.info("pool joined", node=info.name, incarnation=incarnation, pid=info.pid)
         self._carry_out(effects)
         self._changed()
         return incarnation

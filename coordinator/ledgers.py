@@ -1,4 +1,4 @@
-"""Asking every node for its block ledger."""
+"""Asking every node and pool for its block ledger."""
 
 import asyncio
 from itertools import count
@@ -22,7 +22,7 @@ class Ledgers:
         """Every node's ledger, and the names of those that did not answer within `patience` seconds."""
         number = next(self._numbers)
         loop = asyncio.get_running_loop()
-        names = {node.incarnation: node.info.name for node in self._dispatcher.brain.registry.nodes.values()}
+        names = {member.incarnation: member.info.name for member in self._dispatcher.brain.members()}
         waiting: dict[Incarnation, asyncio.Future[Ledger]] = {node: loop.create_future() for node in names}
         self._open[number] = waiting
         try:

@@ -13,6 +13,7 @@ from baton.pb.cluster_pb2 import Latency, NodeStats
 from baton.types import Role
 from coordinator.core.brain import Brain
 from coordinator.core.messages import End, Switched
+from coordinator.core.pools import ROLE
 from coordinator.core.recent import Recent
 from coordinator.dispatcher import Dispatcher
 
@@ -141,6 +142,10 @@ class BrainCollector(Collector):
             attempts.add_metric([node.info.name], self._brain.placed_on(node.incarnation))
             for state in _BLOCK_STATES if node.stats is not None else ():
                 blocks.add_metric([node.info.name, state], getattr(node.stats, f"blocks_{state}"))
+        for pool in self._brain.pools.members.values():
+            roles.add_metric([pool.info.name, ROLE], 1)
+            for state in _BLOCK_STATES if pool.stats is not None else ():
+                blocks.add_metric([pool.info.name, state], getattr(pool.stats, f"blocks_{state}"))
         known = self._brain.knowledge
         errors = GaugeMetricFamily(
             "baton_prediction_error_ratio", "Mean relative error of the last predictions", labels=["quantity"]
@@ -160,7 +165,7 @@ class BrainCollector(Collector):
     def _reported(self, taken: set[str]) -> Iterator[Metric]:
         """Nodes' own counters, with the node as a label. One that has a name of ours is put beside it."""
         families: dict[str, Metric] = {}
-        for node in self._brain.registry.nodes.values():
+        for node in self._brain.members():
             for name, labels, value in _parsed(node.stats):
                 base = name.removesuffix("_total")
                 if not name.startswith("baton_") or base in taken:

@@ -18,9 +18,10 @@ from baton.errors import ConfigError, NodeGone
 from baton.limits import MAX_UNSENT
 from baton.pb.cluster_pb2 import CoordinatorMessage, NodeMessage, Ping, Refusal
 from baton.types import Incarnation
+from coordinator.core.pools import ROLE
 from coordinator.dispatcher import Dispatcher
 from coordinator.ledgers import Ledgers
-from coordinator.node_messages import input_from_pb, join_from_pb
+from coordinator.node_messages import input_from_pb, join_from_pb, pool_from_pb
 
 TOKEN_KEY = "baton-cluster-token"
 JOIN_TIMEOUT = 5.0  # seconds
@@ -79,7 +80,10 @@ class NodeLink:
         stream = NodeStream(self._config.heartbeat)
         first = await self._first(context)
         try:
-            incarnation = self._dispatcher.join(join_from_pb(first.join), stream)
+            if first.join.role == ROLE:
+                incarnation = self._dispatcher.join_pool(pool_from_pb(first.join), stream)
+            else:
+                incarnation = self._dispatcher.join(join_from_pb(first.join), stream)
         except ConfigError as error:
             _log.warning("join refused", node=first.join.name, reason=error.message)
             await context.write(CoordinatorMessage(refusal=Refusal(error=wire.error_to_pb(error))))

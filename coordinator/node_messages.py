@@ -9,6 +9,7 @@ from baton.pb import cluster_pb2 as pb
 from baton.types import Incarnation, NodeName, Role
 from coordinator.core import messages as m
 from coordinator.core.identity import JoinInfo
+from coordinator.core.pools import ROLE, PoolInfo
 
 
 def join_from_pb(join: pb.Join) -> JoinInfo:
@@ -16,7 +17,7 @@ def join_from_pb(join: pb.Join) -> JoinInfo:
     try:
         role = Role(join.role)
     except ValueError:
-        known = ", ".join(role.value for role in Role)
+        known = ", ".join((*(role.value for role in Role), ROLE))
         raise ConfigError(f"node {join.name!r} has role {join.role!r}: roles are {known}", param="role") from None
     return JoinInfo(
         protocol_version=join.protocol_version,
@@ -35,6 +36,19 @@ def join_from_pb(join: pb.Join) -> JoinInfo:
         eos_token_ids=tuple(join.eos_token_ids),
         engine=join.engine,
         rejoining=join.rejoining,
+    )
+
+
+def pool_from_pb(join: pb.Join) -> PoolInfo:
+    return PoolInfo(
+        protocol_version=join.protocol_version,
+        name=NodeName(join.name),
+        host_id=join.host_id,
+        endpoint=join.transfer_endpoint,
+        pid=join.pid,
+        model_digest=join.model_digest,
+        layout=wire.layout_from_pb(join.layout),
+        num_blocks=join.num_blocks,
     )
 
 

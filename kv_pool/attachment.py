@@ -1,5 +1,5 @@
-"""A node's attachment: the pool's segment mapped beside its own, and the byte of the fence file that it holds as long as
-anything reads or writes there.
+"""A node's attachment: the pool's segment mapped beside its own, and the byte of the fence file that it holds as long
+as anything reads or writes there.
 
 It is over when its stream breaks, and then takes no new user. Its last user, of before, unlocks the byte and lets the
 mapping go: only then may the pool use what was pinned for something else.
@@ -7,6 +7,7 @@ mapping go: only then may the pool use what was pinned for something else.
 
 import threading
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from baton.addressing import AddressSpace
 from baton.errors import BatonError, PeerGone
@@ -19,21 +20,40 @@ from kv_pool.block_rows import BlockRows
 MISS = PoolHit(None, ())
 
 
+class Mappings:
+    """Pools' segments in the node's address space. Attachments to one segment share its mapping, which goes with the
+    last of them."""
+
+    def __init__(self, space: AddressSpace, folder: Path, block_bytes: int) -> None:
+        self.folder = folder
+        self._space = space
+        self._block_bytes = block_bytes
+        self._mapped: WeakValueDictionary[str, BlockRows] = WeakValueDictionary()
+
+    def of(self, segment: str) -> tuple[BlockRows, int]:
+        """Its rows, and the global block index of the first. It may take a while. Raises PeerGone, LayoutMismatch or
+        ConfigError."""
+        rows = self._mapped.get(segment)
+        if rows is None:
+            rows = self._mapped[segment] = BlockRows(self._space.attach(segment), self._block_bytes)
+        return rows, self._space.map.span(segment).start
+
+
 class Attachment:
     """Thread-safe. `number` counts those of this node."""
 
-    def __init__(self, number: int, said: Attached, space: AddressSpace, folder: Path, block_bytes: int) -> None:
+    def __init__(self, number: int, said: Attached, mappings: Mappings) -> None:
         """Lock, then map; it may take a while. Raises PeerGone, LayoutMismatch or ConfigError."""
         self.number = number
-        self._fences = WriterFences(folder, said.segment)
+        self.rows: BlockRows | None
+        self._fences = WriterFences(mappings.folder, said.segment)
         try:
             if not self._fences.take(said.fence):
                 raise PeerGone(f"byte {said.fence} of segment {said.segment} is the pool's again: it took too long")
-            self.rows: BlockRows | None = BlockRows(space.attach(said.segment), block_bytes)
+            self.rows, self._first = mappings.of(said.segment)
         except BatonError:
             self._fences.close()
             raise
-        self._first = space.map.span(said.segment).start
         self._lock = threading.Lock()
         self._pins: set[int] = set()
         self._copying = 0

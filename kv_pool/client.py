@@ -9,7 +9,6 @@ What a pool does or lacks is never an error of the node's: a look-up is a miss, 
 import asyncio
 import contextlib
 from collections.abc import Callable
-from functools import partial as bind
 
 from baton import log
 from baton.addressing import AddressSpace
@@ -20,9 +19,9 @@ from baton.pb import pool_pb2 as pb
 from baton.pool_terms import PoolHit, PoolPin, Publish
 from baton.types import mint_id
 from baton.wire import layout_to_pb
-from kv_pool.attachment import MISS, Attachment
+from kv_pool.attachment import MISS, Attachment, Mappings
 from kv_pool.line import Line
-from kv_pool.link import dialled
+from kv_pool.link import Dialer
 from kv_pool.publisher import Job, Publisher
 from kv_pool.session import Session
 from kv_pool.terms import FIND_PATIENCE, FIRST_PATIENCE, PROTOCOL_VERSION, RETRY, PoolClientConfig
@@ -38,7 +37,7 @@ class PoolClient:
         self, config: PoolClientConfig, space: AddressSpace, own: memoryview, *, clock: Clock = steady
     ) -> None:
         self._config = config
-        self._space = space
+        self._mappings = Mappings(space, config.segment_folder, config.layout.block_bytes)
         self._clock = clock
         self._process = mint_id(64)
         self._attachments = 0
@@ -67,8 +66,9 @@ class PoolClient:
         self._loop = asyncio.get_running_loop()
         self._publisher.start()
         try:
+            dialer = await asyncio.to_thread(Dialer, self._config.address, self._config.token)
             while True:
-                async with dialled(self._config.address, self._config.token) as channel:
+                async with dialer.dial() as channel:
                     await self._session(Session(channel))
                 await asyncio.sleep(RETRY)  # a redial's pause, not a poll
         finally:
@@ -84,8 +84,8 @@ class PoolClient:
         *,
         partial: bool = True,
     ) -> None:
-        """Look a prompt up: `names` and `tokens` as in kv_pool/core/chain.py. `then` is called once, on the loop, within
-        FIND_PATIENCE."""
+        """Look a prompt up: `names` and `tokens` as in kv_pool/core/chain.py. `then` is called once, on the loop,
+        within FIND_PATIENCE."""
         chain = pb.Chain(root=root, names=names, tokens=tokens)
         question = pb.PoolQuestion(find=pb.FindPrefix(chain=chain, max_tokens=max_tokens, partial=partial))
         self._soon(lambda: self._find(question, then))
@@ -147,9 +147,7 @@ class PoolClient:
             async with asyncio.timeout(FIRST_PATIENCE):
                 answer = await session.ask(pb.PoolQuestion(attach=question))
             number = self._attachments = self._attachments + 1
-            block_bytes = config.layout.block_bytes
-            make = bind(Attachment, number, answer.attached, self._space, config.segment_folder, block_bytes)
-            attachment = await asyncio.to_thread(make)
+            attachment = await asyncio.to_thread(Attachment, number, answer.attached, self._mappings)
         except (BatonError, TimeoutError) as error:
             reason = str(error) or f"no answer within {FIRST_PATIENCE:g} s"
             if reason != self._complained:  # once, as long as it stays the same

@@ -30,5 +30,12 @@ def listening(where: str, token: str, servicer: pool_pb2_grpc.PoolLinkServicer) 
     return server, port
 
 
-def dialled(address: str, token: str) -> grpc.aio.Channel:
-    return grpc.aio.secure_channel(address, writer_credentials(token), options=_CLIENT_OPTIONS)
+class Dialer:
+    """Of one pool. Its certificate is made once."""
+
+    def __init__(self, address: str, token: str) -> None:
+        self._address = address
+        self._credentials = writer_credentials(token)
+
+    def dial(self) -> grpc.aio.Channel:
+        return grpc.aio.secure_channel(self._address, self._credentials, options=_CLIENT_OPTIONS)

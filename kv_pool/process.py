@@ -20,8 +20,6 @@ from kv_pool.membership import Membership
 from kv_pool.service import PoolService
 from kv_pool.store import KNOB
 
-NO_POOL = "0"  # as --pool-memory
-
 
 async def host_pool(config: Config, stop: asyncio.Event) -> None:
     """Run the pool of this host until `stop` is set. Raises ConfigError for what a restart would not mend."""

@@ -41,6 +41,7 @@ DEFAULTS: dict[str, Any] = {
     "grpc_port": 0,
     "admin_port": 0,
     "kv_memory": "32MiB",
+    "pool_memory": "0",
     "drain_timeout": 5.0,
     "failpoints_rpc": True,
 }

@@ -1,4 +1,4 @@
-"""`baton audit`: does every node's block ledger balance, and has every held block a live owner?"""
+"""`baton audit`: does every block ledger balance, and has every held block a live owner?"""
 
 import json
 import threading
@@ -25,7 +25,7 @@ def audit(
     endpoint: Endpoint = DEFAULT_ENDPOINT,
     admin_token: AdminToken = "",
 ) -> None:
-    """Check every node's block ledger.
+    """Check the block ledger of every node and pool.
 
     Exits with 1 if one does not balance, a block has no live owner or a node is silent.
     """
@@ -53,7 +53,7 @@ def audit(
 
 def _look(stub: Any, metadata: Any) -> tuple[Any, set[Any]]:
     """The ledgers, and what is held on nodes that were idle before and after."""
-    from baton.cli.ledger_check import idle_nodes, ownerless
+    from baton.cli.ledger_check import idle_nodes, ownerless, pinned_by_nobody
     from baton.pb import cluster_pb2
 
     started = clock.steady()
@@ -61,7 +61,8 @@ def _look(stub: Any, metadata: Any) -> tuple[Any, set[Any]]:
     answer = stub.Ledger(cluster_pb2.LedgerRequest(), timeout=CALL_TIMEOUT, metadata=metadata)
     after = stub.Status(cluster_pb2.StatusRequest(), timeout=CALL_TIMEOUT, metadata=metadata)
     elapsed = clock.steady() - started
-    return answer, ownerless(answer.ledgers, idle_nodes(before, after), elapsed)
+    suspects = ownerless(answer.ledgers, idle_nodes(before, after), elapsed)
+    return answer, suspects | pinned_by_nobody(answer.ledgers, before, after)
 
 
 def _print_json(answer: Any, found: list[str]) -> None:

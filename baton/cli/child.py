@@ -104,6 +104,10 @@ class Child:
         name = self.spec.name
         delay = self._restarts.delay(ran)
         said = complaint(self._output.last_words(name))
+        if self.spec.optional and code == _EXIT_CONFIG:
+            self._tell(f"{name} cannot run: going on without it ({said})")
+            self._stopping.set()
+            return
         if self.starting and code == _EXIT_CONFIG:
             raise ConfigError(said)
         if self.starting and self._restarts.failures >= MAX_FAILED_STARTS:

@@ -11,6 +11,7 @@ STATES = ("free", "cached", "reserved", "writing", "in_use", "quarantined")
 OWNED = ("reserved", "writing", "in_use", "quarantined")  # states that somebody must answer for
 PUBLICATION = "publication "  # how the label of blocks begins that are being copied into the pool, for no request
 LIVE = ("reserved", "writing", "in_use")  # states whose owner must be a request that the coordinator knows
+POOL = "pool"  # the role of one
 
 
 class Held(NamedTuple):
@@ -56,5 +57,22 @@ def ownerless(ledgers: Iterable[Ledger], idle: Collection[tuple[str, str]], olde
 
 def idle_nodes(*looks: StatusResponse) -> set[tuple[str, str]]:
     """Nodes on which every look found no attempt placed."""
-    found = [{(node.name, node.incarnation) for node in look.nodes if not node.placed} for look in looks]
+    found = [
+        {(node.name, node.incarnation) for node in look.nodes if not node.placed and node.role != POOL}
+        for look in looks
+    ]
     return set.intersection(*found)
+
+
+def pinned_by_nobody(ledgers: Iterable[Ledger], *looks: StatusResponse) -> set[Held]:
+    """What nodes hold of their pools though every look found no request in the whole cluster."""
+    if any(look.running or look.queued for look in looks):
+        return set()
+    pools = {(node.name, node.incarnation) for look in looks for node in look.nodes if node.role == POOL}
+    return {
+        Held(ledger.node, ledger.incarnation, owner.owner, owner.state)
+        for ledger in ledgers
+        if (ledger.node, ledger.incarnation) in pools
+        for owner in ledger.owners
+        if owner.state in OWNED
+    }

@@ -15,6 +15,7 @@ from baton.errors import ConfigError
 from baton.types import Role, mint_id
 
 COORDINATOR = "coordinator"
+POOL = "pool-0"
 _MODULES = {Role.PREFILL: "prefill_node", Role.DECODE: "decode_node"}
 
 
@@ -25,6 +26,7 @@ class ChildSpec:
     name: str
     module: str
     environ: Mapping[str, str]
+    optional: bool = False  # the cluster goes on without it when it cannot start
 
 
 def complete(config: Config) -> tuple[Config, list[str]]:
@@ -52,7 +54,7 @@ def threads_per_node(threads: str, nodes: int, cores: int) -> int:
 def children(
     config: Config, where: Endpoints, *, environ: Mapping[str, str], cores: int, supervisor: int
 ) -> tuple[ChildSpec, ...]:
-    """The coordinator, then the nodes. `config` is complete and has real ports; `supervisor` is the pid to die with."""
+    """The coordinator, the pool if there is one, then the nodes. `config` is complete and has real ports; `supervisor` is the pid to die with."""
     roles = [(role, index) for role, count in _counts(config).items() for index in range(count)]
     threads = str(threads_per_node(config.threads, len(roles), cores))
     base = _inherited(environ) | _settings(config) | {"BATON_SUPERVISOR_PID": str(supervisor)}
@@ -60,10 +62,18 @@ def children(
     node = base | {
         "BATON_THREADS": threads,
         "BATON_COORDINATOR": where.cluster,
+        "BATON_POOL": where.pool,
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", threads),
     }
     nodes = (ChildSpec(name, _MODULES[role], node | {"BATON_NAME": name}) for role, name in _names(roles))
-    return (ChildSpec(COORDINATOR, COORDINATOR, base | {"OMP_NUM_THREADS": "1"}), *nodes)
+    return (ChildSpec(COORDINATOR, COORDINATOR, base | {"OMP_NUM_THREADS": "1"}), *_pool(base, where), *nodes)
+
+
+def _pool(base: Mapping[str, str], where: Endpoints) -> tuple[ChildSpec, ...]:
+    if not where.pool:
+        return ()
+    own = {"BATON_NAME": POOL, "BATON_COORDINATOR": where.cluster, "BATON_LISTEN": where.pool, "OMP_NUM_THREADS": "1"}
+    return (ChildSpec(POOL, "kv_pool", {**base, **own}, optional=True),)
 
 
 def _counts(config: Config) -> dict[Role, int]:

@@ -17,6 +17,7 @@ from baton.errors import ConfigError
 
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 FIELDS = {"port": "host", "grpc_port": "host", "admin_port": "admin_host", "cluster_port": "cluster_host"}
+_LOOPBACK = "127.0.0.1"  # where a pool listens: its nodes are on its host
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Endpoints:
     grpc: str
     admin: str
     cluster: str
+    pool: str = ""  # if there is one
 
 
 def hold_all(config: Config) -> tuple[Config, list[socket.socket]]:
@@ -35,6 +37,8 @@ def hold_all(config: Config) -> tuple[Config, list[socket.socket]]:
     try:
         for field, host_field in FIELDS.items():
             held[field] = hold(getattr(config, host_field), getattr(config, field), "--" + field.replace("_", "-"))
+        if config.has_pool:
+            held["pool_port"] = hold(_LOOPBACK, config.pool_port, "--pool-port")
     except ConfigError:
         for one in held.values():
             one.close()
@@ -63,6 +67,7 @@ def endpoints(config: Config) -> Endpoints:
         grpc=address(config.host, config.grpc_port),
         admin=address(config.admin_host, config.admin_port),
         cluster=address(config.cluster_host, config.cluster_port),
+        pool=address(_LOOPBACK, config.pool_port) if config.has_pool else "",
     )
 
 

@@ -60,10 +60,12 @@ class Supervisor:
             watch.cancel()
 
     async def stop(self) -> None:
-        """The coordinator first: it refuses what is new and waits for what runs. Then the nodes, all at once."""
-        coordinator, *nodes = self._children
+        """The coordinator first: it refuses what is new and waits for what runs. Then the nodes, all at once, and the
+        pool that they use."""
+        coordinator, *others = self._children
         await coordinator.stop(self.config.drain_timeout + _TERM_PATIENCE)
-        await asyncio.gather(*(node.stop(_TERM_PATIENCE) for node in nodes))
+        for pools in (False, True):
+            await asyncio.gather(*(one.stop(_TERM_PATIENCE) for one in others if one.spec.optional is pools))
 
     async def _watch(self) -> None:
         while True:

@@ -89,7 +89,7 @@ class ClusterServicer:
     """
 
     def Status(self, request, context):
-        """Nodes, their load, and what the coordinator counts. `baton status`.
+        """Nodes and pools, their load, and what the coordinator counts. `baton status`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

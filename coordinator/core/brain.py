@@ -25,8 +25,20 @@ from coordinator.core.drains import Service, is_empty
 from coordinator.core.explain import MAX_AGE, explain
 from coordinator.core.identity import JoinInfo
 from coordinator.core.knowledge import Knowledge
-from coordinator.core.messages import Effect, Heartbeat, Lost, NodeInput, PeerGone, Send
+from coordinator.core.messages import (
+    CacheEvents,
+    CacheQuery,
+    CacheSnapshot,
+    Effect,
+    Heartbeat,
+    Leaving,
+    Lost,
+    NodeInput,
+    PeerGone,
+    Send,
+)
 from coordinator.core.placement import Placement
+from coordinator.core.pools import PoolInfo, PoolMember, Pools
 from coordinator.core.record import RequestState
 from coordinator.core.registry import Node, Registry
 from coordinator.core.reports import Reports
@@ -104,8 +116,26 @@ class Brain:
         self.counters.joins["joined"] += 1
         return self._effects(now)
 
+    def join_pool(self, info: PoolInfo, incarnation: Incarnation, now: float) -> list[Effect]:
+        """A host's pool joins; an older one of its name is gone. Raises ConfigError, counted."""
+        node = next(iter(self.registry.nodes.values()), None)
+        try:
+            replaced = self.pools.check(info, node.info if node else None)
+        except BatonError:
+            self.counters.joins["refused"] += 1
+            raise
+        if replaced is not None:
+            self._drop_pool(replaced, NodeGone(f"pool {info.name} has joined anew"))
+        self.pools.add(info, incarnation, now)
+        self._table.knowledge.directory.join(incarnation, info.num_blocks)
+        self.counters.joins["joined"] += 1
+        return self._effects(now)
+
     def receive(self, sender: Incarnation, message: NodeInput, now: float) -> list[Effect]:
-        """A message of a node; dropped if `sender` is no member."""
+        """A message of a node or a pool; dropped if `sender` is no member."""
+        pool = self.pools.members.get(sender)
+        if pool is not None:
+            return self._hear_pool(pool, message, now)
         node = self.registry.nodes.get(sender)
         if node is None:
             self.counters.dropped_messages["stale"] += 1
@@ -117,7 +147,10 @@ class Brain:
         return self._effects(now)
 
     def node_gone(self, incarnation: Incarnation, error: BatonError, now: float) -> list[Effect]:
-        """Idempotent."""
+        """Also of a pool. Idempotent."""
+        pool = self.pools.members.get(incarnation)
+        if pool is not None:
+            self._drop_pool(pool, error)
         node = self.registry.nodes.get(incarnation)
         if node is not None:
             self._drop(node, error, now)
@@ -167,6 +200,8 @@ class Brain:
         """Whatever time alone has made due: silent and stuck nodes, deadlines, patience."""
         for node, error in self.registry.expired(now, self._table.loads.busy()):
             self._drop(node, error, now)
+        for pool, gone in self.pools.expired(now):
+            self._drop_pool(pool, gone)
         for name in self.registry.drains.due(now):
             drained = self.registry.called(name)
             if drained is not None:
@@ -179,7 +214,8 @@ class Brain:
     def next_due(self) -> float | None:
         """When `tick` is to be called next if nothing else happens."""
         drains = self.registry.drains.next()
-        times = (self._table.timers.next(), self.registry.next_silence(), drains, self.switches.next())
+        silences = self.registry.next_silence(), self.pools.next_silence()
+        times = (self._table.timers.next(), *silences, drains, self.switches.next())
         return min((time for time in times if time is not None), default=None)
 
     # views
@@ -191,6 +227,14 @@ class Brain:
     @property
     def knowledge(self) -> Knowledge:
         return self._table.knowledge
+
+    @property
+    def pools(self) -> Pools:
+        return self._table.knowledge.pools
+
+    def members(self) -> list[Node | PoolMember]:
+        """All that a ledger, failpoints and counters can be asked of."""
+        return [*self.registry.nodes.values(), *self.pools.members.values()]
 
     @property
     def draining(self) -> bool:
@@ -292,6 +336,29 @@ class Brain:
         self._table.out += [Send(other, PeerGone(node.incarnation)) for other in self.registry.nodes]
         self._table.lose_node(node.incarnation, error, now)
         self.switches.gone(node, now)
+
+    def _hear_pool(self, pool: PoolMember, message: NodeInput, now: float) -> list[Effect]:
+        pool.heard_at = now
+        knowledge = self._table.knowledge
+        match message:
+            case Heartbeat(stats):
+                pool.stats = stats
+            case CacheSnapshot():
+                knowledge.cache_snapshot(pool.incarnation, message)
+            case CacheEvents():
+                if knowledge.cache_events(pool.incarnation, message, now):
+                    self._table.out.append(Send(pool.incarnation, CacheQuery()))
+            case Leaving():
+                pass
+            case _:
+                self.counters.dropped_messages["unexpected"] += 1
+        return self._effects(now)
+
+    def _drop_pool(self, pool: PoolMember, error: BatonError) -> None:
+        """Its nodes find out by themselves."""
+        del self.pools.members[pool.incarnation]
+        self._table.knowledge.left(pool.incarnation)
+        self._table.out.append(Lost(pool.incarnation, pool.info.name, error, expected=False))
 
     def _require_room(self, requests: Sequence[Request], now: float) -> None:
         first, tokens = requests[0], sum(len(request.prompt) for request in requests)

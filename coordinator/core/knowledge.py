@@ -11,6 +11,7 @@ from coordinator.core.mean_error import MeanError
 from coordinator.core.messages import CacheEvents, CacheSnapshot
 from coordinator.core.names import PromptNames
 from coordinator.core.output_length import OutputLengths
+from coordinator.core.pools import Pools
 from coordinator.core.prediction import Prediction
 from coordinator.core.prefix_directory import PrefixDirectory
 from coordinator.core.registry import Node, Registry
@@ -21,6 +22,7 @@ class Knowledge:
         self.costs = CostModel()
         self.lengths = OutputLengths()
         self.directory = PrefixDirectory()
+        self.pools = Pools(registry.silence)
         self._registry = registry
         self._first_token = MeanError()
 
@@ -45,8 +47,13 @@ class Knowledge:
         return PromptNames(HashChain(root, request.prompt, info.layout.block_size))
 
     def held(self, names: PromptNames) -> dict[Incarnation, int]:
-        """Tokens of the prompt that each node's cache seems to have."""
+        """Tokens of the prompt that each node's cache, or the pool of its host, seems to have."""
         found = self.directory.match(names)
+        shared = [(pool.info.host_id, found.pop(pool.incarnation, 0)) for pool in self.pools.members.values()]
+        for host, blocks in shared:
+            for node in self._registry.nodes.values() if blocks else ():
+                if node.info.host_id == host:
+                    found[node.incarnation] = max(blocks, found.get(node.incarnation, 0))
         return {node: blocks * names.block_size for node, blocks in found.items()}
 
     def output_of(self, request: Request) -> float:

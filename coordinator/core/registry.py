@@ -41,7 +41,7 @@ class Registry:
         self.nodes: dict[Incarnation, Node] = {}
         self.drains = Drains()  # by operators
         self.switching = Drains()  # on their way to another role: nobody else's business
-        self._silence = silence
+        self.silence = silence
         self._stall = stall
         self._bounds: ModelBounds | None = None
 
@@ -105,10 +105,8 @@ class Registry:
         found: list[tuple[Node, NodeFailed]] = []
         for node in self.nodes.values():
             name, quiet = node.info.name, now - node.heard_at
-            if quiet >= self._silence:
-                found.append(
-                    (node, NodeGone(f"node {name} was silent for {quiet:.1f} s (--silence {self._silence:g})"))
-                )
+            if quiet >= self.silence:
+                found.append((node, NodeGone(f"node {name} was silent for {quiet:.1f} s (--silence {self.silence:g})")))
             elif node.incarnation in busy and node.stands_still:
                 age = node.stats.progress_age_seconds if node.stats else 0.0
                 found.append((node, Stalled(f"node {name} made no progress for {age:.1f} s (--stall {self._stall:g})")))
@@ -116,7 +114,7 @@ class Registry:
 
     def next_silence(self) -> float | None:
         """When the first node would count as silent if nothing more is heard."""
-        return min((node.heard_at + self._silence for node in self.nodes.values()), default=None)
+        return min((node.heard_at + self.silence for node in self.nodes.values()), default=None)
 
     def _is_drained(self, node: Node) -> bool:
         return node.info.name in self.drains

@@ -7,8 +7,10 @@ whether anything ever followed it in a prompt. Blocks of one class and about one
 the victim is the least valuable of the queues' ends.
 """
 
+import math
 from array import array
 from bisect import bisect
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,8 +18,9 @@ from kv_pool.core.eviction import Offers
 from kv_pool.core.ghosts import Ghost, Ghosts
 from kv_pool.core.reuse import ReuseModel
 
-# Context at which attention has made a token twice as dear, about that of an 8B model with grouped heads.
-QUADRATIC = 32768.0  # tokens
+# Context at which a token costs twice as much. An 8B model with grouped heads has about a quarter of it; the nearer to
+# that, the more a few long prompts are preferred to many short ones, at the expense of the ratio of hits.
+QUADRATIC = 131072.0  # tokens
 _USES = (0, 1, 2, 3, 4, 4, 4, 4, 5)  # uses -> class; as the last from there on
 _TIP = max(_USES) + 1  # not used yet, and the last of its prompt
 _CLASSES = _TIP + 1
@@ -26,7 +29,18 @@ _MOST_USES = 0xFFFF
 _DEPTHS = (4096, 16384, 65536)  # tokens: where another queue begins
 _MIDDLES = (2048, 8192, 32768, 98304)  # tokens before a typical block of each
 _RELEARN = 256  # inserted blocks, or a sixteenth of the tier, between two looks at what was learned
+_MARGIN = 1.5  # what is learned is not exact: of blocks that differ by less, the least recently used goes
 _RUN = 16  # victims of one queue between two looks at all queues
+
+
+@dataclass(slots=True)
+class _Run:
+    """The next `left` victims come from `queue`, while its end is in `bucket` of age and was last used by `latest`."""
+
+    queue: int
+    bucket: int
+    latest: float
+    left: int
 
 
 class CostEviction:
@@ -48,7 +62,7 @@ class CostEviction:
         self._costs = 1 + np.array(_MIDDLES) / quadratic
         self._relearn_after = max(_RELEARN, num_blocks // 16)
         self._inserted = 0
-        self._run = (0, 0, 0)  # queue and bucket of the last victim, and how many more go without another look
+        self._run = _Run(0, 0, 0.0, 0)
         self._worth = self._learn()
 
     def inserted(self, block: int, key: int, depth: int, now: float) -> None:
@@ -101,28 +115,35 @@ class CostEviction:
         self._ghosts.remember(key, Ghost(self._kind[block], self._uses[block], self._last_use[block]))
 
     def _next_of_run(self, now: float) -> int:
-        """The queue that had the least worth still has it while the age of its end is about the same."""
-        queue, bucket, left = self._run
-        if not left:
+        """What was chosen last time goes on being the choice while its end is about as old and its reason holds."""
+        run = self._run
+        if not run.left:
             return -1
-        block = self._offers.oldest(queue, self._queue, self._last_use)
-        if block < 0 or self._model.bucket(now - self._last_use[block]) != bucket:
+        block = self._offers.oldest(run.queue, self._queue, self._last_use)
+        if block < 0:
             return -1
-        self._run = (queue, bucket, left - 1)
+        last_use = self._last_use[block]
+        if last_use > run.latest or self._model.bucket(now - last_use) != run.bucket:
+            return -1
+        run.left -= 1
         return block
 
     def _least_worth(self, now: float) -> int:
-        best: tuple[float, float, int] | None = None
-        for queue, worth in enumerate(self._worth):
+        ends: list[tuple[float, float, int]] = []  # of the queues: worth, last use, block
+        for queue, worths in enumerate(self._worth):
             block = self._offers.oldest(queue, self._queue, self._last_use)
             if block >= 0:
                 last_use = self._last_use[block]
-                found = (worth[self._model.bucket(now - last_use)], last_use, block)
-                best = found if best is None else min(best, found)
-        if best is None:
+                ends.append((worths[self._model.bucket(now - last_use)], last_use, block))
+        if not ends:
             return -1
-        self._run = (self._queue[best[2]], self._model.bucket(now - best[1]), _RUN)
-        return best[2]
+        by_age = sorted(ends, key=lambda end: end[1:])
+        least, oldest, next_oldest = min(ends), by_age[0], by_age[min(1, len(ends) - 1)]
+        clear = least[0] * _MARGIN < oldest[0]
+        _, last_use, block = least if clear else oldest
+        latest = math.inf if clear or len(ends) == 1 else next_oldest[1]
+        self._run = _Run(self._queue[block], self._model.bucket(now - last_use), latest, _RUN)
+        return block
 
     def _learn(self) -> list[list[float]]:
         """Worth by queue and age."""

@@ -85,8 +85,8 @@ class Pool:
 
     def reserve(self, holder: Holder, chain: Chain, first: int, now: float, end: int | None = None) -> Granted:
         """Places for those full blocks of `chain` that are not here: of `first` to `end`, which the publisher has. None
-        if what precedes `first` is not here; the first ones, if there is no room for all. What `take_moves` then returns
-        is to be carried out before anything is written to them."""
+        if what precedes `first` is not here; the first ones, if there is no room for all. What `take_moves` then
+        returns is to be carried out before anything is written to them."""
         attachment = self._live(holder)
         end = len(chain) if end is None else min(end, len(chain))
         path = self.memory.index.match(chain, end)

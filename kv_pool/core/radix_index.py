@@ -192,9 +192,7 @@ class RadixIndex:
             mine = sorted(children.get(block, []))
             require(len(mine) == self._children[block], f"children of block {block}")
             require(sorted(self._following(block)) == mine, f"list of children of block {block}")
-        require(
-            sorted(block for blocks in self._firsts.values() for block in blocks) == sorted(self._root_of),
-            "first blocks",
-        )
+        firsts = [block for blocks in self._firsts.values() for block in blocks]
+        require(sorted(firsts) == sorted(self._root_of), "first blocks")
         for blocks in (*self._siblings.values(), *self._firsts.values()):
             require(blocks == sorted(blocks, key=self._tokens.get), "order of children")

@@ -9,10 +9,11 @@ keeping it for some time longer can be expected to bring,
 
 which is the Gittins index of a job whose size is the time until the next use (Gittins 1979; Aalto, Ayesta and Righter
 2009); keeping what has the highest is the best stationary choice if blocks are independent. Beckmann, Chen and Cidon
-(LHD, NSDI 2018) rank by the same ratio with T without end. Here it is also made never to rise with age, so that within
-a class the longest idle block is always the least likely, and one queue a class is enough.
+(LHD, NSDI 2018) rank by the same ratio with T without end. Within a class the longest idle block is taken for the
+least likely, so that one queue a class is enough.
 
 A class that has seen little is taken for the average of all: with no evidence that classes differ, the order is LRU's.
+The blocks of one prompt share its fate, so evidence is counted in prompts.
 """
 
 import math
@@ -22,7 +23,7 @@ import numpy as np
 _FIRST = 1.0  # second: the upper end of the first bucket
 _PER_OCTAVE = 3
 _BUCKETS = 48  # the last one ends after a day
-_PRIOR = 50.0  # blocks' worth of the average in every class
+_PRIOR = 50.0  # prompts' worth of the average in every class
 _MEMORY = 1 << 18  # entries; beyond, everything counts half
 
 Ints = np.ndarray[tuple[int], np.dtype[np.intp]]
@@ -35,6 +36,8 @@ class ReuseModel:
         self._widths = np.diff(self._edges, prepend=0.0)
         self._entered = [0.0] * num_classes
         self._reused = np.zeros((num_classes, _BUCKETS))
+        self._prompts = 0  # that found something
+        self._found = 0  # blocks, by them
 
     def entered(self, kind: int, count: int = 1) -> None:
         self._entered[kind] += count
@@ -47,8 +50,11 @@ class ReuseModel:
         self._reused[kind, self.bucket(age)] += 1
 
     def reused_all(self, kinds: Ints, ages: Floats) -> None:
+        """The blocks that a prompt found."""
         places = kinds * _BUCKETS + np.minimum(self._edges.searchsorted(ages, side="right"), _BUCKETS - 1)
         self._reused += np.bincount(places, minlength=self._reused.size).reshape(self._reused.shape)
+        self._prompts += 1
+        self._found += len(kinds)
 
     def bucket(self, age: float) -> int:
         if age < _FIRST:
@@ -62,10 +68,11 @@ class ReuseModel:
             self._reused /= 2
 
     def index(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-        """Expected uses per second, by class and bucket of age. Never rises with age."""
+        """Expected uses per second, by class and bucket of age."""
+        prior = _PRIOR * max(1.0, self._found / max(1, self._prompts))
         average = self._reused.sum(axis=0) / max(sum(self._entered), 1.0)
-        entered = np.array(self._entered) + _PRIOR
-        reused = self._reused + _PRIOR * average
+        entered = np.array(self._entered) + prior
+        reused = self._reused + prior * average
         return np.stack([self._gittins(*one) for one in zip(entered, reused, strict=True)])
 
     def _gittins(self, entered: float, reused: Floats) -> Floats:
@@ -75,5 +82,5 @@ class ReuseModel:
         gained = uses[None, 1:] - uses[:-1, None]  # from the beginning of a bucket (row) to the end of another
         spent = seconds[None, 1:] - seconds[:-1, None]
         possible = np.triu(np.ones_like(gained, dtype=bool)) & (spent > 0)
-        rates = np.divide(gained, spent, out=np.zeros_like(gained), where=possible).max(axis=1)
-        return np.maximum.accumulate(rates[::-1])[::-1]
+        best: Floats = np.divide(gained, spent, out=np.zeros_like(gained), where=possible).max(axis=1)
+        return best

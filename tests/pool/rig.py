@@ -1,6 +1,7 @@
 """A pool in a process of its own, and nodes' clients of it: some here, some in processes that can be killed."""
 
 import asyncio
+import ctypes
 import os
 import signal
 import socket
@@ -49,11 +50,11 @@ class PoolProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._held.close()
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGCONT)
             self._process.terminate()
             assert self._process.wait(PATIENCE) == 0
-        self._held.close()
 
     def start(self, **environ: str) -> None:
         settings = self._settings | {
@@ -137,8 +138,8 @@ class Node:
 
     def read(self, hit: PoolHit) -> list[bytes]:
         """What lies in the blocks of a hit."""
-        whole = self.space
-        return [block_at(whole, block) for block in hit.blocks]
+        size = LAYOUT.block_bytes
+        return [ctypes.string_at(self.space.base + block * size, size) for block in hit.blocks]
 
     def release(self, hit: PoolHit) -> None:
         if hit.pin is not None:
@@ -152,12 +153,6 @@ def content(prefix: Sequence[int]) -> "np.ndarray[tuple[int], np.dtype[np.uint8]
     """Of the block that these tokens end with."""
     seed = np.frombuffer(pack_tokens(prefix), dtype=np.uint32)
     return np.random.default_rng(seed).integers(0, 256, LAYOUT.block_bytes, dtype=np.uint8)
-
-
-def block_at(space: AddressSpace, block: int) -> bytes:
-    import ctypes
-
-    return ctypes.string_at(space.base + block * LAYOUT.block_bytes, LAYOUT.block_bytes)
 
 
 def expected(tokens: Sequence[int]) -> list[bytes]:

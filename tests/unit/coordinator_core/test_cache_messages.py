@@ -3,13 +3,13 @@
 import pytest
 
 from baton.block_hash import BlockHash, short_name
+from baton.cache_journal import CacheJournal
 from baton.link_codec import seal, unseal
 from baton.pb import cluster_pb2 as pb
 from coordinator.core import messages as m
 from coordinator.core.prefix_directory import PATIENCE
 from coordinator.node_messages import input_from_pb, order_to_pb
 from node_engine.core import messages
-from baton.cache_journal import CacheJournal
 from node_engine.host.commands import command_from_pb
 from node_engine.reporter import Reporter
 from tests.unit.coordinator_core.world import DECODE, PREFILL, World

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from baton.block_hash import BlockHash, short_name
+from baton.cache_journal import MAX_NAMES, CacheChange, CacheJournal
 from baton.types import Incarnation
 from coordinator.core.prefix_directory import PATIENCE, PrefixDirectory
-from baton.cache_journal import MAX_NAMES, CacheChange, CacheJournal
 
 A, B, C = (Incarnation(name) for name in "abc")
 NODES = (A, B, C)

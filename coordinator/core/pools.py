@@ -1,0 +1,78 @@
+"""The hosts' pools as members: heard, counted and asked as nodes are, but nothing is placed on them. What a pool has
+counts for every node of its host."""
+
+from dataclasses import dataclass
+
+from baton.errors import ConfigError, NodeGone
+from baton.kv_layout import KVLayout
+from baton.pb.cluster_pb2 import NodeStats
+from baton.types import Incarnation, NodeName
+from baton.wire import PROTOCOL_VERSION
+from coordinator.core.identity import MAX_NAME, JoinInfo
+
+ROLE = "pool"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolInfo:
+    """One pool's announcement. `model_digest` in hex."""
+
+    protocol_version: int
+    name: NodeName
+    host_id: str
+    endpoint: str
+    pid: int
+    model_digest: str
+    layout: KVLayout
+    num_blocks: int
+
+
+@dataclass(slots=True)
+class PoolMember:
+    """One incarnation of a pool. `stats` is None until its first heartbeat."""
+
+    info: PoolInfo
+    incarnation: Incarnation
+    joined_at: float
+    heard_at: float
+    stats: NodeStats | None = None
+
+
+class Pools:
+    """`silence` in seconds."""
+
+    def __init__(self, silence: float) -> None:
+        self.members: dict[Incarnation, PoolMember] = {}
+        self._silence = silence
+
+    def check(self, info: PoolInfo, node: JoinInfo | None) -> PoolMember | None:
+        """May it join, beside `node`, one of the cluster's? Returns the member of its name that it would replace.
+        Raises ConfigError naming the first field that differs."""
+        _require(info, "protocol_version", info.protocol_version, PROTOCOL_VERSION)
+        if not 0 < len(info.name) <= MAX_NAME or not info.name.isprintable():
+            raise ConfigError(f"pool name {info.name!r} must be 1 to {MAX_NAME} printable characters: set --name")
+        if info.num_blocks < 1:
+            raise ConfigError(f"pool {info.name!r} has num_blocks {info.num_blocks}: it must be at least 1")
+        if node is not None:
+            _require(info, "model_digest", info.model_digest, node.model_digest)
+            _require(info, "layout", info.layout, node.layout)
+        return next((one for one in self.members.values() if one.info.name == info.name), None)
+
+    def add(self, info: PoolInfo, incarnation: Incarnation, now: float) -> None:
+        self.members[incarnation] = PoolMember(info, incarnation, joined_at=now, heard_at=now)
+
+    def expired(self, now: float) -> list[tuple[PoolMember, NodeGone]]:
+        return [
+            (one, NodeGone(f"pool {one.info.name} was silent for {now - one.heard_at:.1f} s"))
+            for one in self.members.values()
+            if now - one.heard_at >= self._silence
+        ]
+
+    def next_silence(self) -> float | None:
+        """When the first would count as silent if nothing more is heard."""
+        return min((one.heard_at + self._silence for one in self.members.values()), default=None)
+
+
+def _require(info: PoolInfo, field: str, theirs: object, ours: object) -> None:
+    if theirs != ours:
+        raise ConfigError(f"pool {info.name!r} has {field} {theirs!r}, the cluster has {ours!r}", param=field)

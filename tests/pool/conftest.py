@@ -1,0 +1,125 @@
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+import pytest_asyncio
+
+from tests.pool.registrar import Registrar
+from tests.pool.rig import PATIENCE, ROOT, Node, PoolProcess, node, until
+
+
+class Host:
+    """A pool, a coordinator that it is a member of, and nodes of its host."""
+
+    def __init__(self, pool: PoolProcess, registrar: Registrar, folder: Path) -> None:
+        self.pool = pool
+        self.registrar = registrar
+        self.folder = folder
+        self._open = AsyncExitStack()
+
+    async def node(self, name: str = "decode-0", **changed: Any) -> Node:
+        """Attached, and the pool a member."""
+        made = await self._open.enter_async_context(node(self.pool.address, self.folder, name, **changed))
+        await made.attached()
+        await until("joined", lambda: self.registrar.joined)
+        return made
+
+    async def process(self, name: str, **environ: str) -> "NodeProcess":
+        made = self._open.enter_context(NodeProcess(self.pool.address, self.folder, name, environ))
+        assert await made.said() == "attached"
+        await until("joined", lambda: self.registrar.joined)
+        return made
+
+    async def whole(self) -> None:
+        """The pool runs, and its nodes are gone."""
+        if self.pool.process.poll() is not None:
+            self.pool.start()
+        await self.node("warm-up")
+        await self._open.aclose()
+
+    async def at_rest(self) -> None:
+        """All nodes of the test go away; nothing is held by anybody then."""
+        await self._open.aclose()
+        for path in self.folder.glob("baton-arena-*"):  # of nodes that were killed
+            path.unlink()
+        if self.pool.process.poll() is None and self.registrar.joined:
+            await self.registrar.settled()
+
+
+class NodeProcess:
+    def __init__(self, address: str, folder: Path, name: str, environ: dict[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.pool.node_process", address, str(folder), name],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", **environ},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        self._segments = folder
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def order(self, do: str, **what: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"do": do, **what}).encode() + b"\n")
+        self._process.stdin.flush()
+
+    async def said(self) -> Any:
+        assert self._process.stdout is not None
+        async with asyncio.timeout(PATIENCE):
+            return json.loads(await asyncio.to_thread(self._process.stdout.readline))
+
+    async def do(self, do: str, **what: object) -> Any:
+        self.order(do, **what)
+        return await self.said()
+
+    def signal(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+    async def stopped(self) -> None:
+        """Until it has stopped itself."""
+        stat = Path(f"/proc/{self._process.pid}/stat")
+        await until("stopped", lambda: stat.read_text().rpartition(")")[2].split()[0] in "Tt")
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(PATIENCE)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def running(request: pytest.FixtureRequest) -> AsyncIterator[Host]:
+    """One pool for a module, with a segment folder of its own; `SETTINGS` of the module are its."""
+    folder = Path(tempfile.mkdtemp(prefix="baton-test-pool-", dir="/dev/shm"))
+    settings = getattr(request.module, "SETTINGS", {})
+    try:
+        async with Registrar.open() as registrar:
+            with PoolProcess(folder, coordinator=registrar.address, name="pool-0", **settings) as pool:
+                yield Host(pool, registrar, folder)
+        assert sorted(path.name for path in folder.iterdir()) == [], "segments were left behind"
+    finally:
+        shutil.rmtree(folder)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def host(running: Host) -> AsyncIterator[Host]:
+    """The pool of the module, without nodes. Afterwards nothing may be held."""
+    await running.whole()
+    yield running
+    await running.at_rest()

@@ -1,0 +1,99 @@
+"""The coordinator's end of a pool's membership: it welcomes, asks for the ledger, and keeps what it is told."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from baton import link_codec
+from baton.pb import cluster_pb2 as pb
+from baton.pb.common_pb2 import Ledger
+
+PATIENCE = 10.0  # seconds
+
+
+class Registrar:
+    def __init__(self) -> None:
+        self.joins: list[pb.Join] = []
+        self.stats = pb.NodeStats()
+        self.names: set[int] = set()  # in the pool's index, as told
+        self.joined = False
+        self.left = False
+        self.address = ""
+        self._ledgers: asyncio.Queue[Ledger] = asyncio.Queue()
+        self._numbers = link_codec.Numbers()
+        self._context: Any = None
+        self._writing = asyncio.Lock()
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls) -> AsyncIterator["Registrar"]:
+        made, server = cls(), grpc.aio.server()
+        link_codec.add_to(server, made._serve)
+        made.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+        try:
+            yield made
+        finally:
+            await server.stop(None)
+
+    async def ledger(self) -> Ledger:
+        """Now. It balances, as every one must."""
+        await self._send(ledger_query=pb.LedgerQuery(query=1))
+        async with asyncio.timeout(PATIENCE):
+            found = await self._ledgers.get()
+        counted = found.free + found.cached + found.reserved + found.writing + found.in_use + found.quarantined
+        assert counted == found.total, found
+        return found
+
+    async def settled(self, **counts: int) -> Ledger:
+        """A ledger with these counts, and no others in use, writing or quarantined."""
+        wanted = {"in_use": 0, "writing": 0, "quarantined": 0} | counts
+        loop = asyncio.get_running_loop()
+        patience = loop.time() + PATIENCE
+        while True:
+            found = await self.ledger()
+            if all(getattr(found, state) == count for state, count in wanted.items()):
+                return found
+            assert loop.time() < patience, f"not {wanted} but {found}"
+            await asyncio.sleep(0.02)
+
+    async def arm(self, spec: str) -> None:
+        """Returns when it is armed."""
+        await self._send(arm=pb.Arm(spec=spec))
+        await self.ledger()
+
+    async def _serve(self, _: object, context: Any) -> None:
+        join = (await context.read()).join
+        self._context, self._numbers = context, link_codec.Numbers()
+        incarnation = f"{len(self.joins) + 1:016x}"
+        await self._send(welcome=pb.Welcome(incarnation=incarnation, heartbeat_seconds=0.1, silence_seconds=60.0))
+        self.joins.append(join)
+        self.joined = True
+        try:
+            while (message := await context.read()) is not grpc.aio.EOF:
+                self._heard(message)
+        finally:
+            self.joined = self.joined and self._context is not context
+
+    def _heard(self, message: pb.NodeMessage) -> None:
+        match message.WhichOneof("message"):
+            case "heartbeat":
+                self.stats = message.heartbeat.stats
+            case "ledger":
+                self._ledgers.put_nowait(message.ledger.ledger)
+            case "cache_snapshot":
+                self.names = set(message.cache_snapshot.names)
+            case "cache_events":
+                self.names |= set(message.cache_events.inserted)
+                self.names -= set(message.cache_events.evicted)
+            case "leaving":
+                self.left = True
+
+    async def _send(self, **message: Any) -> None:
+        said = pb.CoordinatorMessage(**message)
+        async with self._writing:
+            self._numbers.stamp(said)
+            await self._context.write(said)

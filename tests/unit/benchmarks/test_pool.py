@@ -1,0 +1,95 @@
+"""The replay of traces: what policies find, against counting by hand and against each other."""
+
+import argparse
+import random
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks import pool
+from benchmarks.pool_replay import POLICIES, Workload, belady, partial_gain, replay
+from benchmarks.traces import Recorded
+
+
+def recorded(at: float, *blocks: int, tokens: int | None = None) -> Recorded:
+    return Recorded(at, tokens or len(blocks) * 512, 10, blocks)
+
+
+def conversations(seed: int, requests: int) -> list[Recorded]:
+    """Over one system prompt: some conversations go on after a while, most do not. Ids are the trace's own."""
+    drawn, trace, fresh = random.Random(seed), [], iter(range(1, 1 << 30))
+    going: list[tuple[int, ...]] = []
+    for number in range(requests):
+        again = bool(going) and drawn.random() < 0.4
+        before = going.pop(drawn.randrange(len(going))) if again else (0,)
+        blocks = (*before, *(next(fresh) for _ in range(drawn.randrange(1, 8))))
+        if again or drawn.random() < 0.3:
+            going.append(blocks[:-1])
+        trace.append(recorded(number * 2.0, *blocks, tokens=len(blocks) * 512 - 100))
+    return trace
+
+
+def test_hits_by_hand() -> None:
+    work = Workload([recorded(0, 1, 2), recorded(1, 1, 3), recorded(2, 1, 2), recorded(3, 9)])
+    assert (work.blocks, work.different) == (7, 4)
+    for policy in POLICIES:
+        assert replay(work, 100, policy).ratio == pytest.approx(3 / 7)
+    assert belady(work, 100).ratio == pytest.approx(3 / 7)
+    assert replay(work, 2, "lru").ratio == pytest.approx(2 / 7), "2 made way for 3"
+    assert belady(work, 2).ratio == pytest.approx(3 / 7), "3 is never used again"
+
+
+def test_cost_finds_no_less_than_lru_and_no_more_than_belady() -> None:
+    work = Workload(conversations(1, 1500))
+    gained = 0.0
+    for capacity in (100, 300, 1000, 3000):
+        lru, cost = (replay(work, capacity, policy).ratio for policy in ("lru", "cost"))
+        assert lru <= cost <= belady(work, capacity).ratio
+        gained = max(gained, cost - lru)
+    assert gained > 0.01, "where capacity binds it finds more"
+    assert replay(work, work.different, "cost") == replay(work, work.different, "lru") == belady(work, work.different)
+
+
+def test_policies_are_deterministic() -> None:
+    work = Workload(conversations(2, 300))
+    assert replay(work, 100, "cost") == replay(work, 100, "cost")
+
+
+def test_a_prompt_that_does_not_fit_is_kept_in_part() -> None:
+    work = Workload([recorded(0, *range(10)), recorded(1, *range(10))])
+    for policy in POLICIES:
+        assert replay(work, 4, policy).ratio == pytest.approx(4 / 20)
+
+
+def test_partial_blocks_count_where_a_prompt_goes_on_from_an_earlier_end() -> None:
+    trace = [recorded(0, 1, 2, 3, tokens=1024 + 100), recorded(1, 1, 2, 4, 5, tokens=2000), recorded(2, 1, 9)]
+    tokens = sum(one.prompt_tokens for one in trace)
+    assert partial_gain(trace, 16) == pytest.approx((96 / tokens, 4 / tokens))
+
+
+def test_bench_without_a_trace_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = pool.main(_options(), Console(width=160), "python -m benchmarks pool")
+    assert "SKIPPED" in capsys.readouterr().out
+    assert {one.name for one in rows} >= {"pool/hash", "pool/match_and_pin_p50", "pool/index_bytes"}
+
+
+def test_bench_with_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [
+        f'{{"timestamp": {one.at * 1e3}, "input_length": {one.prompt_tokens}, "output_length": 1, '
+        f'"hash_ids": {list(one.blocks)}}}'
+        for one in conversations(3, 60)
+    ]
+    trace, picture = tmp_path / "trace.jsonl", tmp_path / "hits.svg"
+    trace.write_text("\n".join(lines))
+    options = _options("--trace", str(trace), "--capacities", "20,0", "--plot", str(picture))
+    rows = {one.name: one for one in pool.main(options, Console(width=160), "python -m benchmarks pool")}
+    assert rows["pool/cost/unlimited/hit_ratio"].share == pytest.approx(1)
+    assert "no limit" in capsys.readouterr().out
+    assert picture.read_text().startswith("<?xml")
+
+
+def _options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    pool.add_arguments(parser)
+    return parser.parse_args(["--blocks", "64", *arguments])

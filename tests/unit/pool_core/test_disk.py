@@ -1,0 +1,69 @@
+"""What goes to disk, in which order, and what comes back."""
+
+from kv_pool.core.disk import Move, Rates, worth_loading
+from kv_pool.core.eviction import Lru
+from kv_pool.core.holders import Holder
+from kv_pool.core.pool import Pool
+from kv_pool.core.tier import Tier
+from tests.unit.pool_core.prompts import SIZE, fill, of_blocks
+
+NODE = Holder("node")
+
+
+def pool_of(memory: int, disk: int) -> Pool:
+    pool = Pool(Tier(memory, SIZE, Lru(memory)), Tier(disk, SIZE, Lru(disk)))
+    pool.attach(NODE, 0.0)
+    return pool
+
+
+def test_what_was_used_goes_to_disk_with_all_before_it() -> None:
+    pool = pool_of(4, 8)
+    path = fill(pool.memory, of_blocks(1, 2, 3))
+    pool.memory.match(of_blocks(1, 2), 1.0)
+    unused = fill(pool.memory, of_blocks(9), 2.0)
+    assert pool.reserve(NODE, of_blocks(7, 8), 0, 3.0).blocks == (path[2], path[1])
+    moves = pool.take_moves()
+    assert moves == (Move(path[0], 0), Move(path[1], 1)), "the third was never found, and is gone"
+    assert pool.take_moves() == ()
+    assert unused[0] in pool.memory.index
+    assert pool.disk is not None
+    assert list(pool.disk.match(of_blocks(1, 2, 3), 4.0)) == [0, 1]
+    found = pool.find(NODE, of_blocks(1, 2, 3), 100, 5.0)
+    assert list(found.blocks) == [path[0]]
+    assert list(pool.on_disk(of_blocks(1, 2, 3), found, 5.0)) == [1]
+
+
+def test_a_small_disk_takes_the_beginning() -> None:
+    pool = pool_of(3, 2)
+    fill(pool.memory, of_blocks(1, 2, 3))
+    pool.memory.match(of_blocks(1, 2, 3), 1.0)
+    pool.reserve(NODE, of_blocks(7), 0, 2.0)
+    assert [move.disk for move in pool.take_moves()] == [0, 1]
+    pool.memory.check()
+    assert pool.disk is not None
+    pool.disk.check()
+
+
+def test_what_is_on_disk_comes_back_as_a_publication() -> None:
+    pool, prompt = pool_of(3, 8), of_blocks(1, 2, 3)
+    fill(pool.memory, prompt)
+    pool.memory.match(prompt, 1.0)
+    other = pool.reserve(NODE, of_blocks(7, 8), 0, 2.0)
+    pool.take_moves()
+    assert other.publication is not None
+    pool.withdraw(NODE, other.publication)
+    found = pool.find(NODE, prompt, 100, 3.0)
+    more = pool.on_disk(prompt, found, 3.0)
+    granted = pool.reserve(NODE, prompt, len(found.blocks), 3.0, end=len(found.blocks) + len(more))
+    assert granted.publication is not None
+    sealed = pool.seal(NODE, granted.publication, 1, 4.0)  # the second one's checksum was wrong
+    assert len(sealed.blocks) == len(found.blocks) + 1
+    pool.check()
+
+
+def test_loading_pays_when_reading_is_faster_than_computing() -> None:
+    rates = Rates(load_latency=0.001, load_bytes=1e9, token_seconds=1e-4, quadratic=32768.0)
+    assert worth_loading(0, 1024, 50_000_000, rates)
+    assert not worth_loading(0, 16, 50_000_000, rates)
+    assert not worth_loading(0, 1024, 120_000_000, rates)
+    assert worth_loading(32768, 1024, 120_000_000, rates), "behind a long context a token costs twice as much"
