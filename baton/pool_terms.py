@@ -29,9 +29,9 @@ class PoolHit:
 @dataclass(frozen=True, slots=True)
 class Publish:
     """Full blocks of a chain, to be copied into the pool. `names` (32 bytes a block) and `tokens` (packed) are those of
-    the whole chain up to the last block to publish; `sources` are the own blocks of its blocks `first`, `first` + 1
-    ... to the end, on which the caller holds references until `then` is called, once, on the event loop: with the chain's
-    blocks in the pool, pinned, or with None if they were not published. `paced`: it keeps to a rate and goes last."""
+    the whole chain up to the last block to publish; `sources` are the own blocks of its blocks `first` and following,
+    on which the caller holds references until `then` is called, once, on the event loop: with the chain's blocks in the
+    pool, pinned, or with None if they were not published. `paced`: it keeps to a rate and goes last."""
 
     root: BlockHash
     names: bytes

@@ -57,11 +57,8 @@ def ownerless(ledgers: Iterable[Ledger], idle: Collection[tuple[str, str]], olde
 
 def idle_nodes(*looks: StatusResponse) -> set[tuple[str, str]]:
     """Nodes on which every look found no attempt placed."""
-    found = [
-        {(node.name, node.incarnation) for node in look.nodes if not node.placed and node.role != POOL}
-        for look in looks
-    ]
-    return set.intersection(*found)
+    nodes = [[node for node in look.nodes if node.role != POOL] for look in looks]
+    return set.intersection(*({(one.name, one.incarnation) for one in each if not one.placed} for each in nodes))
 
 
 def pinned_by_nobody(ledgers: Iterable[Ledger], *looks: StatusResponse) -> set[Held]:

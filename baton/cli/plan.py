@@ -54,7 +54,8 @@ def threads_per_node(threads: str, nodes: int, cores: int) -> int:
 def children(
     config: Config, where: Endpoints, *, environ: Mapping[str, str], cores: int, supervisor: int
 ) -> tuple[ChildSpec, ...]:
-    """The coordinator, the pool if there is one, then the nodes. `config` is complete and has real ports; `supervisor` is the pid to die with."""
+    """The coordinator, the pool if there is one, then the nodes. `config` is complete and has real ports; `supervisor`
+    is the pid to die with."""
     roles = [(role, index) for role, count in _counts(config).items() for index in range(count)]
     threads = str(threads_per_node(config.threads, len(roles), cores))
     base = _inherited(environ) | _settings(config) | {"BATON_SUPERVISOR_PID": str(supervisor)}

@@ -158,9 +158,10 @@ async def test_callbacks_come_in_the_order_of_the_answers(host: Host) -> None:
 
     def published(hit: PoolHit | None) -> None:
         assert hit is not None
-        asyncio.ensure_future(_find_into(node, tokens, found))
+        looking.append(asyncio.ensure_future(_find_into(node, tokens, found)))
         node.release(hit)
 
+    looking: list[asyncio.Future[None]] = []
     assert node.client.publish(node.order(tokens, sources, published))
     hit = await asyncio.wait_for(found, 10)
     assert len(hit.blocks) == 3

@@ -33,7 +33,8 @@ async def test_the_pool_is_killed(host: Host) -> None:
     await node.attached()
     assert await node.find(tokens) == _MISS
     again = await node.publish(tokens)
-    assert again is not None and again.blocks != hit.blocks, "both segments are mapped, side by side"
+    assert again is not None
+    assert again.blocks != hit.blocks, "both segments are mapped, side by side"
     assert node.read(again) == node.read(hit) == expected(tokens)
     node.release(hit)
     node.release(again)
