@@ -5,7 +5,8 @@
   one; and among tenants of a class each may take its weight's worth of the places that are still free (Choudhury,
   Hahne: "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", IEEE/ACM Transactions on Networking,
   1998), so that one that floods the queue leaves room for the others.
-- The predicted wait for the first token against the request's deadline, or the class's `max_wait` if that is shorter.
+- The predicted wait: with the usual time to a first token against the class's `max_wait`, and with that of the whole
+  answer against the request's deadline, because an answer that its deadline cuts off was computed for nothing.
 
 Every refusal says when to come back.
 """
@@ -16,9 +17,21 @@ from dataclasses import dataclass
 from baton.errors import Overloaded
 from baton.types import Request, Standing
 from coordinator.core.fair_order import Claim
+from coordinator.core.pace import Pace
 from coordinator.core.queue import WaitingQueue, clamp_retry
 from coordinator.core.tenants import Tenant, Tenants
 from coordinator.core.token_bucket import TokenBucket
+
+
+@dataclass(frozen=True, slots=True)
+class Bid:
+    """What asks to be let in: `count` requests of `tokens` prompt tokens together, of up to `output` tokens each, that
+    have `timeout` seconds. Tokens are 0 before they are known."""
+
+    count: int
+    timeout: float
+    tokens: int = 0
+    output: int = 0
 
 
 @dataclass(slots=True)
@@ -28,10 +41,11 @@ class _Account:
 
 
 class Admission:
-    def __init__(self, queue: WaitingQueue, max_queue: int, decode_full: Callable[[], bool]) -> None:
+    def __init__(self, queue: WaitingQueue, max_queue: int, pace: Pace, decode_full: Callable[[], bool]) -> None:
         self.tenants = Tenants()
         self._queue = queue
         self._max_queue = max_queue
+        self._pace = pace
         self._decode_full = decode_full
         self._accounts: dict[str, _Account] = {}
 
@@ -48,21 +62,15 @@ class Admission:
                 _carried(old.requests, new.requests, now), _carried(old.tokens, new.tokens, now)
             )
 
-    def require(self, standing: Standing, count: int, tokens: int, timeout: float, now: float) -> None:
-        """Let in `count` requests of `tokens` prompt tokens together, that have `timeout` seconds. Nothing is paid.
-        Raises Overloaded."""
+    def require(self, standing: Standing, bid: Bid, now: float) -> None:
+        """Whether all of it is let in. Nothing is paid. Raises Overloaded."""
         tenant = self.tenants.get(standing.tenant)
         self._require_rate(tenant, now)
-        self._require_place(standing, tenant, count)
-        claim = Claim(tenant.name, standing.level, tenant.weight, tokens)
+        self._require_place(standing, tenant, bid.count)
+        claim = Claim(tenant.name, standing.level, tenant.weight, bid.tokens)
         wait = self._queue.rate.predict_wait(self._queue.ahead(claim, decode_full=self._decode_full()))
-        limit = min(timeout, self.tenants.max_wait.get(standing.tenant_class, timeout))
-        if wait > limit:
-            raise Overloaded(
-                f"the wait for a first token would be {wait:.1f} s, the limit is {limit:g} s (the deadline, or"
-                f" max_wait of class {standing.tenant_class!r})",
-                retry_after=clamp_retry(wait - limit),
-            )
+        if wait > 0:
+            self._require_time(standing, bid, wait)
 
     def let_in(self, request: Request, now: float) -> Claim:
         """One request: it and its prompt are paid for. What it brings into the queue."""
@@ -106,6 +114,22 @@ class Admission:
                     f" {share:.0f} (--max-queue)",
                     retry_after=self._queue.retry_after(standing.level),
                 )
+
+    def _require_time(self, standing: Standing, bid: Bid, wait: float) -> None:
+        first = wait + self._pace.usual_prompt(bid.tokens)
+        whole = wait + self._pace.usual(bid.tokens, bid.output)
+        limit = self.tenants.max_wait.get(standing.tenant_class)
+        if limit is not None and first > limit:
+            raise Overloaded(
+                f"a first token would take {first:.1f} s, the limit is {limit:g} s"
+                f" (max_wait of class {standing.tenant_class!r})",
+                retry_after=clamp_retry(first - limit),
+            )
+        if whole > bid.timeout:
+            raise Overloaded(
+                f"the answer would take {whole:.1f} s, {wait:.1f} s of them waiting: its deadline is {bid.timeout:g} s",
+                retry_after=clamp_retry(whole - bid.timeout),
+            )
 
     def _account(self, name: str, now: float) -> _Account:
         account = self._accounts.get(name)

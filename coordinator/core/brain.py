@@ -19,6 +19,7 @@ from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import ExplainResponse
 from baton.pb.common_pb2 import Timeline
 from baton.types import FinishReason, Incarnation, NodeName, Request, RequestId, Standing
+from coordinator.core.admission import Bid
 from coordinator.core.counters import INTERNAL, Counters
 from coordinator.core.drains import Service, is_empty
 from coordinator.core.explain import MAX_AGE, explain
@@ -75,7 +76,7 @@ class Brain:
     def require_admission(self, standing: Standing, count: int, timeout: float, now: float) -> None:
         """Whether `count` requests would be let in, as far as can be said without a look at their prompts: before
         anything is spent on them. Raises Draining, Overloaded or InvalidRequest; not counted."""
-        self._require(standing, count, 0, timeout, now)
+        self._require(standing, Bid(count, timeout), now)
 
     def reload_tenants(self, tenants: Tenants, now: float) -> list[Effect]:
         """Other tenants from now on. Requests that are here keep their standing."""
@@ -266,18 +267,19 @@ class Brain:
         self._table.lose_node(node.incarnation, error, now)
 
     def _require_room(self, requests: Sequence[Request], now: float) -> None:
-        first, tokens = requests[0], sum(len(request.prompt) for request in requests)
-        self._require(first.standing, len(requests), tokens, first.timeout, now)
+        tokens = sum(len(request.prompt) for request in requests)
+        longest = max(request.sampling.max_tokens for request in requests)
+        self._require(requests[0].standing, Bid(len(requests), requests[0].timeout, tokens, longest), now)
 
-    def _require(self, standing: Standing, count: int, tokens: int, timeout: float, now: float) -> None:
+    def _require(self, standing: Standing, bid: Bid, now: float) -> None:
         if self._draining:
             raise Draining("the cluster is stopping and takes no new requests")
         limit = self._settings.max_queue
-        if count > limit:
+        if bid.count > limit:
             raise InvalidRequest(
-                f"{count} outputs are asked for at once, the limit is {limit} (--max-queue)", param="n"
+                f"{bid.count} outputs are asked for at once, the limit is {limit} (--max-queue)", param="n"
             )
-        self._table.admission.require(standing, count, tokens, timeout, now)
+        self._table.admission.require(standing, bid, now)
 
     def _require_fit(self, request: Request) -> None:
         bounds = self.bounds()

@@ -65,8 +65,8 @@ class RequestTable:
         self.out: list[Effect] = []
         self.last_progress = 0.0
         self.placeable = False  # something has changed since placement was last tried
-        self.admission = Admission(self.queue, settings.max_queue, self._decode_full)
         self._pace = Pace()
+        self.admission = Admission(self.queue, settings.max_queue, self._pace, self._decode_full)
         self._registry = registry
         self._placement = placement
         self._settings = settings
@@ -132,7 +132,7 @@ class RequestTable:
         views = [self.loads.view(node) for node in nodes]
         for request in self.queue.candidates() if views else ():
             record = self.records[request]
-            if (late := self._pace.too_late(record.context_tokens, record.deadline - now)) is not None:
+            if (late := self._too_late(record, now)) is not None:
                 self.end(record, late, now)
                 return True
             demand = self.demand(record)
@@ -142,6 +142,10 @@ class RequestTable:
                 self._place(record, demand, choice, views, now)
                 return True
         return False
+
+    def _too_late(self, record: Record, now: float) -> DeadlineExceeded | None:
+        left = record.deadline - now
+        return self._pace.too_late(record.context_tokens, record.remaining, left, wanted=len(self.queue) > 1)
 
     def demand(self, record: Record) -> Demand:
         """What the next attempt needs. The last token of an output needs no decode node where there is prefill."""
@@ -289,6 +293,8 @@ class RequestTable:
         self.ended.add(request, timeline)
         outcome: Finished | BatonError
         if isinstance(result, FinishReason):
+            if record.marks.first_token is not None and record.attempts == 1:
+                self._pace.answered(record.request.sampling.max_tokens, now - record.marks.first_token)
             record.to(RequestState.FINISHED)
             label = result.value
             outcome = Finished(result, record.sources.cached if record.sources else 0)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from baton.errors import DeadlineExceeded, Overloaded, Preempted
 from baton.types import Request, RequestId, SamplingParams, Standing
 from coordinator.core import messages as m
-from coordinator.core.admission import Admission
+from coordinator.core.admission import Admission, Bid
 from coordinator.core.drain_rate import Ahead, DrainRate
 from coordinator.core.fair_order import CREDIT, Claim, FairOrder
 from coordinator.core.pace import Pace
@@ -83,16 +83,16 @@ def test_a_bucket_lets_in_its_rate_and_one_burst(asks: list[tuple[float, float]]
 
 def test_debts_survive_a_reload() -> None:
     queue = WaitingQueue()
-    admission = Admission(queue, 10, lambda: False)
+    admission = Admission(queue, 10, Pace(), lambda: False)
     admission.reload(known(Tenant("bulk", "standard", tokens_per_second=10, token_burst=10)), 0.0)
     admission.let_in(request(prompt=100), 0.0)
     admission.reload(known(Tenant("bulk", "standard", tokens_per_second=20, token_burst=10)), 0.0)
     with pytest.raises(Overloaded, match="tokens_per_second") as refused:
-        admission.require(BULK, 1, 10, 60.0, 0.0)
+        admission.require(BULK, Bid(1, 60.0, 10), 0.0)
     assert refused.value.retry_after == pytest.approx(91 / 20)
-    admission.require(BULK, 1, 10, 60.0, 4.6)
+    admission.require(BULK, Bid(1, 60.0, 10), 4.6)
     admission.reload(known(Tenant("other", "standard")), 5.0)
-    admission.require(BULK, 1, 10, 60.0, 5.0)
+    admission.require(BULK, Bid(1, 60.0, 10), 5.0)
 
 
 def request(prompt: int = 10, standing: Standing = BULK) -> Request:
@@ -188,15 +188,15 @@ def test_what_is_ahead_counts_others_by_their_weight() -> None:
 
 def test_lower_classes_take_no_place_of_higher_ones_and_no_tenant_takes_all() -> None:
     queue = WaitingQueue()
-    admission = Admission(queue, 8, lambda: False)
+    admission = Admission(queue, 8, Pace(), lambda: False)
     admission.reload(known(Tenant("gold", "premium"), Tenant("bulk", "standard"), Tenant("meek", "standard")), 0.0)
     for number in range(4):
-        admission.require(BULK, 1, 10, 60.0, 0.0)
+        admission.require(BULK, Bid(1, 60.0, 10), 0.0)
         queue.push(name(number), admission.let_in(request(), 0.0))
     with pytest.raises(Overloaded, match="its share of the free places is 4"):
-        admission.require(BULK, 1, 10, 60.0, 0.0)
-    admission.require(Standing("meek", "standard", 1), 2, 10, 60.0, 0.0)
-    admission.require(GOLD, 4, 10, 60.0, 0.0)
+        admission.require(BULK, Bid(1, 60.0, 10), 0.0)
+    admission.require(Standing("meek", "standard", 1), Bid(2, 60.0, 10), 0.0)
+    admission.require(GOLD, Bid(4, 60.0, 10), 0.0)
 
 
 def test_the_wait_is_what_is_ahead_over_what_drains() -> None:
@@ -215,24 +215,24 @@ def test_the_wait_is_what_is_ahead_over_what_drains() -> None:
 
 def test_a_wait_beyond_the_deadline_is_refused_with_the_time_to_come_back() -> None:
     queue = WaitingQueue()
-    admission = Admission(queue, 1000, lambda: False)
+    admission = Admission(queue, 1000, Pace(), lambda: False)
     admission.reload(known(Tenant("bulk", "standard"), standard=3.0), 0.0)
     for number in range(60):
         queue.push(name(number), Claim("bulk", 1, tokens=100))
     for number in range(10):
         queue.take(name(number), (number + 1) / 2)
     with pytest.raises(Overloaded, match="the limit is 3 s") as refused:
-        admission.require(BULK, 1, 100, 60.0, 5.0)
+        admission.require(BULK, Bid(1, 60.0, 100), 5.0)
     assert refused.value.retry_after == pytest.approx(22.0)
-    admission.require(GOLD, 1, 100, 60.0, 5.0)
+    admission.require(GOLD, Bid(1, 60.0, 100), 5.0)
 
 
 def test_what_cannot_be_served_in_time_is_known() -> None:
     pace = Pace()
-    assert pace.too_late(10_000, 0.001) is None
+    assert pace.too_late(10_000, 8, 0.001, wanted=True) is None
     pace.served(1000, 1.0)
-    assert isinstance(pace.too_late(1000, 0.4), DeadlineExceeded)
-    assert pace.too_late(1000, 0.6) is None
+    assert isinstance(pace.too_late(1000, 8, 0.4, wanted=False), DeadlineExceeded)
+    assert pace.too_late(1000, 8, 0.6, wanted=False) is None
 
 
 # in the brain
