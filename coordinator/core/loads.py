@@ -144,6 +144,7 @@ class Loads:
             window_tokens=sum(min(tokens, info.max_batched_tokens) for tokens in to_compute),
             blocks=info.num_blocks,
             first_class_blocks=sum(leg.blocks for leg in load.legs.values() if leg.first_class),
+            first_class_attempts=sum(leg.first_class for leg in load.legs.values()),
         )
 
     @staticmethod

@@ -17,7 +17,8 @@ PREFILL_ATTEMPTS = 2  # one computes, the next is there when it ends
 class Demand:
     """What an attempt needs. `tokens` of context, `blocks` for them and a little growth. `avoid`: nodes of its last
     failed attempt, taken only if there is no other. `holder`: a decode node whose cache has the whole context, so that
-    there it needs no prefill. `reserve`: share of a node's blocks that this demand must leave to the first class."""
+    there it needs no prefill. `reserve`: share of a node's blocks and places that this demand must leave to the first
+    class."""
 
     tokens: int
     blocks: int
@@ -32,7 +33,8 @@ class Demand:
 class NodeView:
     """One node at this moment. `computing` attempts with `uncomputed_tokens` are placed on a prefill node and not
     computed yet; `window_tokens` are those, but of one prompt at most a step's; `room` in blocks; `closed_from`:
-    demands of so many blocks were refused; `first_class_blocks` of `blocks` are taken by the first class."""
+    demands of so many blocks were refused; `first_class_blocks` of `blocks` and `first_class_attempts` of `attempts`
+    are the first class's."""
 
     incarnation: Incarnation
     role: Role
@@ -47,6 +49,7 @@ class NodeView:
     window_tokens: int = 0
     blocks: int = 0
     first_class_blocks: int = 0
+    first_class_attempts: int = 0
 
     def takes_prefill(self, demand: Demand) -> bool:
         """Two attempts, or two steps' worth of tokens, and always at least one. A long prompt takes one step's share of
@@ -58,10 +61,11 @@ class NodeView:
         return self.window_tokens + share <= 2 * self.max_batched_tokens or self.computing < PREFILL_ATTEMPTS
 
     def takes_decode(self, demand: Demand) -> bool:
-        kept = max(0, int(demand.reserve * self.blocks) - self.first_class_blocks)
-        return (
-            self.attempts < self.max_num_seqs and demand.blocks <= self.room - kept and not self._is_closed_to(demand)
-        )
+        kept = min(int(demand.reserve * self.blocks), self.blocks - demand.blocks)  # who needs them all may have them
+        blocks = max(0, kept - self.first_class_blocks)
+        places = max(0, int(demand.reserve * self.max_num_seqs) - self.first_class_attempts)
+        fits = self.attempts < self.max_num_seqs - places and demand.blocks <= self.room - blocks
+        return fits and not self._is_closed_to(demand)
 
     def _is_closed_to(self, demand: Demand) -> bool:
         return self.closed_from is not None and demand.blocks >= self.closed_from

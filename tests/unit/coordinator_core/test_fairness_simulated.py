@@ -68,6 +68,18 @@ def again(world: VirtualCluster) -> Callable[[Served], None]:
     return ended
 
 
+@pytest.mark.parametrize("timeout", [2.0, 8.0])
+def test_where_deadlines_bound_the_queue(capacity: float, timeout: float) -> None:
+    """Nobody is let in, or begun, whose answer would be cut off."""
+    world = cluster(max_queue=1024)
+    world.load(5 * capacity, 30.0, timeout=timeout, **SHAPE)
+    world.run(30.0)
+    assert rate_of(world, 10.0, 30.0) >= 0.9 * capacity
+    cut_off = [each for each in world.served.values() if each.error is not None and each.tokens]
+    assert len(cut_off) <= 0.02 * len(world.served)
+    assert max(each.error.retry_after or 0.0 for each in world.refused if each.error) <= 60.0
+
+
 def test_clients_that_retry_without_waiting_do_not_bring_it_down(capacity: float) -> None:
     world = cluster(max_queue=32)
 
@@ -92,11 +104,13 @@ def test_a_thousand_at_once(capacity: float) -> None:
     assert world.longest_silence < 1.0
 
 
-def test_one_huge_request_among_small_ones(capacity: float) -> None:
-    world = cluster(blocks=128)
-    world.load(0.7 * capacity, 40.0, **SHAPE)
+@pytest.mark.parametrize("reserve", [0.0, 0.3])
+def test_one_huge_request_among_small_ones(capacity: float, reserve: float) -> None:
+    """It needs more blocks than a reserve leaves to its class."""
+    world = cluster(tenants(gold="premium", bulk="standard", reserve=reserve), blocks=128)
+    world.load(0.7 * capacity, 40.0, tenant="bulk", **SHAPE)
     huge: list[Served] = []
-    world.at(5.0, lambda: huge.append(world.ask(prompt=1600, output=16)))
+    world.at(5.0, lambda: huge.append(world.ask("bulk", prompt=1600, output=16)))
     world.run(60.0)
     assert huge[0].done
     assert huge[0].ttft < 20.0, "small ones do not starve it"
