@@ -23,7 +23,7 @@ from tests.virtual_cluster import percentile
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PLACES = 8  # of decode
-QUEUE = 64
+QUEUE = 64  # in a short run 16
 ASK = Ask()
 SETTINGS = {
     "prefill": 1,
@@ -71,7 +71,7 @@ async def test_five_times_the_capacity(storm: Storm, kind: str) -> None:
     await storm.cluster.wait_quiet()
     ended = held_to(outcomes, late=kind == "deadlines")
     assert ended["answered"] > 0 or kind == "deadlines"
-    assert ended["refused"] > 0
+    storm.judge(ended["refused"] > 0, ended)
     assert status.queued <= QUEUE
     refusals = [seconds for each in outcomes for seconds in each.refusals]
     goodput = loop.rate(outcomes, began + storm.seconds / 4, over)
