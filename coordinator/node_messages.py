@@ -44,12 +44,15 @@ def _reserved(message: pb.Reserved) -> m.Reserved:
 
 
 def _prefill_ended(message: pb.PrefillEnded) -> m.PrefillEnded:
-    return m.PrefillEnded(wire.key_from_pb(message.key), message.computed_tokens, message.cached_tokens)
+    return m.PrefillEnded(
+        wire.key_from_pb(message.key), message.computed_tokens, message.cached_tokens, message.share_seconds
+    )
 
 
 def _admitted(message: pb.Admitted) -> m.Admitted:
     key = wire.key_from_pb(message.key)
-    return m.Admitted(key, message.computed_tokens, message.cached_tokens, message.received_tokens)
+    tokens = message.computed_tokens, message.cached_tokens, message.received_tokens
+    return m.Admitted(key, *tokens, message.share_seconds)
 
 
 def _prompt_scores(message: pb.PromptScores) -> m.PromptScores:
@@ -68,6 +71,8 @@ _INPUTS: dict[str, Callable[[Any], m.NodeInput]] = {
     "prefill_ended": _prefill_ended,
     "handed_off": lambda message: m.HandedOff(wire.key_from_pb(message.key), message.report),
     "admitted": _admitted,
+    "cache_events": lambda message: m.CacheEvents(message.sequence, tuple(message.inserted), tuple(message.evicted)),
+    "cache_snapshot": lambda message: m.CacheSnapshot(message.sequence, tuple(message.names)),
     "leaving": lambda message: m.Leaving(message.reason),
 }
 
@@ -91,8 +96,12 @@ def order_to_pb(order: m.NodeOrder) -> pb.CoordinatorMessage:
         case m.Cancel(key, reason):
             cancel = pb.Cancel(key=wire.key_to_pb(key), reason=wire.error_to_pb(reason))
             return pb.CoordinatorMessage(cancel=cancel)
+        case m.SetRole(role):
+            return pb.CoordinatorMessage(set_role=pb.SetRole(role=role.value))
         case m.PeerGone(incarnation):
             return pb.CoordinatorMessage(peer_gone=pb.PeerGone(incarnation=incarnation))
+        case m.CacheQuery():
+            return pb.CoordinatorMessage(cache_query=pb.CacheQuery())
 
 
 def welcome(incarnation: Incarnation, heartbeat: float, silence: float) -> pb.CoordinatorMessage:

@@ -19,7 +19,7 @@ from baton.wire import PROTOCOL_VERSION
 from coordinator.core import messages as m
 from coordinator.core.brain import Brain
 from coordinator.core.identity import JoinInfo
-from coordinator.core.placement import LeastLoaded
+from coordinator.core.prefix_aware import PrefixAware
 from coordinator.core.registry import Registry
 from coordinator.core.settings import Settings
 from coordinator.core.tenants import Tenants
@@ -27,7 +27,8 @@ from node_engine.core.block_pool import BlockPool
 from node_engine.core.device_time import DeviceTime
 from node_engine.core.outcome import Emitted, Failed, Outcome
 from node_engine.core.scheduler import Scheduler, SchedulerLimits
-from node_engine.core.step import Computed
+from node_engine.core.step import Computed, StepBatch
+from node_engine.core.step_meter import StepTotals
 from node_engine.paced import PACED_LAYOUT, PacedCosts
 
 HEARTBEAT = 0.5  # seconds
@@ -61,8 +62,18 @@ class _Node:
     pool: BlockPool
     scheduler: Scheduler
     time: DeviceTime = field(default_factory=DeviceTime)
+    steps: StepTotals = field(default_factory=StepTotals)
     stepping: bool = False
     admitted: set[object] = field(default_factory=set)
+    shares: dict[object, float] = field(default_factory=dict)  # seconds of the steps that computed prompts
+
+    def took(self, batch: StepBatch, seconds: float) -> None:
+        self.time.add(batch, self.scheduler.computing, seconds)
+        self.steps = self.steps.plus(batch, seconds)
+        for piece in batch.slices:
+            key = self.scheduler.computing(piece.sequence).key
+            if key not in self.admitted:
+                self.shares[key] = self.shares.get(key, 0.0) + seconds * len(piece.tokens) / batch.num_tokens
 
 
 class VirtualCluster:
@@ -90,7 +101,7 @@ class VirtualCluster:
         self._costs = costs or PacedCosts()
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._serial = count()
-        self.brain = Brain(Registry(1e6, 1e6), LeastLoaded(), Settings("colocated", max_queue, 8, 15.0))
+        self.brain = Brain(Registry(1e6, 1e6), PrefixAware(), Settings("colocated", max_queue, 8, 15.0))
         if tenants is not None:
             self.brain.reload_tenants(tenants, 0.0)
         self.tenants = tenants or Tenants()
@@ -227,7 +238,7 @@ class VirtualCluster:
             seconds = self._costs.seconds(batch)
 
             def ended() -> None:
-                node.time.add(batch, node.scheduler.computing, seconds)
+                node.took(batch, seconds)
                 computed = [Computed(7 if piece.sample else None) for piece in batch.slices]
                 self._tell(node, node.scheduler.update(batch, computed))
                 self._step(node)
@@ -242,10 +253,11 @@ class VirtualCluster:
                 case Emitted(sequence, event):
                     if sequence.key not in node.admitted:
                         node.admitted.add(sequence.key)
-                        cached = sequence.num_cached
-                        self._say(node, m.Admitted(sequence.key, sequence.context_len - cached, cached, 0))
+                        cached, share = sequence.num_cached, node.shares.pop(sequence.key)
+                        self._say(node, m.Admitted(sequence.key, sequence.context_len - cached, cached, 0, share))
                     events.append(event)
                 case Failed(sequence, error, caused_by):
+                    node.shares.pop(sequence.key, None)
                     self._say(node, m.AttemptFailed(sequence.key, error, caused_by))
                 case _:
                     raise AssertionError(outcome)
@@ -254,7 +266,15 @@ class VirtualCluster:
 
     def _beat(self, node: _Node) -> None:
         counts = {f"blocks_{state.value}": number for state, number in node.pool.counts().items()}
-        self._say(node, m.Heartbeat(NodeStats(blocks_total=node.pool.total, **counts)))
+        stats = NodeStats(
+            blocks_total=node.pool.total,
+            decode_steps=node.steps.steps,
+            decode_step_seconds=node.steps.seconds,
+            decode_step_sequences=node.steps.sequences,
+            decode_step_tokens=node.steps.tokens,
+            **counts,
+        )
+        self._say(node, m.Heartbeat(stats))
         self.at(self.now + HEARTBEAT, lambda: self._beat(node))
 
 

@@ -5,22 +5,34 @@
   one; and among tenants of a class each may take its weight's worth of the places that are still free (Choudhury,
   Hahne: "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", IEEE/ACM Transactions on Networking,
   1998), so that one that floods the queue leaves room for the others.
-- The predicted wait: with the usual time to a first token against the class's `max_wait`, and with that of the whole
-  answer against the request's deadline, because an answer that its deadline cuts off was computed for nothing.
+- The predicted wait against what the request's deadline leaves beside computing its prompt and giving the answer, which
+  would be computed for nothing if the deadline cut it off, or the class's `max_wait` if that is shorter. It is what is
+  ahead in the queue over the rate at which it drains, and what nodes have still to compute.
 
 Every refusal says when to come back.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from baton.errors import Overloaded
 from baton.types import Request, Standing
 from coordinator.core.fair_order import Claim
-from coordinator.core.pace import Pace
-from coordinator.core.queue import WaitingQueue, clamp_retry
+from coordinator.core.queue import WaitingQueue, clamp_retry, due
 from coordinator.core.tenants import Tenant, Tenants
 from coordinator.core.token_bucket import TokenBucket
+
+
+class Expectations(Protocol):
+    """See `Prospects`."""
+
+    def computing(self, tokens: int) -> float: ...
+
+    def answering(self, tenant: str, max_tokens: int) -> float: ...
+
+    def node_wait(self, now: float) -> float: ...
+
+    def decode_full(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +53,11 @@ class _Account:
 
 
 class Admission:
-    def __init__(self, queue: WaitingQueue, max_queue: int, pace: Pace, decode_full: Callable[[], bool]) -> None:
+    def __init__(self, queue: WaitingQueue, max_queue: int, prospects: Expectations) -> None:
         self.tenants = Tenants()
         self._queue = queue
         self._max_queue = max_queue
-        self._pace = pace
-        self._decode_full = decode_full
+        self._prospects = prospects
         self._accounts: dict[str, _Account] = {}
 
     def reload(self, tenants: Tenants, now: float) -> None:
@@ -67,10 +78,7 @@ class Admission:
         tenant = self.tenants.get(standing.tenant)
         self._require_rate(tenant, now)
         self._require_place(standing, tenant, bid.count)
-        claim = Claim(tenant.name, standing.level, tenant.weight, bid.tokens)
-        wait = self._queue.rate.predict_wait(self._queue.ahead(claim, decode_full=self._decode_full()))
-        if wait > 0:
-            self._require_time(standing, bid, wait)
+        self._require_patience(Claim(tenant.name, standing.level, tenant.weight, bid.tokens), standing, bid, now)
 
     def let_in(self, request: Request, now: float) -> Claim:
         """One request: it and its prompt are paid for. What it brings into the queue."""
@@ -79,9 +87,13 @@ class Admission:
         if account.requests is not None:
             account.requests.pay(1.0, now)
         self.produced(standing.tenant, tokens, now)
-        due = self._queue.due(tokens, now, now + request.timeout)
+        when = due(self._prospects.computing(tokens), now, now + request.timeout)
         weight = self.tenants.get(standing.tenant).weight
-        return Claim(standing.tenant, standing.level, weight, tokens, due, now)
+        return Claim(standing.tenant, standing.level, weight, tokens, when, now)
+
+    def reserve_against(self, standing: Standing) -> float:
+        """The share of a node's blocks and places that a request must leave to the first class."""
+        return self.tenants.reserve if standing.level > 0 else 0.0
 
     def produced(self, tenant: str, tokens: int, now: float) -> None:
         account = self._account(tenant, now)
@@ -115,20 +127,19 @@ class Admission:
                     retry_after=self._queue.retry_after(standing.level),
                 )
 
-    def _require_time(self, standing: Standing, bid: Bid, wait: float) -> None:
-        first = wait + self._pace.usual_prompt(bid.tokens)
-        whole = wait + self._pace.usual(bid.tokens, bid.output)
-        limit = self.tenants.max_wait.get(standing.tenant_class)
-        if limit is not None and first > limit:
+    def _require_patience(self, claim: Claim, standing: Standing, bid: Bid, now: float) -> None:
+        """What takes longer to serve than it has is no reason to come back later: it is let in, and ends with
+        DeadlineExceeded when its turn comes and others want it, or when its time is over."""
+        expected = self._prospects
+        left = bid.timeout - expected.computing(claim.tokens) - expected.answering(standing.tenant, bid.output)
+        limit = min(left, self.tenants.max_wait.get(standing.tenant_class, left))
+        ahead = self._queue.ahead(claim, decode_full=self._prospects.decode_full())
+        wait = self._queue.rate.predict_wait(ahead) + self._prospects.node_wait(now)
+        if left > 0 and wait > limit:
             raise Overloaded(
-                f"a first token would take {first:.1f} s, the limit is {limit:g} s"
-                f" (max_wait of class {standing.tenant_class!r})",
-                retry_after=clamp_retry(first - limit),
-            )
-        if whole > bid.timeout:
-            raise Overloaded(
-                f"the answer would take {whole:.1f} s, {wait:.1f} s of them waiting: its deadline is {bid.timeout:g} s",
-                retry_after=clamp_retry(whole - bid.timeout),
+                f"the prompt would wait {wait:.1f} s to be computed, the limit is {limit:.3g} s (what its deadline"
+                f" leaves, or max_wait of class {standing.tenant_class!r})",
+                retry_after=clamp_retry(wait - limit),
             )
 
     def _account(self, name: str, now: float) -> _Account:

@@ -58,11 +58,6 @@ class DrainRate:
         self._last = now
 
     @property
-    def tokens_per_second(self) -> float | None:
-        """None while too little is known."""
-        return self._tokens / self._seconds if self._known else None
-
-    @property
     def requests_per_second(self) -> float | None:
         """None while too little is known."""
         return self._requests / self._seconds if self._known else None

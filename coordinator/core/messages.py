@@ -15,6 +15,7 @@ from baton.types import (
     NodeName,
     PeerAddress,
     RequestId,
+    Role,
     Ticket,
     TokenEvent,
     TokenScore,
@@ -69,11 +70,13 @@ class AttemptFailed:
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
-    """The prompt is computed on the prefill node; the hand-off is about to be sealed. In tokens."""
+    """The prompt is computed on the prefill node; the hand-off is about to be sealed. In tokens, and in seconds of its
+    steps: the prompt's share of them."""
 
     key: AttemptKey
     computed_tokens: int
     cached_tokens: int
+    share_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +89,35 @@ class HandedOff:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The attempt runs on decode; where its context came from there, in tokens."""
+    """The attempt runs on decode; where its context came from there, in tokens; seconds as in PrefillEnded."""
 
     key: AttemptKey
     computed_tokens: int
     cached_tokens: int
     received_tokens: int
+    share_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     stats: NodeStats
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvents:
+    """What the node's prefix index has gained and lost: short names of BlockHashes."""
+
+    sequence: int
+    inserted: tuple[int, ...]
+    evicted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSnapshot:
+    """What it has; all that was told before is void."""
+
+    sequence: int
+    names: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +135,8 @@ NodeInput = (
     | HandedOff
     | Admitted
     | Heartbeat
+    | CacheEvents
+    | CacheSnapshot
     | Leaving
 )
 
@@ -148,7 +171,19 @@ class PeerGone:
     incarnation: Incarnation
 
 
-NodeOrder = Submit | Prefill | GiveTicket | Cancel | PeerGone
+@dataclass(frozen=True, slots=True)
+class CacheQuery:
+    """Send a CacheSnapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetRole:
+    """Take this role and join anew in it. The last thing that an incarnation is told."""
+
+    role: Role
+
+
+NodeOrder = Submit | Prefill | GiveTicket | Cancel | PeerGone | CacheQuery | SetRole
 
 # what the shell is to do, in this order
 
@@ -215,11 +250,29 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The incarnation is a member no more: its stream is to end."""
+    """The incarnation is a member no more: its stream is to end. `expected`: it was told to join anew."""
 
     node: Incarnation
     name: NodeName
     error: BatonError
+    expected: bool = False
 
 
-Effect = Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """A change of role is over, for the log and the metrics. `outcome`: done, recalled (while draining), superseded
+    (before it counted), or lost (the node came back as what it was, or not at all). Seconds of each phase; 0 of those
+    that were not reached."""
+
+    node: NodeName
+    source: Role
+    to: Role
+    outcome: str
+    drain: float
+    switch: float
+    probe: float
+    detail: str
+    generation: int
+
+
+Effect = Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost | Switched

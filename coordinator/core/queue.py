@@ -15,7 +15,6 @@ from coordinator.core.fair_order import OUTPUT_COST, Claim, FairOrder
 SCAN = 16
 MAX_BYPASS = 64
 STRETCH = 4.0  # a prompt may be passed for so many times as long as it takes by itself
-_USUAL_RATE = 10_000.0  # prompt tokens a second, until it is measured
 _MIN_RETRY, _MAX_RETRY = 1.0, 60.0  # seconds
 _PLAIN = Claim()
 
@@ -30,11 +29,6 @@ class WaitingQueue:
 
     def __len__(self) -> int:
         return len(self._bypassed)
-
-    def due(self, tokens: int, arrived: float, deadline: float) -> float:
-        """When a prompt is due: the later, the longer it is, so that short ones pass it, but never later than its
-        client's deadline."""
-        return min(deadline, arrived + STRETCH * tokens / (self.rate.tokens_per_second or _USUAL_RATE))
 
     def push(self, request: RequestId, claim: Claim = _PLAIN) -> None:
         self._claims[request] = claim
@@ -126,6 +120,12 @@ class WaitingQueue:
         if order is None:
             order = self._classes[level] = FairOrder()
         return order
+
+
+def due(computing: float, arrived: float, deadline: float) -> float:
+    """When a prompt that takes `computing` seconds by itself is due: the later, the longer it is, so that short ones
+    pass it, but never later than its client's deadline."""
+    return min(deadline, arrived + STRETCH * computing)
 
 
 def clamp_retry(seconds: float) -> float:

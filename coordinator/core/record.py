@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.types import AttemptKey, Incarnation, Request, RequestId, TokenEvent, TokenScore
+from coordinator.core.counters import INTERNAL
 from coordinator.core.messages import Admitted, PrefillEnded
+from coordinator.core.names import PromptNames
 from coordinator.core.notes import Notes
 from coordinator.core.sources import Sources
 from coordinator.core.timeline import Marks
@@ -78,7 +80,7 @@ class Record:
 
     `holder` is a decode node whose cache has the prompt, because another request brought it there. `prompt_scores` are
     complete, or None if they are not or nobody asked. `others` are those that came in with it, if it is the first of
-    them: further choices of one answer."""
+    them: further choices of one answer. `pin`: a node out of service that this request, a probe, is to go through."""
 
     request: Request
     deadline: float
@@ -99,6 +101,13 @@ class Record:
     sources: Sources | None = None
     replaced_because: str = ""
     prefill_payer: str = ""  # class that pays for computing the context again: who preempted the last attempt
+    pin: Incarnation | None = None
+    names: PromptNames | None = None  # of the prompt's blocks, once placement has been tried
+
+    @property
+    def tenant_class(self) -> str:
+        """Its class in metrics."""
+        return INTERNAL if self.internal else self.request.standing.tenant_class
 
     @property
     def remaining(self) -> int:

@@ -13,16 +13,17 @@ from baton.errors import (
     Drained,
     NodeGone,
     Preempted,
-    Rejected,
     Stalled,
     Unavailable,
 )
-from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, Role, TokenScore, Work
+from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, TokenScore, Work
 from coordinator.core.admission import Admission
-from coordinator.core.counters import INTERNAL, Counters
+from coordinator.core.counters import Counters
 from coordinator.core.counting import count_sources
-from coordinator.core.explain import Explanations, explain
+from coordinator.core.decisions import Decisions
+from coordinator.core.endings import Endings
 from coordinator.core.followers import Followers
+from coordinator.core.knowledge import Knowledge
 from coordinator.core.loads import Loads
 from coordinator.core.messages import (
     Admit,
@@ -30,8 +31,6 @@ from coordinator.core.messages import (
     Effect,
     Emit,
     EmitPromptScores,
-    End,
-    Finished,
     GiveTicket,
     Prefill,
     Replaced,
@@ -39,13 +38,14 @@ from coordinator.core.messages import (
     Submit,
 )
 from coordinator.core.notes import REFUSED, SERVED, begin
-from coordinator.core.pace import Pace
-from coordinator.core.placement import Choice, Demand, NodeView, Placement
+from coordinator.core.placement import Placement
+from coordinator.core.prediction import Decision
+from coordinator.core.prospects import Prospects
 from coordinator.core.queue import WaitingQueue
 from coordinator.core.record import Attempt, Record, RequestState
 from coordinator.core.registry import Registry
 from coordinator.core.settings import Settings, rest_after
-from coordinator.core.timeline import Marks, Ring
+from coordinator.core.timeline import Marks
 from coordinator.core.timers import Timers
 
 UNSERVED_PATIENCE = 1.0  # seconds a new request waits for nodes that could serve it
@@ -60,15 +60,18 @@ class RequestTable:
         self.loads = Loads()
         self.timers = Timers()
         self.counters = Counters()
-        self.ended = Ring()
-        self.explanations = Explanations(settings.explain_keep)
+        self.endings = Endings(self.counters, settings.explain_keep)
         self.out: list[Effect] = []
+        self.probed: list[tuple[RequestId, FinishReason | BatonError]] = []  # probes that have ended
         self.last_progress = 0.0
         self.placeable = False  # something has changed since placement was last tried
-        self._pace = Pace()
-        self.admission = Admission(self.queue, settings.max_queue, self._pace, self._decode_full)
+        self.knowledge = Knowledge(registry)
+        self.prospects = Prospects(registry, self.loads, self.knowledge.costs, self.knowledge.answers)
+        self.admission = Admission(self.queue, settings.max_queue, self.prospects)
+        self.decisions = Decisions(
+            registry, self.loads, placement, self.knowledge, self.admission, self.prospects, settings.mode
+        )
         self._registry = registry
-        self._placement = placement
         self._settings = settings
         self._followers = Followers(self.records, self.queue)
         self.resting: set[RequestId] = set()  # failed more than once: out of the queue until their time has come
@@ -88,6 +91,15 @@ class RequestTable:
         self.timers.set(request.id, record.next_due())
         self.placeable = True
         return record
+
+    def add_probe(self, request: Request, node: Incarnation, now: float) -> None:
+        """A request of our own that goes through `node`, which need not be in service, and through nodes of the other
+        role that are: at once, once, and before all others. How it ends is in `probed`."""
+        record = Record(request, now + request.timeout, Marks(now), internal=True, prompt_scores=(), pin=node)
+        self.records[request.id] = record
+        self.queue.push_front(request.id)
+        self.timers.set(request.id, record.next_due())
+        self.placeable = True
 
     def current(self, key: AttemptKey, sender: Incarnation) -> tuple[Record, Attempt] | None:
         """The request whose present attempt is `key`, if `sender` still works on it; else the message is dropped."""
@@ -128,50 +140,27 @@ class RequestTable:
         self._unadmitted.clear()
 
     def _place_one(self, now: float) -> bool:
-        nodes = [node for role in (Role.PREFILL, Role.DECODE) for node in self._registry.serving(role)]
-        views = [self.loads.view(node) for node in nodes]
-        for request in self.queue.candidates() if views else ():
+        views = self.decisions.views(now)
+        for request in self.queue.candidates() if self._registry.nodes else ():
             record = self.records[request]
-            if (late := self._too_late(record, now)) is not None:
+            if (late := self.decisions.too_late(record, now, wanted=len(self.queue) > 1)) is not None:
                 self.end(record, late, now)
                 return True
-            demand = self.demand(record)
-            choice = self._placement.choose(demand, views)
-            if choice is not None:
+            decision = self.decisions.decide(record, views, now)
+            if decision is not None:
                 self.queue.take(request, now)
-                self._place(record, demand, choice, views, now)
+                self._place(record, decision, now)
                 return True
         return False
 
-    def _too_late(self, record: Record, now: float) -> DeadlineExceeded | None:
-        left = record.deadline - now
-        return self._pace.too_late(record.context_tokens, record.remaining, left, wanted=len(self.queue) > 1)
-
-    def demand(self, record: Record) -> Demand:
-        """What the next attempt needs. The last token of an output needs no decode node where there is prefill."""
-        mode = self._settings.mode
-        prefill = mode == "disaggregated" or (mode == "auto" and bool(self._registry.serving(Role.PREFILL)))
-        block_size = self._registry.block_size()
-        tokens = record.context_tokens + min(record.remaining, block_size)
-        return Demand(
-            tokens=record.context_tokens,
-            blocks=-(-tokens // block_size),
-            prefill=prefill,
-            decode=not prefill or record.remaining > 1,
-            avoid=record.avoid,
-            holder=record.holder,
-            reserve=self.admission.tenants.reserve if record.request.standing.level > 0 else 0.0,
-        )
-
-    def _place(self, record: Record, demand: Demand, choice: Choice, views: list[NodeView], now: float) -> None:
+    def _place(self, record: Record, decision: Decision, now: float) -> None:
         record.attempts += 1
-        request, prefill, decode = record.request, choice.prefill, choice.decode
+        request, prefill, decode = record.request, decision.choice.prefill, decision.choice.decode
         key = AttemptKey(request.id, record.attempts, request.choice)
-        attempt = Attempt(key, prefill, decode, begin(demand, choice, views, self.name, now))
+        attempt = Attempt(key, prefill, decode, begin(decision, self.name, now))
         record.begin(attempt)
-        for node in filter(None, (decode, prefill)):
-            attempt.legs.add(node)
-            self.loads.place(node, key, demand.tokens, demand.blocks, first_class=not request.standing.level)
+        attempt.legs.update(filter(None, (decode, prefill)))
+        self.decisions.book(record, key, decision, now)
         record.to(RequestState.PLACED)
         record.marks.placed_at(now, self.name(prefill), self.name(decode))
         sampling = request.sampling
@@ -222,9 +211,9 @@ class RequestTable:
                 record.prompt_scores = ()
             record.to(RequestState.STREAMING)
             record.marks.mark("first_token", now)
+            self.knowledge.first_token(attempt.notes.prediction, now - attempt.notes.placed)
             attempt.answer_by = None
             record.prefill_payer = ""
-            self._pace.served(record.context_tokens, now - attempt.notes.placed)
         record.emitted += tokens
         self.queue.produced(record.request.id, len(tokens))
         self.admission.produced(record.request.standing.tenant, len(tokens), now)
@@ -248,10 +237,11 @@ class RequestTable:
         """The one recovery: give up this attempt and put the request, with what it has emitted, at the head of the
         queue, or let it rest first if it failed before; the client sees nothing. `error` None is a refusal. Refusals,
         preemptions and drains wait for room and do not count as failures; other errors do, and one that no other
-        attempt can mend ends the request."""
+        attempt can mend ends the request. A probe has one attempt: another would tell less."""
         waits = error is None or isinstance(error, Preempted | Drained)
         record.failures += not waits
-        if error is not None and (not error.replaceable or record.failures >= self._settings.max_attempts):
+        most = self._settings.max_attempts if record.pin is None else 0
+        if error is not None and (not error.replaceable or record.failures >= most):
             self.end(record, error, now)
             return
         attempt = record.attempt
@@ -289,34 +279,12 @@ class RequestTable:
         self.placeable |= self._followers.release(request, None)
         self._unadmitted.discard(request)
         self.resting.discard(request)
-        timeline = record.marks.timeline(now, record.attempts)
-        self.ended.add(request, timeline)
-        outcome: Finished | BatonError
+        if record.pin is not None:
+            self.probed.append((request, result))
         if isinstance(result, FinishReason):
-            if record.marks.first_token is not None and record.attempts == 1:
-                self._pace.answered(record.request.sampling.max_tokens, now - record.marks.first_token)
-            record.to(RequestState.FINISHED)
-            label = result.value
-            outcome = Finished(result, record.sources.cached if record.sources else 0)
-        else:
-            record.to(RequestState.FAILED)
-            label, outcome = result.code, result
-        self.explanations.add(explain(record, now, result), now)
-        refused = record.admit_by is not None and isinstance(result, Rejected)
-        counter = self.counters.rejected if refused else self.counters.requests
-        tenant_class = INTERNAL if record.internal else record.request.standing.tenant_class
-        counter[label, tenant_class] += 1
-        self.out.append(
-            End(
-                request,
-                outcome,
-                len(record.emitted),
-                timeline,
-                record.marks.ttft,
-                record.internal,
-                tenant_class,
-            )
-        )
+            began = record.marks.first_token
+            self.knowledge.answered(record.request, len(record.emitted), now - began if began is not None else 0.0)
+        self.out.append(self.endings.add(record, result, now))
 
     def lose_node(self, node: Incarnation, error: BatonError, now: float) -> None:
         """The node is no more, and off the registry: what had a leg there goes on elsewhere, the oldest first."""
@@ -362,11 +330,6 @@ class RequestTable:
     def missing(self) -> str:
         """What keeps the cluster from serving, "" if nothing does."""
         return next(filter(None, map(self._registry.lacks, self._settings.roles)), "")
-
-    def _decode_full(self) -> bool:
-        """Does every decode node serve as many as it can?"""
-        nodes = self._registry.serving(Role.DECODE)
-        return all(self.loads.attempts(node.incarnation) >= node.info.max_num_seqs for node in nodes)
 
     def _leave_attempt(self, record: Record, attempt: Attempt, reason: BatonError) -> None:
         attempt.prompt_scores.clear()

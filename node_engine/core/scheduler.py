@@ -20,10 +20,10 @@ from itertools import count
 
 from baton.block_hash import BlockHash
 from baton.errors import ConfigError, OutOfBlocks, TooLong
+from baton.hash_chain import HashChain
 from baton.types import AttemptKey, TicketId, TokenEvent, TokenScore, Work
 from node_engine.core.block_pool import BlockPool
 from node_engine.core.finish import finish_reason, forbidden_ids
-from node_engine.core.hash_chain import HashChain
 from node_engine.core.ledger import LedgerError
 from node_engine.core.outcome import Emitted, Outcome, PrefillCompleted, PromptScored, StepPlan
 from node_engine.core.residency import Refusal, Residency

@@ -15,8 +15,8 @@ ends its prefill in HANDING_OFF and keeps its blocks until the shell releases th
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.hash_chain import HashChain
 from baton.types import AttemptKey, BlockIndex, TicketId, Work
-from node_engine.core.hash_chain import HashChain
 from node_engine.core.ledger import LedgerError
 from node_engine.core.step import ScoreSpec, SequenceId
 from node_engine.core.token_counts import TokenCounts, penalizes

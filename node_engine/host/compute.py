@@ -11,8 +11,9 @@ from baton.clock import Clock
 from baton.errors import BatonError
 from baton.failpoints import FAILPOINTS
 from node_engine.core.device_time import DeviceTime
-from node_engine.core.messages import Command, LedgerQuery
+from node_engine.core.messages import CacheQuery, Command, Joined, LedgerQuery
 from node_engine.core.step import StepBatch
+from node_engine.core.step_meter import StepTotals
 from node_engine.host.inbox import Inbox
 from node_engine.role import NodeParts, RolePolicy
 
@@ -24,7 +25,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class WhenIdle:
-    """Call back, once, as soon as the node holds nothing for anybody."""
+    """Call back, once, on the compute thread, as soon as the node holds nothing for anybody."""
 
     call: Callable[[], None]
 
@@ -39,11 +40,12 @@ class ComputeThread:
         self._clock = clock
         self._role: RolePolicy | None = None
         self.load = parts.scheduler.load()  # a snapshot for other threads, made anew in every turn of the loop
+        self.steps = StepTotals()  # likewise
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._log = log.get("compute")
         self._device_time = DeviceTime()
         self.device_seconds: dict[str, float] = {}  # likewise a snapshot
-        self._when_idle: Callable[[], None] | None = None
+        self._when_idle: list[Callable[[], None]] = []
         self._progress_at: float | None = None  # of a thread at work; None while it waits for something to do
 
     def start(self, role: RolePolicy) -> None:
@@ -72,12 +74,25 @@ class ComputeThread:
         assert self._role is not None
         idle = True
         while self._receive(wait=idle):
+            self._tell_cache(resting=False)
             plan = self._parts.scheduler.next_step()
             if plan.outcomes:
                 self._role.deliver(plan.outcomes)
             if plan.batch is not None:
                 self._step(plan.batch)
             idle = plan.batch is None and not plan.outcomes
+            if idle:
+                self._tell_cache(resting=True)
+
+    def _tell_cache(self, *, resting: bool) -> None:
+        """Now and then while at work, and before a rest, so that nothing is left untold meanwhile."""
+        journal, now = self._parts.pool.journal, self._clock()
+        if resting or journal.is_due(now):
+            self._parts.report.cache(journal.take(now))
+
+    def _tell_whole_cache(self) -> None:
+        pool = self._parts.pool
+        self._parts.report.cache(pool.journal.take_snapshot(pool.full_blocks(), self._clock()))
 
     def _receive(self, *, wait: bool) -> bool:
         """Handle what has arrived; False once the thread is to end."""
@@ -85,9 +100,10 @@ class ComputeThread:
         self.load = self._parts.scheduler.load()
         if wait:
             self._progress_at = None
-            if self._when_idle is not None and self._role.holding == 0:
-                self._when_idle()
-                self._when_idle = None
+            if self._when_idle and self._role.holding == 0:
+                calls, self._when_idle = self._when_idle, []
+                for call in calls:
+                    call()
         items = self._inbox.drain(wait=wait)
         self._progress_at = self._clock()
         for item in items:
@@ -95,9 +111,15 @@ class ComputeThread:
                 case Stop():
                     return False
                 case WhenIdle(call):
-                    self._when_idle = call
+                    self._when_idle.append(call)
                 case LedgerQuery(query):
                     self._parts.report.ledger(query, self._parts.pool.ledger())
+                case CacheQuery():
+                    self._tell_whole_cache()
+                case Joined():
+                    self._role.handle(item)
+                    self._parts.pool.journal.restart()
+                    self._tell_whole_cache()
                 case _:
                     self._role.handle(item)
         return True
@@ -117,6 +139,7 @@ class ComputeThread:
             return
         seconds = self._clock() - started
         self._account(batch, seconds)
+        self.steps = self.steps.plus(batch, seconds)
         outcomes = self._parts.scheduler.update(batch, computed)
         self._role.after_step(batch, outcomes, seconds)
 

@@ -23,7 +23,7 @@ from tests.virtual_cluster import percentile
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PLACES = 8  # of decode
-QUEUE = 64  # in a short run 16
+QUEUE = 64
 ASK = Ask()
 SETTINGS = {
     "prefill": 1,

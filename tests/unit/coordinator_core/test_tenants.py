@@ -7,13 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import DeadlineExceeded, Overloaded, Preempted
-from baton.types import Request, RequestId, SamplingParams, Standing
+from baton.types import NodeName, Request, RequestId, SamplingParams, Standing
 from coordinator.core import messages as m
 from coordinator.core.admission import Admission, Bid
+from coordinator.core.answer_time import AnswerTimes
+from coordinator.core.cost_model import CostModel
 from coordinator.core.drain_rate import Ahead, DrainRate
 from coordinator.core.fair_order import CREDIT, Claim, FairOrder
-from coordinator.core.pace import Pace
-from coordinator.core.queue import WaitingQueue
+from coordinator.core.loads import Loads
+from coordinator.core.output_length import OutputLengths
+from coordinator.core.prospects import Prospects
+from coordinator.core.queue import WaitingQueue, due
+from coordinator.core.registry import Registry
 from coordinator.core.tenants import Tenant, Tenants, hash_key, salt_of
 from coordinator.core.token_bucket import TokenBucket
 from tests.unit.coordinator_core.world import DECODE, PREFILL, World
@@ -25,6 +30,28 @@ GOLD, BULK = Standing("gold", "premium", 0), Standing("bulk", "standard", 1)
 def known(*made: Tenant, reserve: float = 0.0, **waits: float) -> Tenants:
     keys = tuple((hash_key(f"key of {one.name}".encode()), one.name) for one in made)
     return Tenants(CLASSES, {one.name: one for one in made}, keys, reserve, waits)
+
+
+class Idle:
+    """Nodes that have nothing to do and compute at once."""
+
+    seconds = wait = 0.0
+
+    def computing(self, tokens: int) -> float:
+        return self.seconds
+
+    def answering(self, tenant: str, max_tokens: int) -> float:
+        return self.seconds * max_tokens
+
+    def node_wait(self, now: float) -> float:
+        return self.wait
+
+    def decode_full(self) -> bool:
+        return False
+
+
+class Busy(Idle):
+    seconds, wait = 1.0, 2.0
 
 
 def name(number: int) -> RequestId:
@@ -83,7 +110,7 @@ def test_a_bucket_lets_in_its_rate_and_one_burst(asks: list[tuple[float, float]]
 
 def test_debts_survive_a_reload() -> None:
     queue = WaitingQueue()
-    admission = Admission(queue, 10, Pace(), lambda: False)
+    admission = Admission(queue, 10, Idle())
     admission.reload(known(Tenant("bulk", "standard", tokens_per_second=10, token_burst=10)), 0.0)
     admission.let_in(request(prompt=100), 0.0)
     admission.reload(known(Tenant("bulk", "standard", tokens_per_second=20, token_burst=10)), 0.0)
@@ -152,9 +179,9 @@ def test_nobody_is_passed_by_who_comes_after_it_was_due(arrivals: list[tuple[int
     queue, now, came = WaitingQueue(), 0.0, dict[RequestId, tuple[float, float]]()
     for number, (tokens, passed) in enumerate(arrivals):
         now += passed
-        due = queue.due(tokens, now, now + 600.0)
-        came[name(number)] = (now, due)
-        queue.push(name(number), Claim(tokens=tokens, due=due, arrived=now))
+        when = due(tokens / 1e4, now, now + 600.0)
+        came[name(number)] = (now, when)
+        queue.push(name(number), Claim(tokens=tokens, due=when, arrived=now))
     taken: list[RequestId] = []
     while queue:
         taken.append(queue.candidates()[0])
@@ -188,7 +215,7 @@ def test_what_is_ahead_counts_others_by_their_weight() -> None:
 
 def test_lower_classes_take_no_place_of_higher_ones_and_no_tenant_takes_all() -> None:
     queue = WaitingQueue()
-    admission = Admission(queue, 8, Pace(), lambda: False)
+    admission = Admission(queue, 8, Idle())
     admission.reload(known(Tenant("gold", "premium"), Tenant("bulk", "standard"), Tenant("meek", "standard")), 0.0)
     for number in range(4):
         admission.require(BULK, Bid(1, 60.0, 10), 0.0)
@@ -210,12 +237,12 @@ def test_the_wait_is_what_is_ahead_over_what_drains() -> None:
     rate.empty()
     rate.backlogged(1000.0)
     rate.departed(100, 1000.5)
-    assert rate.tokens_per_second == pytest.approx(200.0), "idle time says nothing"
+    assert rate.predict_wait(Ahead(1000, 100, False)) == pytest.approx(5.0), "idle time says nothing"
 
 
 def test_a_wait_beyond_the_deadline_is_refused_with_the_time_to_come_back() -> None:
     queue = WaitingQueue()
-    admission = Admission(queue, 1000, Pace(), lambda: False)
+    admission = Admission(queue, 1000, Idle())
     admission.reload(known(Tenant("bulk", "standard"), standard=3.0), 0.0)
     for number in range(60):
         queue.push(name(number), Claim("bulk", 1, tokens=100))
@@ -227,12 +254,27 @@ def test_a_wait_beyond_the_deadline_is_refused_with_the_time_to_come_back() -> N
     admission.require(GOLD, Bid(1, 60.0, 100), 5.0)
 
 
+def test_a_wait_that_leaves_no_time_for_the_prompt_is_refused_and_a_hopeless_prompt_is_not() -> None:
+    admission = Admission(WaitingQueue(), 1000, Busy())
+    admission.require(BULK, Bid(1, 3.1, 100), 0.0)
+    with pytest.raises(Overloaded, match="would wait 2") as refused:
+        admission.require(BULK, Bid(1, 2.9, 100), 0.0)
+    assert refused.value.retry_after == pytest.approx(1.0)
+    with pytest.raises(Overloaded, match="would wait 2"):
+        admission.require(BULK, Bid(1, 12.9, 100, 10), 0.0)
+    admission.require(BULK, Bid(1, 13.1, 100, 10), 0.0)
+    admission.require(BULK, Bid(1, 0.9, 100), 0.0)
+
+
 def test_what_cannot_be_served_in_time_is_known() -> None:
-    pace = Pace()
-    assert pace.too_late(10_000, 8, 0.001, wanted=True) is None
-    pace.served(1000, 1.0)
-    assert isinstance(pace.too_late(1000, 8, 0.4, wanted=False), DeadlineExceeded)
-    assert pace.too_late(1000, 8, 0.6, wanted=False) is None
+    costs = CostModel()
+    prospects = Prospects(Registry(1.0, 1.0), Loads(), costs, AnswerTimes(OutputLengths()))
+    assert prospects.too_late(10_000, 0, 0.001) is None, "nothing is known yet"
+    for _ in range(50):
+        costs.prefill_took(NodeName("p0"), 1000, 0, 1.0)
+    assert isinstance(prospects.too_late(1000, 0, 0.4), DeadlineExceeded)
+    assert prospects.too_late(1000, 0, 0.6) is None
+    assert prospects.too_late(1000, 900, 0.4) is None, "a cache has most of it"
 
 
 # in the brain
