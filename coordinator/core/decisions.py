@@ -84,14 +84,14 @@ class Decisions:
         )
 
     def book(self, record: Record, key: AttemptKey, decision: Decision, now: float) -> None:
-        """Write the legs into the books. Who computes the prompt has its seconds."""
+        """Write the legs into the books. Who computes the prompt has its tokens and seconds."""
         demand, choice, prediction = decision.demand, decision.choice, decision.prediction
         for node in filter(None, (choice.decode, choice.prefill)):
             computes = node == (choice.prefill or choice.decode)
             self._loads.place(
                 node,
                 key,
-                demand.tokens,
+                demand.lacked_by(node) if computes else 0,
                 demand.blocks,
                 first_class=not record.request.standing.level,
                 seconds=prediction.prefill if computes else 0.0,

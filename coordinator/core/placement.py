@@ -37,11 +37,15 @@ class Demand:
         """At least the last token of a context is computed anew."""
         return min(self.held.get(node, 0), self.tokens - 1)
 
+    def lacked_by(self, node: Incarnation) -> int:
+        """Tokens that it would have to compute."""
+        return 1 if node == self.holder else self.tokens - self.held_by(node)
+
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """One node at this moment. `computing` attempts with `uncomputed_tokens` are placed on a prefill node and not
-    computed yet; `window_tokens` are those, but of one prompt at most a step's; `room` in blocks; `closed_from`:
+    """One node at this moment. `computing` prompts are placed there and not computed yet, on a prefill node with
+    `uncomputed_tokens`; `window_tokens` are those, but of one prompt at most a step's; `room` in blocks; `closed_from`:
     demands of so many blocks were refused; `first_class_blocks` of `blocks` and `first_class_attempts` of `attempts`
     are the first class's.
 
@@ -72,20 +76,18 @@ class NodeView:
     recent_work: float = 0.0
 
     def takes_prefill(self, demand: Demand) -> bool:
-        """Two attempts, or two steps' worth of tokens, and always at least one. A long prompt takes one step's share of
-        that, so that short ones can come to the node and pass it. Blocks are the node's to refuse: what it keeps until
-        a hand-off has committed is not in the coordinator's books."""
-        if self._is_closed_to(demand) or self.computing >= self.max_num_seqs:
-            return False
-        share = min(demand.tokens, self.max_batched_tokens)
-        return self.window_tokens + share <= 2 * self.max_batched_tokens or self.computing < PREFILL_ATTEMPTS
+        """Blocks are the node's to refuse: what it keeps until a hand-off has committed is not in the coordinator's
+        books."""
+        return not self._is_closed_to(demand) and self.computing < self.max_num_seqs and self._has_window(demand)
 
     def takes_decode(self, demand: Demand) -> bool:
+        """If it is to compute the prompt as well, bursts come to it no faster than to a prefill node: whoever comes in
+        between may still pass what waits."""
         kept = min(int(demand.reserve * self.blocks), self.blocks - demand.blocks)  # who needs them all may have them
         blocks = max(0, kept - self.first_class_blocks)
         places = max(0, int(demand.reserve * self.max_num_seqs) - self.first_class_attempts)
         fits = self.attempts < self.max_num_seqs - places and demand.blocks <= self.room - blocks
-        return fits and not self._is_closed_to(demand)
+        return fits and not self._is_closed_to(demand) and (demand.prefill or self._has_window(demand))
 
     def takes(self, demand: Demand) -> bool:
         return self.takes_prefill(demand) if self.role is Role.PREFILL else self.takes_decode(demand)
@@ -94,6 +96,12 @@ class NodeView:
         """Seconds until it has computed what is placed there."""
         done = min(max(0.0, now - self.head_since), self.head_seconds)
         return max(0.0, self.queued_seconds - done)
+
+    def _has_window(self, demand: Demand) -> bool:
+        """Two attempts, or two steps' worth of tokens, and always at least one. A long prompt takes one step's share of
+        that, so that short ones can come to the node and pass it."""
+        share = min(demand.lacked_by(self.incarnation), self.max_batched_tokens)
+        return self.window_tokens + share <= 2 * self.max_batched_tokens or self.computing < PREFILL_ATTEMPTS
 
     def _is_closed_to(self, demand: Demand) -> bool:
         return self.closed_from is not None and demand.blocks >= self.closed_from

@@ -111,6 +111,7 @@ class Reports:
         if fresh:
             if record.state is not RequestState.STREAMING:
                 self._table.loads.heard_of(sender, attempt.key, computed=True, now=now)
+                self._table.placeable = True
             if sender == attempt.decode and not attempt.committed:
                 self._table.committed(record, attempt)
             self._table.emit(record, attempt, fresh, tuple(fresh_scores), now)

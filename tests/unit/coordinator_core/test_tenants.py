@@ -284,7 +284,7 @@ def test_a_share_of_the_blocks_is_kept_for_the_first_class() -> None:
     world = World(mode="colocated")
     tenants = known(Tenant("gold", "premium"), Tenant("bulk", "standard"), reserve=0.5)
     world.brain.reload_tenants(tenants, world.now)
-    node = world.join("d0", DECODE, max_num_seqs=16)  # 32 blocks
+    node = world.join("d0", DECODE, max_num_seqs=16, max_batched_tokens=512)  # 32 blocks
     for _ in range(5):
         submit(world, BULK, prompt=64)  # 5 blocks with room to grow
     assert world.brain.placed_on(node) == 3
@@ -292,6 +292,41 @@ def test_a_share_of_the_blocks_is_kept_for_the_first_class() -> None:
         submit(world, GOLD, prompt=64)
     assert world.brain.placed_on(node) == 6
     assert world.brain.queued == 2
+
+
+def test_a_share_of_the_places_is_kept_for_the_first_class() -> None:
+    world = World(mode="colocated", max_queue=32)
+    world.brain.reload_tenants(known(Tenant("gold", "premium"), Tenant("bulk", "standard"), reserve=0.25), world.now)
+    node = world.join("d0", DECODE, max_num_seqs=8, num_blocks=64)
+    for _ in range(10):
+        submit(world, BULK, prompt=4)
+    assert world.brain.placed_on(node) == 6
+    for _ in range(3):
+        submit(world, GOLD, prompt=4)
+    assert world.brain.placed_on(node) == 8
+
+
+def test_the_reserve_does_not_keep_out_who_needs_more_than_it_leaves() -> None:
+    world = World(mode="colocated")
+    world.brain.reload_tenants(known(Tenant("gold", "premium"), Tenant("bulk", "standard"), reserve=0.5), world.now)
+    node = world.join("d0", DECODE, max_model_len=1024)  # 32 blocks
+    submit(world, BULK, prompt=400)
+    assert world.brain.placed_on(node) == 1
+
+
+def test_a_burst_comes_to_a_node_as_it_is_computed() -> None:
+    """Two steps' worth of prompts, so that a higher class may still pass the rest."""
+    world = World(mode="colocated", max_queue=32)
+    world.brain.reload_tenants(known(Tenant("gold", "premium"), Tenant("bulk", "standard")), world.now)
+    node = world.join("d0", DECODE, max_num_seqs=16, num_blocks=64)  # 64 tokens a step
+    for _ in range(12):
+        submit(world, BULK, prompt=32)
+    assert world.brain.placed_on(node) == 4
+    gold = submit(world, GOLD, prompt=32)
+    first = world.sent(node, m.Submit)[0].work.key
+    world.token(node, first, 0)
+    assert world.sent(node, m.Submit)[-1].work.key.request == gold
+    assert world.brain.placed_on(node) == 5
 
 
 def test_the_class_reaches_the_node_and_whoever_preempts_pays() -> None:
