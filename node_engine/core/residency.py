@@ -221,8 +221,8 @@ class Residency:
         return self._pool.allocate(needed, sequence.owner) if needed <= self.free_blocks else None
 
     def _drop_speculative(self, taker: Sequence, needed: int) -> None:
-        """Drop what it takes to get `needed` blocks for `taker`, at once or when senders let go of them; nothing if that
-        would not be enough."""
+        """Drop what it takes to get `needed` blocks for `taker`, at once or when senders let go of them; nothing if
+        that would not be enough."""
         room = self.free_blocks + self.coming_blocks
         victims = [each for state in (PREFILLING, HANDING_OFF) for each in self._speculative(state)]
         if needed > room + sum(len(victim.block_table) for victim in victims):
