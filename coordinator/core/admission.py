@@ -133,7 +133,7 @@ class Admission:
         expected = self._prospects
         left = bid.timeout - expected.computing(claim.tokens) - expected.answering(standing.tenant, bid.output)
         limit = min(left, self.tenants.max_wait.get(standing.tenant_class, left))
-        ahead = self._queue.ahead(claim, decode_full=self._prospects.decode_full())
+        ahead = self._queue.ahead(claim, decode_full=len(self._queue) > 0 and self._prospects.decode_full())
         wait = self._queue.rate.predict_wait(ahead) + self._prospects.node_wait(now)
         if left > 0 and wait > limit:
             raise Overloaded(

@@ -83,11 +83,11 @@ class NodeView:
     def takes_decode(self, demand: Demand) -> bool:
         """If it is to compute the prompt as well, bursts come to it no faster than to a prefill node: whoever comes in
         between may still pass what waits."""
-        kept = min(int(demand.reserve * self.blocks), self.blocks - demand.blocks)  # who needs them all may have them
-        blocks = max(0, kept - self.first_class_blocks)
-        places = max(0, int(demand.reserve * self.max_num_seqs) - self.first_class_attempts)
-        fits = self.attempts < self.max_num_seqs - places and demand.blocks <= self.room - blocks
-        return fits and not self._is_closed_to(demand) and (demand.prefill or self._has_window(demand))
+        if self.attempts >= self.max_num_seqs or self._is_closed_to(demand):
+            return False
+        if not demand.prefill and not self._has_window(demand):
+            return False
+        return demand.blocks <= self.room if not demand.reserve else self._leaves_the_reserve(demand)
 
     def takes(self, demand: Demand) -> bool:
         return self.takes_prefill(demand) if self.role is Role.PREFILL else self.takes_decode(demand)
@@ -96,6 +96,12 @@ class NodeView:
         """Seconds until it has computed what is placed there."""
         done = min(max(0.0, now - self.head_since), self.head_seconds)
         return max(0.0, self.queued_seconds - done)
+
+    def _leaves_the_reserve(self, demand: Demand) -> bool:
+        """Who needs more blocks than the reserve leaves may have them all."""
+        kept = min(int(demand.reserve * self.blocks), self.blocks - demand.blocks) - self.first_class_blocks
+        places = int(demand.reserve * self.max_num_seqs) - self.first_class_attempts
+        return demand.blocks <= self.room - max(0, kept) and self.attempts < self.max_num_seqs - max(0, places)
 
     def _has_window(self, demand: Demand) -> bool:
         """Two attempts, or two steps' worth of tokens, and always at least one. A long prompt takes one step's share of
