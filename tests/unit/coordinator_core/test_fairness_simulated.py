@@ -1,6 +1,9 @@
 """Overload and fairness, on the virtual clock. A node here serves about 25 requests of 64 + 16 tokens a second."""
 
+import gc
+from collections import deque
 from collections.abc import Callable
+from types import FunctionType, ModuleType
 
 import pytest
 
@@ -66,6 +69,34 @@ def again(world: VirtualCluster) -> Callable[[Served], None]:
             world.at(when, lambda: world.ask(served.tenant, **SHAPE))
 
     return ended
+
+
+def test_what_is_refused_leaves_nothing_behind(capacity: float) -> None:
+    """All that the brain holds, counted entry by entry, after twice the storm as after the storm."""
+    world = cluster(tenants(bulk="standard"), max_queue=32)
+    sizes: list[tuple[int, int]] = []
+    for _ in range(3):
+        world.load(5 * capacity, world.now + 5.0, start=world.now, tenant="bulk", **SHAPE)
+        world.run(world.now + 15.0)
+        assert world.brain.queued == world.brain.running == 0
+        sizes.append((entries(world.brain), len(world.served)))
+    (before, served), (after, all_served) = sizes[1:]
+    assert after - before <= all_served - served + 16, "timelines of what was served are kept, up to a bound"
+    assert len(world.refused) > 2 * len(world.served)
+
+
+def entries(root: object) -> int:
+    """Entries of every container that can be reached."""
+    seen, left, found = {id(root)}, [root], 0
+    while left:
+        each = left.pop()
+        if isinstance(each, dict | list | set | deque):
+            found += len(each)
+        for other in gc.get_referents(each):
+            if id(other) not in seen and not isinstance(other, type | ModuleType | FunctionType):
+                seen.add(id(other))
+                left.append(other)
+    return found
 
 
 @pytest.mark.parametrize("timeout", [2.0, 8.0])
