@@ -40,6 +40,7 @@ class Outcome:
 
     ask: Ask
     due: float
+    sent: float = 0.0
     status: int = 0
     first: float | None = None
     ended: float = 0.0
@@ -136,7 +137,8 @@ class OpenLoop:
         headers = {"x-request-timeout": f"{ask.timeout:g}"}
         if ask.key:
             headers["authorization"] = f"Bearer {ask.key}"
-        outcome.status, outcome.error, sent = 0, "", time.monotonic()
+        outcome.status, outcome.error = 0, ""
+        outcome.sent = sent = time.monotonic()
         self._last_sign = self._last_sign if self.waiting else sent
         self.waiting += 1
         try:

@@ -99,3 +99,8 @@ def p99(values: Sequence[float]) -> float:
 
 def ttfts(outcomes: Sequence[Outcome], since: float = 0.0) -> list[float]:
     return [each.ttft for each in outcomes if each.served and each.due >= since]
+
+
+def lag(outcomes: Sequence[Outcome]) -> str:
+    """How much later than they were due requests were sent: of what is measured, the clients' own part."""
+    return spread([each.sent - each.due for each in outcomes])

@@ -20,7 +20,7 @@ from coordinator.core.tenants import hash_key
 from tests.cluster import Cluster
 from tests.open_loop import Ask, Outcome, as_tenant, held_to
 from tests.soak.conftest import Figures
-from tests.soak.storm import JUDGED, Storm, ms, spread, ttfts
+from tests.soak.storm import JUDGED, Storm, lag, ms, spread, ttfts
 from tests.virtual_cluster import percentile
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -107,6 +107,7 @@ async def test_premium_beside_three_times_the_capacity(stage: Stage) -> None:
         "standard offers 3x the capacity",
         premium_TTFT_alone=spread(ttfts(alone)),
         premium_TTFT=spread(ttfts(gold)),
+        clients_own_delay=lag(gold),
         standard_TTFT=spread(ttfts(bulk)),
         standard=", ".join(f"{count} {how}" for how, count in sorted(ended.items())),
         SLO=ms(SLO),

@@ -17,7 +17,7 @@ import pytest_asyncio
 from tests.cluster import Cluster
 from tests.open_loop import Ask, Outcome, held_to
 from tests.soak.conftest import Figures
-from tests.soak.storm import GROWTH, JUDGED, RECOVERY, REFUSAL, SILENCE, Storm, ms, p99, spread, ttfts
+from tests.soak.storm import GROWTH, JUDGED, RECOVERY, REFUSAL, SILENCE, Storm, lag, ms, p99, spread, ttfts
 from tests.virtual_cluster import percentile
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -83,6 +83,7 @@ async def test_five_times_the_capacity(storm: Storm, kind: str) -> None:
         goodput=f"{goodput:.1f} requests/s, {goodput / storm.capacity:.0%} of capacity",
         refused_within=spread(refusals),
         TTFT=spread(ttfts(outcomes)),
+        clients_own_delay=lag(outcomes),
         recovery=f"{recovery:.1f} s",
         memory=f"{growth / 2**20:+.1f} MiB ({grower}, which grew most)",
     )
