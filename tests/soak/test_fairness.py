@@ -36,7 +36,7 @@ SETTINGS = {
     "decode": 2,
     "max_num_seqs": PLACES // 2,
     "max_batched_tokens": 128,
-    "max_queue": 128,
+    "max_queue": 64,
     "kv_memory": "4MiB",
     "paced_prefill_us_per_token": 100.0,
     "heartbeat": 0.25,
@@ -66,7 +66,7 @@ async def stage(
     folder = tmp_path_factory.mktemp("fairness")
     file = folder / "tenants.toml"
     seconds = float(request.config.getoption("--storm-seconds"))
-    step = 20.0 if seconds >= JUDGED else 10.0  # milliseconds: 45 or 80 requests a second
+    step = 40.0 if seconds >= JUDGED else 20.0  # milliseconds: 23 or 45 requests a second
     cluster = Cluster(folder, engine="paced", model="", tenants=str(file), paced_step_ms=step, **SETTINGS)
     made = Stage(Storm(cluster, seconds, figures), file)
     made.limit(None)
