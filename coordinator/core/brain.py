@@ -19,6 +19,7 @@ from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import ExplainResponse
 from baton.pb.common_pb2 import Timeline
 from baton.types import FinishReason, Incarnation, NodeName, Request, RequestId, Standing
+from coordinator.core.breakers import Breakers
 from coordinator.core.counters import INTERNAL, Counters
 from coordinator.core.drains import Service, is_empty
 from coordinator.core.explain import MAX_AGE, explain
@@ -30,6 +31,7 @@ from coordinator.core.record import RequestState
 from coordinator.core.registry import Node, Registry
 from coordinator.core.reports import Reports
 from coordinator.core.requests import UNSERVED_PATIENCE, RequestTable
+from coordinator.core.retries import Retries
 from coordinator.core.settings import Settings
 from coordinator.core.tenants import Tenants
 
@@ -156,13 +158,17 @@ class Brain:
             drained = self.registry.called(name)
             if drained is not None:
                 self._table.vacate(drained.incarnation, Drained(f"node {name} is being drained"), now)
+        for pair in self._table.breakers.due(now):
+            self._table.pair_changed(pair)
         for request in self._table.timers.due(now):
             self._table.due(request, now)
         return self._effects(now)
 
     def next_due(self) -> float | None:
         """When `tick` is to be called next if nothing else happens."""
-        times = (self._table.timers.next(), self.registry.next_silence(), self.registry.drains.next())
+        table = self._table
+        times = (table.timers.next(), self.registry.next_silence(), self.registry.drains.next(), table.breakers.next())
+        times = (*times, table.retries.next())
         return min((time for time in times if time is not None), default=None)
 
     # views
@@ -182,17 +188,24 @@ class Brain:
     @property
     def queued(self) -> int:
         """Requests that wait to be placed."""
-        return len(self._table.queue) + len(self._table.resting)
+        return len(self._table.queue) + len(self._table.retries)
 
     @property
     def running(self) -> int:
         """Requests placed and not ended."""
         return len(self._table.records) - self.queued
 
+    def stood_still(self, now: float) -> float:
+        """Seconds for which requests have been here and none of them got further than it had been."""
+        return now - self._table.last_progress if self._table.records else 0.0
+
     @property
-    def last_progress(self) -> float:
-        """When a request was last seen to move on."""
-        return self._table.last_progress
+    def breakers(self) -> Breakers:
+        return self._table.breakers
+
+    @property
+    def retries(self) -> Retries:
+        return self._table.retries
 
     def active(self) -> list[RequestId]:
         return list(self._table.records)

@@ -20,6 +20,7 @@ from baton.types import (
     TokenScore,
     Work,
 )
+from coordinator.core.breakers import BreakerState
 
 # what nodes say
 
@@ -249,4 +250,13 @@ class Lost:
     error: BatonError
 
 
-Effect = Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost
+@dataclass(frozen=True, slots=True)
+class PairChanged:
+    """The circuit breaker between two nodes, likewise for the log."""
+
+    prefill: NodeName
+    decode: NodeName
+    state: BreakerState
+
+
+Effect = Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost | PairChanged
