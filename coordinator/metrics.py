@@ -144,8 +144,8 @@ class BrainCollector(Collector):
             "baton_prefix_directory_blocks", "Different blocks in nodes' caches, as told", len(known.directory)
         )
         breakers = GaugeMetricFamily("baton_breakers", "Pairs of nodes that are kept apart, by state", labels=["state"])
-        for state in (BreakerState.OPEN, BreakerState.HALF_OPEN):
-            breakers.add_metric([state.value], self._brain.breakers.count(state))
+        for kept in (BreakerState.OPEN, BreakerState.HALF_OPEN):
+            breakers.add_metric([kept.value], self._brain.breakers.count(kept))
         now, retries = self._clock(), self._brain.retries
         left = GaugeMetricFamily("baton_retry_budget", "Retries that may be made now", retries.budget.left(now))
         held = GaugeMetricFamily("baton_retries_held_back", "Requests that wait for the retry budget", retries.held)

@@ -167,8 +167,8 @@ class Brain:
     def next_due(self) -> float | None:
         """When `tick` is to be called next if nothing else happens."""
         table = self._table
-        times = (table.timers.next(), self.registry.next_silence(), self.registry.drains.next(), table.breakers.next())
-        times = (*times, table.retries.next())
+        mine = (self.registry.next_silence(), self.registry.drains.next())
+        times = (*mine, table.timers.next(), table.breakers.next(), table.retries.next())
         return min((time for time in times if time is not None), default=None)
 
     # views
