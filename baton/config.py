@@ -117,6 +117,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float, Meta(ge=0, le=1), _help("Share of the requests that come in that may be retries after a failure")
     ] = 0.2
     drain_timeout: Annotated[Seconds, _help("Seconds a stopping cluster waits for its requests")] = 30.0
+    flip_timeout: Annotated[
+        Seconds, _help("Seconds a node that changes its role may finish what it has; then it is placed again")
+    ] = 30.0
 
     # the paced engine's cost model
     paced_prefill_us_per_token: Annotated[float, Meta(ge=0), _help("Microseconds for each prompt token")] = 50.0

@@ -47,6 +47,9 @@ class Decisions:
 
     def decide(self, record: Record, views: Sequence[NodeView], now: float) -> Decision | None:
         """None: wait."""
+        views = self._offered(record, views)
+        if not views:
+            return None
         demand = self.demand(record, look_up=True)
         layout = self._registry.layout()
         unit = self._loads.unit(now)
@@ -66,7 +69,7 @@ class Decisions:
     def demand(self, record: Record, *, look_up: bool = False) -> Demand:
         """What the next attempt needs; with `look_up`, also whose caches have its prompt. The last token of an output
         needs no decode node where there is prefill."""
-        prefill = self._mode == "disaggregated" or (self._mode == "auto" and self._registry.serves(Role.PREFILL))
+        prefill = self._mode == "disaggregated" or (self._mode == "auto" and self._may_prefill(record))
         block_size = self._registry.layout().block_size
         tokens = record.context_tokens + min(record.remaining, block_size)
         return Demand(
@@ -96,6 +99,19 @@ class Decisions:
                 resident=prediction.resident,
                 now=now,
             )
+
+    def _offered(self, record: Record, in_service: Sequence[NodeView]) -> Sequence[NodeView]:
+        """Nodes in service; for a probe its own node as the only one of its role."""
+        if record.pin is None:
+            return in_service
+        node = self._registry.nodes.get(record.pin)
+        if node is None:
+            return []
+        return [*(view for view in in_service if view.role is not node.info.role), self._loads.view(node)]
+
+    def _may_prefill(self, record: Record) -> bool:
+        pinned = self._registry.nodes.get(record.pin) if record.pin else None
+        return self._registry.serves(Role.PREFILL) or (pinned is not None and pinned.info.role is Role.PREFILL)
 
     def _held(self, record: Record) -> dict[Incarnation, int]:
         """By the directory. A prompt that is to be scored is computed without a look at any cache."""
