@@ -112,6 +112,8 @@ class RequestTable:
         """A request of our own that goes through `node`, which need not be in service, and through nodes of the other
         role that are: at once, once, and before all others. How it ends is in `probed`."""
         record = Record(request, now + request.timeout, Marks(now), internal=True, prompt_scores=(), pin=node)
+        if not self.records:
+            self.last_progress = now
         self.records[request.id] = record
         self.queue.push_front(request.id)
         self.timers.set(request.id, record.next_due())
