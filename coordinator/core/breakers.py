@@ -16,7 +16,7 @@ from enum import Enum
 from baton.types import AttemptKey, Incarnation
 
 TRIP = 3  # failures in a row
-FIRST_REST, LONGEST_REST = 1.0, 8.0  # seconds before a pair is tried again; doubled each time
+FIRST_REST, LONGEST_REST = 1.0, 4.0  # seconds before a pair is tried again; doubled each time
 
 Pair = tuple[Incarnation, Incarnation]  # prefill, decode
 
