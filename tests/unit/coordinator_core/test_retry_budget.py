@@ -20,12 +20,12 @@ def test_the_floor_is_there_for_who_is_alone() -> None:
 def test_a_share_of_what_comes_in() -> None:
     budget = RetryBudget(SHARE)
     for number in range(1000):
-        budget.offered(number / 100)
-    assert sum(budget.take(10.0) for _ in range(1000)) == 200
-    assert budget.left(10.0) == 0
+        budget.offered(number / 200)
+    assert sum(budget.take(5.0) for _ in range(1000)) == 200
+    assert budget.left(5.0) == 0
     for _ in range(50):
-        budget.offered(10.0)
-    assert budget.left(10.0) == int(SHARE * 1050) - 200
+        budget.offered(5.0)
+    assert budget.left(5.0) == int(SHARE * 1050) - 200
 
 
 steps = st.lists(
