@@ -20,10 +20,10 @@ from baton.pb.cluster_pb2 import StatusResponse
 from node_engine.paced import paced_reference
 from tests.clients import Clients
 from tests.cluster import Cluster
-from tests.history import Call, Closed, Door, Failed, History, Operation, Tokens, complaints
+from tests.history import Call, Closed, Door, Failed, History, Hung, Operation, Tokens, complaints
 
 CLIENTS = 8
-DEADLINE = 60.0  # seconds that clients of the load allow
+DEADLINE = 30.0  # seconds that clients of the load allow
 BEFORE = 40  # tokens that reach the clients between two kills
 PATIENCE = 60.0  # seconds until the run is given up
 _PROBE_DEADLINE = 10.0
@@ -33,16 +33,20 @@ _VOCABULARY = 32000
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """Seconds from the kill: `answered`, the first new request; `whole`, all processes are here and it is ready."""
+    """Seconds from the new start, which follows the kill: `listens`, the front door takes connections (at once unless
+    it was the coordinator that died); `answered`, the first new request has its whole answer; `whole`, all processes
+    have joined and the cluster is ready."""
 
     victim: str
     address: str
+    listens: float
     answered: float
     whole: float
 
     def __str__(self) -> str:
         where = f"{self.victim} at {self.address} address"
-        return f"{where}: answered after {self.answered:.2f} s, whole after {self.whole:.2f} s"
+        times = f"listens after {self.listens:.2f} s, answered {self.answered:.2f} s, whole {self.whole:.2f} s"
+        return f"{where}: {times}"
 
 
 class Range:
@@ -53,7 +57,7 @@ class Range:
         self.history = History()
         self._seed = seed
         self._clients = Clients(cluster.where.http, cluster.where.grpc, self.history)
-        self._kills = 0
+        self._killed: list[float] = []
         self._received = 0
         self._reached = asyncio.Event()
 
@@ -72,7 +76,7 @@ class Range:
         """Kill it under load and start it again after `down` seconds, `elsewhere`: under another name and address.
         Returns when the cluster is whole; the times are from the moment of the new start."""
         await self._flowing()
-        self._kills += 1
+        self._killed.append(time.monotonic())
         self.cluster.kill(victim)
         if elsewhere:
             self._move(victim)
@@ -80,17 +84,22 @@ class Range:
         began = time.monotonic()
         self.cluster.start(victim)
         async with asyncio.timeout(PATIENCE):
+            await self._listens()
+            listens = time.monotonic() - began
             await self._answered()
             answered = time.monotonic() - began
             await self._whole()
-        return Recovery(victim, "another" if elsewhere else "the same", answered, time.monotonic() - began)
+        address = "another" if elsewhere else "the same"
+        return Recovery(victim, address, listens, answered, time.monotonic() - began)
 
     def complaints(self, *, coordinator_died: bool) -> list[str]:
         """What was wrong with any answer. While only nodes die, no request fails."""
-        found = complaints(self.history.operations, paced_reference, cut_excused=coordinator_died)
+        operations = self.history.operations
+        found = complaints(operations, paced_reference, cut_excused=coordinator_died)
+        found += [f"{one} hung: {self._when(one.began)}" for one in operations if isinstance(one.events[-1][1], Hung)]
         if coordinator_died:
             return found
-        failed = [one for one in self.history.operations if one.end != Closed(in_order=True)]
+        failed = [one for one in operations if one.end != Closed(in_order=True)]
         return found + [f"{one} ended in {one.events[-1][1]}" for one in failed]
 
     # inside
@@ -120,8 +129,24 @@ class Range:
         async with asyncio.timeout(PATIENCE):
             await self._reached.wait()
 
+    def _when(self, moment: float) -> str:
+        before = [at for at in self._killed if at <= moment]
+        after = f"{moment - before[-1]:.3f} s after kill {len(before)}" if before else "before the first kill"
+        return f"it began {after} of {len(self._killed)}"
+
+    async def _listens(self) -> None:
+        host, _, port = self.cluster.where.http.rpartition(":")
+        while True:
+            try:
+                _, writer = await asyncio.open_connection(host, int(port))
+            except OSError:
+                await asyncio.sleep(_AFTER_FAILURE)
+            else:
+                writer.close()
+                return
+
     async def _answered(self) -> None:
-        rng = random.Random(f"probe {self._seed} {self._kills}")
+        rng = random.Random(f"probe {self._seed} {len(self._killed)}")
         prompt = tuple(rng.randrange(1, _VOCABULARY) for _ in range(20))
         while True:
             probe = await self._clients.perform(Call(Door.GRPC_STREAM, prompt, 3, _PROBE_DEADLINE))
@@ -146,4 +171,4 @@ class Range:
         held = ports.hold("127.0.0.1", 0, "--listen")
         address = f"127.0.0.1:{held.getsockname()[1]}"
         held.close()
-        self.cluster.per_node[victim] = {"listen": address, "name": f"{victim}-{self._kills}"}
+        self.cluster.per_node[victim] = {"listen": address, "name": f"{victim}-{len(self._killed)}"}
