@@ -21,6 +21,7 @@ from baton.pb.common_pb2 import Timeline
 from baton.ratio import Split
 from baton.types import FinishReason, Incarnation, NodeName, Request, RequestId, Standing
 from coordinator.core.admission import Bid
+from coordinator.core.breakers import Breakers
 from coordinator.core.counters import INTERNAL, Counters
 from coordinator.core.drains import Service, is_empty
 from coordinator.core.explain import MAX_AGE, explain
@@ -32,6 +33,7 @@ from coordinator.core.record import RequestState
 from coordinator.core.registry import Node, Registry
 from coordinator.core.reports import Reports
 from coordinator.core.requests import UNSERVED_PATIENCE, RequestTable
+from coordinator.core.retries import Retries
 from coordinator.core.settings import Settings
 from coordinator.core.switches import Switches
 from coordinator.core.tenants import Tenants
@@ -172,6 +174,8 @@ class Brain:
             drained = self.registry.called(name)
             if drained is not None:
                 self._table.vacate(drained.incarnation, Drained(f"node {name} is being drained"), now)
+        for pair in self._table.breakers.due(now):
+            self._table.pair_changed(pair)
         self.switches.due(now)
         for request in self._table.timers.due(now):
             self._table.due(request, now)
@@ -179,8 +183,9 @@ class Brain:
 
     def next_due(self) -> float | None:
         """When `tick` is to be called next if nothing else happens."""
-        drains = self.registry.drains.next()
-        times = (self._table.timers.next(), self.registry.next_silence(), drains, self.switches.next())
+        table = self._table
+        mine = (self.registry.next_silence(), self.registry.drains.next(), self.switches.next())
+        times = (*mine, table.timers.next(), table.breakers.next(), table.retries.next())
         return min((time for time in times if time is not None), default=None)
 
     # views
@@ -200,17 +205,24 @@ class Brain:
     @property
     def queued(self) -> int:
         """Requests that wait to be placed."""
-        return len(self._table.queue) + len(self._table.resting)
+        return len(self._table.queue) + len(self._table.retries)
 
     @property
     def running(self) -> int:
         """Requests placed and not ended."""
         return len(self._table.records) - self.queued
 
+    def stood_still(self, now: float) -> float:
+        """Seconds for which requests have been here and none of them got further than it had been."""
+        return now - self._table.last_progress if self._table.records else 0.0
+
     @property
-    def last_progress(self) -> float:
-        """When a request was last seen to move on."""
-        return self._table.last_progress
+    def breakers(self) -> Breakers:
+        return self._table.breakers
+
+    @property
+    def retries(self) -> Retries:
+        return self._table.retries
 
     def active(self) -> list[RequestId]:
         return list(self._table.records)

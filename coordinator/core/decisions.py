@@ -6,6 +6,8 @@ from typing import Literal
 from baton.errors import DeadlineExceeded
 from baton.types import AttemptKey, Incarnation, Role
 from coordinator.core.admission import Admission
+from coordinator.core.apart import choose_apart
+from coordinator.core.breakers import Breakers
 from coordinator.core.knowledge import Knowledge
 from coordinator.core.loads import Loads
 from coordinator.core.placement import Demand, NodeView, Outlook, Placement
@@ -26,6 +28,7 @@ class Decisions:
         knowledge: Knowledge,
         admission: Admission,
         prospects: Prospects,
+        breakers: Breakers,
         mode: Mode,
     ) -> None:
         self._registry = registry
@@ -34,6 +37,7 @@ class Decisions:
         self._knowledge = knowledge
         self._admission = admission
         self._prospects = prospects
+        self._breakers = breakers
         self._mode = mode
 
     def views(self, now: float) -> list[NodeView]:
@@ -50,8 +54,9 @@ class Decisions:
         layout = self._registry.layout()
         unit = self._loads.unit(now)
         outlook = Outlook(now, self._knowledge.costs, unit, layout.token_bytes, layout.block_size)
-        choice = self._placement.choose(demand, views, outlook)
-        return Decision(demand, choice, predict(demand, choice, views, outlook), views) if choice else None
+        apart = self._breakers.apart
+        choice = choose_apart(self._placement, demand, views, outlook, apart)
+        return Decision(demand, choice, predict(demand, choice, views, outlook), views, now, apart) if choice else None
 
     def too_late(self, record: Record, now: float, *, wanted: bool) -> DeadlineExceeded | None:
         """Why the request cannot be served any more, if so. `wanted`: others wait for its place, and unless its client
