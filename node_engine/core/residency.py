@@ -276,8 +276,9 @@ class Residency:
         sequence.num_pooled = borrowed * size + (match.partial.num_tokens if match.partial and from_pool else 0)
         if self._copy_in and borrowed:
             places = [number for number, block in enumerate(table) if not self._pool.owns(block)]
-            self._copy_in([(table[number], mine) for number, mine in zip(places, fresh, strict=False)])
-            for number, mine in zip(places, fresh, strict=False):
+            pairs = [(table[number], mine) for number, mine in zip(places, fresh[:borrowed], strict=True)]
+            self._copy_in(pairs)
+            for number, (_, mine) in zip(places, pairs, strict=True):
                 table[number] = mine
                 self._pool.seal_block(mine, sequence.chain, number)
             fresh, borrowed = fresh[borrowed:], 0
