@@ -96,3 +96,30 @@ async def test_without_its_pool_a_cluster_computes_and_joins_the_next_one(tmp_pa
         await until("again", lambda: cluster.tail("prefill-0").count("attached to the pool") > attached)
         await ask(5)
         await cluster.wait_quiet()
+
+
+@pytest.mark.asyncio
+async def test_the_next_turn_of_a_conversation_computes_its_own_tokens(tmp_path: Path) -> None:
+    """Whichever nodes it lands on."""
+    async with pooled_cluster(tmp_path, prefill=2, decode=2, **PACED) as cluster:
+        tokens = list(PREFIX[:100])
+        for turn in range(5):
+            answer = await cluster.generate(tokens, max_tokens=40, ignore_eos=True)
+            assert list(answer.tokens) == paced_reference(tokens, 40)
+            came = await sources(cluster, answer)
+            if turn:
+                assert came["computed_prefill"] + came["computed_decode"] <= 20 + 16
+            tokens += [*answer.tokens, *range(2000 + turn, 2020 + turn)]
+            await cluster.wait_quiet()
+
+
+@pytest.mark.asyncio
+async def test_a_stopped_pool_costs_computing_and_nothing_else(tmp_path: Path) -> None:
+    async with pooled_cluster(tmp_path, prefill=1, decode=1, **PACED) as cluster:
+        cluster.stop("pool-0")
+        for number in range(3):
+            prompt = [number, *PREFIX[:100]]
+            answer = await cluster.generate(prompt, max_tokens=20, ignore_eos=True)
+            assert list(answer.tokens) == paced_reference(prompt, 20)
+            assert (await sources(cluster, answer))["pool"] == 0
+        cluster.cont("pool-0")
