@@ -15,6 +15,7 @@ TIMEOUT = 6.0  # seconds that a client allows an operation
 SHORT, LONG = 0.4, 2.2  # seconds: within everybody's patience, and beyond it (tests/linked_cluster.py IMPATIENT)
 LATEST_MOMENT = 200  # tokens
 _DELAYS = (0.02, 0.2, LONG)
+_POINTS = [point for point in sorted(POINTS) if not point.startswith("pool.")]  # these clusters have no pool
 LONGEST_OUTPUT = 24
 _OUTPUTS = (1, 2, 3, 8, 17, LONGEST_OUTPUT)
 _GIVING_UP = 0.2  # share of calls whose client goes away
@@ -136,7 +137,7 @@ def _weather(rng: random.Random) -> Weather:
 
 
 def _failpoint(rng: random.Random, processes: Sequence[str]) -> Failpoint:
-    point = rng.choice(sorted(POINTS))
+    point = rng.choice(_POINTS)
     action = rng.choice(sorted(POINTS[point], key=lambda action: action.value))
     argument = rng.choice(_DELAYS) if action is Action.DELAY else 0.0
     skip = rng.choice((0, 0, 1, 3, 8, 20))
@@ -146,7 +147,7 @@ def _failpoint(rng: random.Random, processes: Sequence[str]) -> Failpoint:
 
 def _noise(rng: random.Random, process: str) -> str:
     """Half of the failpoints that a process passes, with what does not end it."""
-    passed = [point for point in sorted(POINTS) if process in places(point, [process])]
+    passed = [point for point in _POINTS if process in places(point, [process])]
     entries = []
     for point in rng.sample(passed, -(-len(passed) // 2)):
         action = rng.choice(sorted(POINTS[point] - {Action.EXIT, Action.STOP}, key=lambda action: action.value))

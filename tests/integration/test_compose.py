@@ -28,8 +28,8 @@ DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "baton.json"
 RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
 SECRETS = ("BATON_API_KEY", "BATON_CLUSTER_TOKEN", "BATON_ADMIN_TOKEN")
 TRANSPORTS = [transport for transport in ("zmq", "grpc", "shm") if transport in choices("transport")]
-SMALL = {"BATON_DECODE": "2", "BATON_KV_MEMORY": "16MiB", "BATON_THREADS": "1"}
-CPU = {"coordinator-1", "prefill-1", "decode-1", "decode-2"}
+SMALL = {"BATON_DECODE": "2", "BATON_KV_MEMORY": "16MiB", "BATON_POOL_MEMORY": "16MiB", "BATON_THREADS": "1"}
+CPU = {"coordinator-1", "pool-1", "prefill-1", "decode-1", "decode-2"}
 
 
 def bearer(token: str) -> dict[str, str]:
@@ -145,7 +145,7 @@ async def test_up_serves_and_stops(tmp_path: Path, volumes: Path, model: Path, t
 
 async def test_a_pool_without_prefill_nodes_is_colocated(tmp_path: Path, volumes: Path, model: Path) -> None:
     async with up(tmp_path, volumes, model, BATON_PREFILL="0", BATON_DECODE="1") as run:
-        assert {container.name for container in run.containers} == {"coordinator-1", "decode-1"}
+        assert {container.name for container in run.containers} == {"coordinator-1", "pool-1", "decode-1"}
         doors = Doors(run.of("coordinator"))
         async with doors.client:
             assert (await doors.complete()).status_code == 200
@@ -159,7 +159,8 @@ async def test_the_gpu_profile_serves(tmp_path: Path, volumes: Path, model: Path
         pytest.skip("needs an NVIDIA GPU")
     pools_off = dotenv(ROOT / "deploy" / "gpu.env")
     async with up(tmp_path, volumes, model, "gpu", **pools_off, BATON_DECODE="1") as run:
-        assert {container.name for container in run.containers} == {"coordinator-1", "prefill-gpu-1", "decode-gpu-1"}
+        names = {container.name for container in run.containers}
+        assert names == {"coordinator-1", "pool-1", "prefill-gpu-1", "decode-gpu-1"}
         doors = Doors(run.of("coordinator"))
         async with doors.client:
             await serves(doors, "zmq")

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from baton.cli import supervisor
@@ -47,8 +48,8 @@ Play = Callable[..., None]
 def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
     """Write the modules that the children run; each defaults to one that starts, and ends when told."""
 
-    def write(coordinator: str = COORDINATOR + WAIT, prefill: str = WAIT, decode: str = WAIT) -> None:
-        parts = {"coordinator": coordinator, "prefill_node": prefill, "decode_node": decode}
+    def write(coordinator: str = COORDINATOR + WAIT, prefill: str = WAIT, decode: str = WAIT, pool: str = WAIT) -> None:
+        parts = {"coordinator": coordinator, "prefill_node": prefill, "decode_node": decode, "kv_pool": pool}
         for module, code in parts.items():
             (tmp_path / f"{module}.py").write_text(NODE + code)
 
@@ -101,16 +102,32 @@ async def replaced(started: Supervisor, name: str, old: int) -> None:
     await until(lambda: started.pids().get(name, old) != old)
 
 
-async def test_the_coordinator_ends_before_the_nodes(play: Play, config: Config) -> None:
+async def test_the_coordinator_ends_before_the_nodes_and_they_before_their_pool(play: Play, config: Config) -> None:
     async with cluster(config) as (started, _):
         await started.ready()
         pids = started.pids()
-        assert set(pids) == {"coordinator", "prefill-0", "decode-0"}
+        assert set(pids) == {"coordinator", "pool-0", "prefill-0", "decode-0"}
         assert {parent(pid) for pid in pids.values()} == {os.getpid()}
-    assert sorted(events()[:3]) == ["started coordinator", "started decode-0", "started prefill-0"]
-    assert events()[3] == "ended coordinator"
-    assert sorted(events()[4:]) == ["ended decode-0", "ended prefill-0"]
+    assert sorted(events()[:4]) == ["started coordinator", "started decode-0", "started pool-0", "started prefill-0"]
+    assert events()[4] == "ended coordinator"
+    assert sorted(events()[5:7]) == ["ended decode-0", "ended prefill-0"]
+    assert events()[7:] == ["ended pool-0"]
     assert not alive(pids.values())
+
+
+async def test_without_a_pool_that_cannot_run_the_cluster_goes_on(play: Play, config: Config) -> None:
+    play(pool="print('error: no room: lower --pool-memory')\nos._exit(2)\n")
+    async with cluster(config) as (started, told):
+        await started.ready()
+        await until(lambda: bool(told))
+        assert told == ["pool-0 cannot run: going on without it (no room: lower --pool-memory)"]
+        assert set(started.pids()) == {"coordinator", "prefill-0", "decode-0"}
+
+
+async def test_no_memory_is_no_pool(play: Play, config: Config) -> None:
+    async with cluster(msgspec.structs.replace(config, pool_memory="0")) as (started, _):
+        await started.ready()
+        assert "pool-0" not in started.pids()
 
 
 async def test_a_child_that_dies_is_started_again(play: Play, config: Config) -> None:

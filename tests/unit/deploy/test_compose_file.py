@@ -68,6 +68,7 @@ def test_plain_up_starts_one_of_each_on_cpus() -> None:
     started = {service.name: service for service in compose().started()}
     assert {name: service.replicas for name, service in started.items()} == {
         "coordinator": 1,
+        "pool": 1,
         "prefill": 1,
         "decode": 1,
     }
@@ -205,16 +206,18 @@ def test_nodes_start_before_the_coordinator_and_outlive_it() -> None:
 
 def test_the_segment_volume_holds_the_caches_of_the_defaults() -> None:
     options = dict(re.findall(r"(\w+)=(\w+)", compose().raw["volumes"]["segments"]["driver_opts"]["o"]))
-    by_default = [service for service in compose().started() if service.name != "coordinator"]
-    caches = sum(service.replicas * size(service.environ["BATON_KV_MEMORY"]) for service in by_default)
-    assert size(options["size"]) >= 2 * caches
+    by_default = {service.name: service for service in compose().started()}
+    in_it = (by_default["prefill"], by_default["decode"])
+    caches = sum(service.replicas * size(service.environ["BATON_KV_MEMORY"]) for service in in_it)
+    assert size(options["size"]) >= 2 * caches + size(by_default["pool"].environ["BATON_POOL_MEMORY"])
     assert f"{options['uid']}:{options['gid']}" == dockerfile.user(DOCKERFILE, "cpu")
     assert options["mode"] == "0700"
     for node in nodes():
         assert node.environ["BATON_SEGMENT_DIR"] in {
             mount.target for mount in node.mounts if mount.source == "segments"
         }
-        assert size(node.raw["shm_size"]) > size(node.environ["BATON_KV_MEMORY"])
+        own = "BATON_POOL_MEMORY" if node.name == "pool" else "BATON_KV_MEMORY"
+        assert size(node.raw["shm_size"]) > size(node.environ[own])
 
 
 def test_files_that_are_mounted_exist() -> None:
