@@ -11,13 +11,14 @@ FIRST_REST, LONGEST_REST = 0.1, 2.0  # seconds between attempts that fail
 @dataclass(frozen=True, slots=True)
 class Settings:
     """`answer_timeout`: seconds in which decode must answer a Submit that has a writer with Reserved or Refused.
-    `explain_keep`: ended requests that can be explained."""
+    `explain_keep`: ended requests that can be explained. `retry_share`: see `RetryBudget`."""
 
     mode: Literal["disaggregated", "colocated", "auto"]
     max_queue: int
     max_attempts: int
     answer_timeout: float
     explain_keep: int = 0
+    retry_share: float = 0.2
 
     @property
     def roles(self) -> tuple[Role, ...]:

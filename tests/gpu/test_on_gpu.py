@@ -14,6 +14,7 @@ from kv_kernels.paged_cache import PagedCache, Slots
 from node_engine.core.step import SampleSpec, SequenceId, Slice, StepBatch
 from node_engine.model.engine import ModelEngine
 from tests.models import Family, build_model, clear_prompts
+from tests.pool.model_node import check_reads
 
 pytestmark = [
     pytest.mark.gpu,
@@ -90,3 +91,9 @@ def test_tokens_are_those_of_transformers(family: Family, tmp_path: Path) -> Non
     engine.bind(memoryview(mmap.mmap(-1, blocks * engine.layout.block_bytes)), blocks)
     for wanted in clear_prompts(folder, (1, 17, 130, 257), 24):
         assert generate(engine, wanted.prompt, 24, chunk=64) == list(wanted.answer)
+
+
+def test_blocks_of_the_shared_pool_are_copied_in(tmp_path: Path) -> None:
+    folder = build_model("llama", tmp_path)
+    (wanted,) = clear_prompts(folder, (80,), 12)
+    check_reads(folder, tmp_path, "cuda", wanted.prompt, wanted.answer, in_place=False)

@@ -11,24 +11,20 @@ import httpx
 from baton.pb import cluster_pb2 as pb
 from tests.answers import Answer, cluster_call
 from tests.cluster import Cluster
-from tests.pool.rig import TOKEN, PoolProcess, until
+from tests.pool.rig import until
 
 SOURCES = ("computed_prefill", "computed_decode", "local_cache", "pool")
 
 
 @asynccontextmanager
-async def pooled_cluster(folder: Path, **settings: Any) -> AsyncIterator[tuple[Cluster, PoolProcess]]:
-    """Every node attached; afterwards nobody holds anything. `pool_memory` is the pool's."""
-    memory = settings.pop("pool_memory", "64MiB")
-    held = {"cluster_token": TOKEN, "heartbeat": 0.1, "kv_memory": "16MiB"} | settings
-    pool = PoolProcess(folder, pool_memory=memory)
-    cluster = Cluster(folder, pool=pool.address, **held)
-    pool.folder = cluster.segment_dir
+async def pooled_cluster(folder: Path, **settings: Any) -> AsyncIterator[Cluster]:
+    """Every node attached; afterwards nobody holds anything."""
+    defaults = {"heartbeat": 0.1, "kv_memory": "16MiB", "pool_memory": "64MiB"}
+    cluster = Cluster(folder, **{**defaults, **settings})
     async with cluster:
-        with pool:
-            await until("attached", lambda: attachments(cluster) >= cluster.config.prefill + cluster.config.decode)
-            yield cluster, pool
-            await cluster.wait_quiet()
+        await until("attached", lambda: attachments(cluster) >= cluster.config.prefill + cluster.config.decode)
+        yield cluster
+        await cluster.wait_quiet()
     cluster.assert_clean()
 
 

@@ -67,7 +67,7 @@ class Port:
         self.copied = 0
         self._pool, self._holder = pool, holder
         self._memory = space.attach(pool.segment.name)
-        self._start = space.map.span(pool.segment.name).start
+        self.start = space.map.span(pool.segment.name).start
         self._blocks = np.frombuffer(space.view(), np.uint8).reshape(-1, pool.layout.block_bytes)
         pool.core.attach(holder, pool.now())
 
@@ -111,7 +111,7 @@ class Port:
             job.then(self._hit(found) if granted.first >= len(chain) else self._nothing(found))
             return True
         for number, place in enumerate(granted.blocks, granted.first):
-            self._blocks[self._start + place] = self._blocks[job.sources[number - job.first]]
+            self._blocks[self.start + place] = self._blocks[job.sources[number - job.first]]
             self.copied += 1
         job.then(self._hit(core.seal(self._holder, granted.publication, len(granted.blocks), now)))
         return True
@@ -128,8 +128,8 @@ class Port:
         if found.pin is None:
             return PoolHit(None, ())
         self.pins.add(found.pin)
-        blocks = tuple(BlockIndex(self._start + block) for block in found.blocks)
+        blocks = tuple(BlockIndex(self.start + block) for block in found.blocks)
         partial = None
         if found.partial is not None:
-            partial = BlockIndex(self._start + found.partial[0]), found.partial[1]
+            partial = BlockIndex(self.start + found.partial[0]), found.partial[1]
         return PoolHit(PoolPin(1, found.pin), blocks, partial)

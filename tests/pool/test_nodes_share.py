@@ -235,3 +235,32 @@ def test_the_next_turn_computes_its_own_tokens_and_a_block_at_most(host: Host) -
             assert ended.computed_tokens <= 10 + BLOCK
         tokens = (*tokens, *answer, *range(500, 510))
     host.check()
+
+
+def test_a_sender_keeps_what_it_reads_in_the_pool(tmp_path: Path) -> None:
+    """Its sequence has ended by then, and the pool would like to have the room."""
+    host = Host(tmp_path, prefill=2, decode=1, num_blocks=64, pool_blocks=4)
+    host.serve(work(PROMPT, request="a"))
+    host.settle()
+    sender, receiver = host.prefill[1], host.decode[0]
+    assert receiver.port is not None
+    receiver.port.attached = False
+    job = work(PROMPT, request="b")
+    receiver.tell(Submit(job, WRITER))
+    sender.tell(Prefill(job, alone=False))
+    while sender.step():
+        pass
+    assert sender.scheduler.get(job.key) is None
+    other = work(range(300, 360), request="c", max_tokens=1)
+    host.prefill[0].tell(Prefill(other, alone=True))
+    while host.prefill[0].step():
+        pass
+    host.settle()
+    assert sorted(host.pool.core.memory.index.depth(block) for block in range(3)) == [0, 1, 2]
+    host.land(sender, receiver, job.key)
+    while receiver.step():
+        pass
+    assert receiver.output(job.key) == reference(job)
+    host.settle()
+    host.check()
+    host.close()

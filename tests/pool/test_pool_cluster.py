@@ -26,7 +26,7 @@ async def published(cluster: Cluster, blocks: int) -> None:
 
 @pytest.mark.asyncio
 async def test_a_prefix_is_computed_once_on_a_host_and_in_memory_once(tmp_path: Path) -> None:
-    async with pooled_cluster(tmp_path, prefill=2, decode=2, **PACED) as (cluster, _):
+    async with pooled_cluster(tmp_path, prefill=2, decode=2, **PACED) as cluster:
         before = await metric(cluster, r"baton_pool_published_blocks_total\S*")
         prompts = [[*PREFIX, *range(number * 50, number * 50 + 20)] for number in range(1, 9)]
         first = await cluster.generate(prompts[0], max_tokens=8, ignore_eos=True)
@@ -42,7 +42,6 @@ async def test_a_prefix_is_computed_once_on_a_host_and_in_memory_once(tmp_path: 
             assert came["pool"] >= 800
             assert came["computed_prefill"] + came["computed_decode"] <= 20
             assert answer.usage.cached_tokens >= 800
-        await cluster.wait_quiet()
         ledgers = await cluster.ledgers()
         assert len(ledgers.ledgers) >= 4
         cached = sum(ledger.cached for ledger in ledgers.ledgers if ledger.node.split("-")[0] in ("prefill", "decode"))
@@ -52,7 +51,7 @@ async def test_a_prefix_is_computed_once_on_a_host_and_in_memory_once(tmp_path: 
 @pytest.mark.asyncio
 async def test_a_killed_decode_node_costs_a_block_and_what_was_not_published(tmp_path: Path) -> None:
     settings = {**PACED, "paced_step_ms": 20.0}
-    async with pooled_cluster(tmp_path, prefill=1, decode=2, **settings) as (cluster, _):
+    async with pooled_cluster(tmp_path, prefill=1, decode=2, **settings) as cluster:
         prompt = list(PREFIX[:200])
         tokens: list[int] = []
         async with cluster.streaming(prompt, max_tokens=120, ignore_eos=True) as call:
@@ -70,12 +69,12 @@ async def test_a_killed_decode_node_costs_a_block_and_what_was_not_published(tmp
         assert resumed.pool >= 200
         assert resumed.computed_prefill + resumed.computed_decode <= 16 + 16, "a block, and one not published yet"
         cluster.start(node)
-        await cluster.wait_status(lambda status: len(status.nodes) >= 3)
+        await cluster.wait_status(lambda status: len(status.nodes) == 4)
 
 
 @pytest.mark.asyncio
 async def test_without_its_pool_a_cluster_computes_and_joins_the_next_one(tmp_path: Path) -> None:
-    async with pooled_cluster(tmp_path, prefill=1, decode=1, **PACED) as (cluster, pool):
+    async with pooled_cluster(tmp_path, prefill=1, decode=1, **PACED) as cluster:
         prompt = list(PREFIX)
 
         async def ask(last: int) -> dict[str, int]:
@@ -88,13 +87,39 @@ async def test_without_its_pool_a_cluster_computes_and_joins_the_next_one(tmp_pa
         await ask(1)
         await published(cluster, int(before) + 50)
         assert (await ask(2))["pool"] == 800
-        pool.kill()
+        cluster.kill("pool-0")
         await until("without", lambda: "the pool is gone" in cluster.tail("prefill-0"))
         assert (await ask(3))["computed_prefill"] > 0
         assert (await ask(4))["local_cache"] > 0
         attached = cluster.tail("prefill-0").count("attached to the pool")
-        pool.start()
+        cluster.start("pool-0")
         await until("again", lambda: cluster.tail("prefill-0").count("attached to the pool") > attached)
         await ask(5)
-        await until("published", lambda: True)
         await cluster.wait_quiet()
+
+
+@pytest.mark.asyncio
+async def test_the_next_turn_of_a_conversation_computes_its_own_tokens(tmp_path: Path) -> None:
+    """Whichever nodes it lands on."""
+    async with pooled_cluster(tmp_path, prefill=2, decode=2, **PACED) as cluster:
+        tokens = list(PREFIX[:100])
+        for turn in range(5):
+            answer = await cluster.generate(tokens, max_tokens=40, ignore_eos=True)
+            assert list(answer.tokens) == paced_reference(tokens, 40)
+            came = await sources(cluster, answer)
+            if turn:
+                assert came["computed_prefill"] + came["computed_decode"] <= 20 + 16
+            tokens += [*answer.tokens, *range(2000 + turn, 2020 + turn)]
+            await cluster.wait_quiet()
+
+
+@pytest.mark.asyncio
+async def test_a_stopped_pool_costs_computing_and_nothing_else(tmp_path: Path) -> None:
+    async with pooled_cluster(tmp_path, prefill=1, decode=1, **PACED) as cluster:
+        cluster.stop("pool-0")
+        for number in range(3):
+            prompt = [number, *PREFIX[:100]]
+            answer = await cluster.generate(prompt, max_tokens=20, ignore_eos=True)
+            assert list(answer.tokens) == paced_reference(prompt, 20)
+            assert (await sources(cluster, answer))["pool"] == 0
+        cluster.cont("pool-0")

@@ -1,0 +1,51 @@
+"""With a pool, tokens are still those of transformers in fp32: whatever of the prompt it has, over each transport."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import Cluster
+from tests.models import build_model, clear_prompts
+from tests.pool.cluster import metric, pooled_cluster, sources
+
+BLOCK = 16
+LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 600)  # the last in several chunks
+OUTPUT = 24
+
+
+def hits(length: int) -> list[int]:
+    """How many tokens of the prompt have been asked for before: none, a block, half, all but one, all."""
+    return sorted({known for known in (0, BLOCK, length // 2, length - 1, length) if known <= length})
+
+
+async def quiet(cluster: Cluster) -> None:
+    """Until nothing is computed or published any more."""
+    counts = [-1.0, await metric(cluster, r"baton_pool_published_blocks_total\S*")]
+    while counts[-1] != counts[-2]:
+        await cluster.wait_quiet()
+        await asyncio.sleep(0.25)  # two heartbeats
+        counts.append(await metric(cluster, r"baton_pool_published_blocks_total\S*"))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("transport", ["shm", "zmq", "grpc"])
+async def test_tokens_are_those_of_transformers(tmp_path: Path, transport: str) -> None:
+    """Each prompt is asked for at growing lengths, so that each time the pool has a part of it. Nodes take turns, and
+    the pool is small enough to evict."""
+    folder = build_model("llama", tmp_path)
+    settings = {"dtype": "float32", "max_batched_tokens": 128, "transport": transport, "placement": "round_robin"}
+    asked = {length: clear_prompts(folder, [length], OUTPUT)[0] for length in LENGTHS}
+    async with pooled_cluster(
+        tmp_path, prefill=2, decode=2, model=str(folder), pool_memory="2MiB", **settings
+    ) as cluster:
+        pooled = 0
+        for length, prompt in asked.items():
+            for known in hits(length):
+                if known:
+                    await cluster.generate(list(prompt.prompt[:known]), max_tokens=1, temperature=0.0)
+                    await quiet(cluster)
+                answer = await cluster.generate(list(prompt.prompt), max_tokens=OUTPUT, temperature=0.0)
+                assert list(answer.tokens) == list(prompt.answer), (length, known)
+                pooled += (await sources(cluster, answer))["pool"]
+        assert pooled > 600
