@@ -451,12 +451,14 @@ class Ticket(_message.Message):
     def __init__(self, id: _Optional[str] = ..., key: _Optional[_Union[AttemptKey, _Mapping]] = ..., decode: _Optional[_Union[Peer, _Mapping]] = ..., writer: _Optional[str] = ..., first_block: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., ttl_seconds: _Optional[float] = ..., transport: _Optional[str] = ..., segment: _Optional[str] = ..., fence: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("work", "writer")
+    __slots__ = ("work", "writer", "prefill_share")
     WORK_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SHARE_FIELD_NUMBER: _ClassVar[int]
     work: Work
     writer: Peer
-    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., writer: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
+    prefill_share: float
+    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., writer: _Optional[_Union[Peer, _Mapping]] = ..., prefill_share: _Optional[float] = ...) -> None: ...
 
 class Prefill(_message.Message):
     __slots__ = ("work", "alone")

@@ -7,7 +7,7 @@ from baton.pb.cluster_pb2 import NodeStats
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import Incarnation, Request
 from coordinator.core.cost_model import CostModel, StepsSeen
-from coordinator.core.mean_error import MeanError
+from baton.mean_error import MeanError
 from coordinator.core.messages import CacheEvents, CacheSnapshot
 from coordinator.core.names import PromptNames
 from coordinator.core.output_length import OutputLengths

@@ -144,8 +144,12 @@ NodeInput = (
 
 @dataclass(frozen=True, slots=True)
 class Submit:
+    """Without a writer the node computes the prompt itself. From now on prompts that are computed there may make a step
+    of running sequences longer by `prefill_share` of it; 0: there is no such bound."""
+
     work: Work
     writer: PeerAddress | None
+    prefill_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
