@@ -63,7 +63,14 @@ class Dispatcher:
 
     def __init__(self, config: Config, clock: Clock = steady) -> None:
         mode = config.mode if config.prefill else "colocated"
-        settings = Settings(mode, config.max_queue, config.max_attempts, config.stall, config.explain_keep)
+        settings = Settings(
+            mode,
+            config.max_queue,
+            config.max_attempts,
+            config.stall,
+            config.explain_keep,
+            config.local_prefill_share,
+        )
         self._config = config
         self.brain = Brain(Registry(config.silence, config.stall), POLICIES[config.placement](), settings)
         self.clock = clock

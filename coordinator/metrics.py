@@ -103,6 +103,9 @@ class BrainCollector(Collector):
             _counter("baton_generated_tokens_total", "Output tokens", [], {(): counted.generated_tokens}),
             _counter("baton_handoffs_total", "Hand-offs ended", ["outcome", "transport"], counted.handoffs),
             _counter("baton_handoff_bytes_total", "Bytes handed over", ["transport"], counted.handoff_bytes),
+            _counter(
+                "baton_placements_total", "Attempts, by who computes the prompt", ["way", "why"], counted.placements
+            ),
             _counter("baton_replaced_total", "Requests placed again", ["reason"], counted.replaced),
             _counter("baton_recomputed_tokens_total", "Tokens computed again", ["reason"], counted.recomputed_tokens),
             _counter("baton_dropped_messages_total", "Messages of nodes dropped", ["reason"], counted.dropped_messages),

@@ -173,7 +173,7 @@ class PromptSources(_message.Message):
     def __init__(self, computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., pool: _Optional[int] = ..., received: _Optional[int] = ...) -> None: ...
 
 class AttemptReport(_message.Message):
-    __slots__ = ("number", "prefill_node", "decode_node", "placed", "reserved", "prefill_ended", "committed", "over", "context_tokens", "ended", "reason", "needed", "free", "computed_prefill", "computed_decode", "local_cache", "received", "handoff", "considered", "predicted")
+    __slots__ = ("number", "prefill_node", "decode_node", "placed", "reserved", "prefill_ended", "committed", "over", "context_tokens", "ended", "reason", "needed", "free", "computed_prefill", "computed_decode", "local_cache", "received", "handoff", "considered", "predicted", "way", "why", "other_way")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
@@ -194,6 +194,9 @@ class AttemptReport(_message.Message):
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     CONSIDERED_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_FIELD_NUMBER: _ClassVar[int]
+    WAY_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    OTHER_WAY_FIELD_NUMBER: _ClassVar[int]
     number: int
     prefill_node: str
     decode_node: str
@@ -214,7 +217,10 @@ class AttemptReport(_message.Message):
     handoff: _common_pb2.HandoffReport
     considered: _containers.RepeatedCompositeFieldContainer[Candidate]
     predicted: Prediction
-    def __init__(self, number: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., placed: _Optional[float] = ..., reserved: _Optional[float] = ..., prefill_ended: _Optional[float] = ..., committed: _Optional[float] = ..., over: _Optional[float] = ..., context_tokens: _Optional[int] = ..., ended: _Optional[str] = ..., reason: _Optional[str] = ..., needed: _Optional[int] = ..., free: _Optional[int] = ..., computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., received: _Optional[int] = ..., handoff: _Optional[_Union[_common_pb2.HandoffReport, _Mapping]] = ..., considered: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., predicted: _Optional[_Union[Prediction, _Mapping]] = ...) -> None: ...
+    way: str
+    why: str
+    other_way: Prediction
+    def __init__(self, number: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., placed: _Optional[float] = ..., reserved: _Optional[float] = ..., prefill_ended: _Optional[float] = ..., committed: _Optional[float] = ..., over: _Optional[float] = ..., context_tokens: _Optional[int] = ..., ended: _Optional[str] = ..., reason: _Optional[str] = ..., needed: _Optional[int] = ..., free: _Optional[int] = ..., computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., received: _Optional[int] = ..., handoff: _Optional[_Union[_common_pb2.HandoffReport, _Mapping]] = ..., considered: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., predicted: _Optional[_Union[Prediction, _Mapping]] = ..., way: _Optional[str] = ..., why: _Optional[str] = ..., other_way: _Optional[_Union[Prediction, _Mapping]] = ...) -> None: ...
 
 class Candidate(_message.Message):
     __slots__ = ("node", "role", "attempts", "uncomputed_tokens", "room", "able", "chosen", "held_tokens", "predicted_seconds")

@@ -9,10 +9,11 @@ from coordinator.core.admission import Admission
 from coordinator.core.knowledge import Knowledge
 from coordinator.core.loads import Loads
 from coordinator.core.placement import Demand, NodeView, Outlook, Placement
-from coordinator.core.prediction import Decision, predict
+from coordinator.core.prediction import Decision, Why
 from coordinator.core.prospects import Prospects
 from coordinator.core.record import Record
 from coordinator.core.registry import Registry
+from coordinator.core.ways import Ways
 
 Mode = Literal["disaggregated", "colocated", "auto"]
 
@@ -27,14 +28,27 @@ class Decisions:
         admission: Admission,
         prospects: Prospects,
         mode: Mode,
+        prefill_share: float = 0.0,
     ) -> None:
+        """`prefill_share`: in mode auto, what prompts may add to the steps of the decode node that computes them."""
         self._registry = registry
         self._loads = loads
-        self._placement = placement
+        self._ways = Ways(placement)
         self._knowledge = knowledge
         self._admission = admission
         self._prospects = prospects
         self._mode = mode
+        self._share = prefill_share
+
+    @property
+    def prefill_share(self) -> float:
+        """What prompts that a decode node computes may add to its steps, as a share of these; 0: there is no bound."""
+        return self._share if self._mode == "auto" else 0.0
+
+    @property
+    def prefills(self) -> bool:
+        """Do prefill nodes compute prompts?"""
+        return self._mode == "disaggregated" or (self._mode == "auto" and self._registry.serves(Role.PREFILL))
 
     def views(self, now: float) -> list[NodeView]:
         """Every node that may be given work."""
@@ -46,9 +60,11 @@ class Decisions:
         demand = self.demand(record, look_up=True)
         layout = self._registry.layout()
         unit = self._loads.unit(now)
-        outlook = Outlook(now, self._knowledge.costs, unit, layout.token_bytes, layout.block_size)
-        choice = self._placement.choose(demand, views, outlook)
-        return Decision(demand, choice, predict(demand, choice, views, outlook), views) if choice else None
+        costs, share = self._knowledge.costs, self.prefill_share
+        outlook = Outlook(now, costs, unit, layout.token_bytes, layout.block_size, share)
+        auto = self._mode == "auto"
+        why = Why.NO_PREFILL_NODE if auto else Why.MODE
+        return self._ways.decide(demand, views, outlook, why, either=auto and demand.prefill)
 
     def too_late(self, record: Record, now: float) -> DeadlineExceeded | None:
         """Why the request cannot be served any more, if so. Caches are looked at only when the deadline is near."""
@@ -61,7 +77,7 @@ class Decisions:
     def demand(self, record: Record, *, look_up: bool = False) -> Demand:
         """What the next attempt needs; with `look_up`, also whose caches have its prompt. The last token of an output
         needs no decode node where there is prefill."""
-        prefill = self._mode == "disaggregated" or (self._mode == "auto" and self._registry.serves(Role.PREFILL))
+        prefill = self.prefills
         block_size = self._registry.layout().block_size
         tokens = record.context_tokens + min(record.remaining, block_size)
         return Demand(

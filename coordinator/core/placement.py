@@ -45,7 +45,8 @@ class NodeView:
     demands of so many blocks were refused; `first_class_blocks` of `blocks` are taken by the first class.
 
     By the coordinator's books: `queued_seconds` of computing are placed there and not done, `head_seconds` of them of
-    the prompt that it has been at since `head_since`; `resident_tokens` will be in the caches of its sequences;
+    the prompt that it has been at since `head_since`; `running` of its attempts have had their first token;
+    `resident_tokens` will be in the caches of its sequences;
     `recent_work`: see `RecentWork`."""
 
     incarnation: Incarnation
@@ -66,6 +67,7 @@ class NodeView:
     queued_seconds: float = 0.0
     head_seconds: float = 0.0
     head_since: float = 0.0
+    running: int = 0
     resident_tokens: float = 0.0
     recent_work: float = 0.0
 
@@ -73,16 +75,14 @@ class NodeView:
         """Two attempts, or two steps' worth of tokens, and always at least one. A long prompt takes one step's share of
         that, so that short ones can come to the node and pass it. Blocks are the node's to refuse: what it keeps until
         a hand-off has committed is not in the coordinator's books."""
-        if self._is_closed_to(demand) or self.computing >= self.max_num_seqs:
+        if self.is_closed_to(demand) or self.computing >= self.max_num_seqs:
             return False
         share = min(demand.tokens, self.max_batched_tokens)
         return self.window_tokens + share <= 2 * self.max_batched_tokens or self.computing < PREFILL_ATTEMPTS
 
     def takes_decode(self, demand: Demand) -> bool:
         kept = max(0, int(demand.reserve * self.blocks) - self.first_class_blocks)
-        return (
-            self.attempts < self.max_num_seqs and demand.blocks <= self.room - kept and not self._is_closed_to(demand)
-        )
+        return self.attempts < self.max_num_seqs and demand.blocks <= self.room - kept and not self.is_closed_to(demand)
 
     def takes(self, demand: Demand) -> bool:
         return self.takes_prefill(demand) if self.role is Role.PREFILL else self.takes_decode(demand)
@@ -92,20 +92,26 @@ class NodeView:
         done = min(max(0.0, now - self.head_since), self.head_seconds)
         return max(0.0, self.queued_seconds - done)
 
-    def _is_closed_to(self, demand: Demand) -> bool:
+    def is_closed_to(self, demand: Demand) -> bool:
         return self.closed_from is not None and demand.blocks >= self.closed_from
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """What predictions rest on. `unit`: what a second of work placed now adds to a node's `recent_work`. Sizes of the
-    cache: bytes of a token, tokens of a block."""
+    cache: bytes of a token, tokens of a block. `share`: what prompts that a decode node computes itself may add to its
+    steps, of their length; 0: there is no bound."""
 
     now: float
     costs: CostModel
     unit: float = 1.0
     token_bytes: int = 0
     block_size: int = 16
+    share: float = 0.0
+
+    def stretch(self, node: NodeView) -> float:
+        """How many times as long as alone a prompt takes that a decode node computes beside what runs there."""
+        return 1.0 + 1.0 / self.share if self.share and node.running else 1.0
 
 
 @dataclass(frozen=True, slots=True)

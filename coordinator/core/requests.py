@@ -68,7 +68,14 @@ class RequestTable:
         prospects = Prospects(registry, self.loads, self.knowledge.costs)
         self.admission = Admission(self.queue, settings.max_queue, prospects)
         self.decisions = Decisions(
-            registry, self.loads, placement, self.knowledge, self.admission, prospects, settings.mode
+            registry,
+            self.loads,
+            placement,
+            self.knowledge,
+            self.admission,
+            prospects,
+            settings.mode,
+            settings.prefill_share,
         )
         self._registry = registry
         self._settings = settings
@@ -151,6 +158,7 @@ class RequestTable:
         record.begin(attempt)
         attempt.legs.update(filter(None, (decode, prefill)))
         self.decisions.book(record, key, decision, now)
+        self.counters.placements[decision.way.value, decision.why.value] += 1
         record.to(RequestState.PLACED)
         record.marks.placed_at(now, self.name(prefill), self.name(decode))
         sampling = request.sampling
@@ -160,7 +168,7 @@ class RequestTable:
         work = Work(key, left, tuple(record.emitted), record.prefill_payer)
         if decode is not None:
             writer = self._registry.nodes[prefill].address if prefill is not None else None
-            self.out.append(Send(decode, Submit(work, writer)))
+            self.out.append(Send(decode, Submit(work, writer, self.decisions.prefill_share)))
         if prefill is not None:
             self.out.append(Send(prefill, Prefill(work, alone=decode is None)))
             if decode is not None:

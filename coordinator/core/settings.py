@@ -11,13 +11,14 @@ FIRST_REST, LONGEST_REST = 0.1, 2.0  # seconds between attempts that fail
 @dataclass(frozen=True, slots=True)
 class Settings:
     """`answer_timeout`: seconds in which decode must answer a Submit that has a writer with Reserved or Refused.
-    `explain_keep`: ended requests that can be explained."""
+    `explain_keep`: ended requests that can be explained. `prefill_share`: see `Decisions`."""
 
     mode: Literal["disaggregated", "colocated", "auto"]
     max_queue: int
     max_attempts: int
     answer_timeout: float
     explain_keep: int = 0
+    prefill_share: float = 0.0
 
     @property
     def roles(self) -> tuple[Role, ...]:

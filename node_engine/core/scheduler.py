@@ -1,10 +1,10 @@
 """One scheduler for both roles: which sequences compute what in the next step.
 
 A step has a budget of tokens. Running sequences take one each; the rest, or what `PrefillAllowance` grants of it, goes
-to prompts in chunks that end on block boundaries (except a prompt's last), the firm before the speculative, higher classes first, then whoever is due first. A
-prompt is due when, since its arrival, `STRETCH` times as many tokens have been computed as it has itself: so short ones
-pass long ones, and none is passed for ever. The one that has been at it longest gets a block in every step, so that a
-hand-off under way never stands still. All blocks of a context
+to prompts in chunks that end on block boundaries (except a prompt's last), the firm before the speculative, higher
+classes first, then whoever is due first. A prompt is due when, since its arrival, `STRETCH` times as many tokens have
+been computed as it has itself: so short ones pass long ones, and none is passed for ever. The one that has been at it
+longest gets a block in every step, so that a hand-off under way never stands still. All blocks of a context
 are allocated at admission, so that a half-computed prompt never waits for memory; a running sequence grows block by
 block.
 

@@ -70,8 +70,9 @@ class World:
         max_attempts: int = 3,
         explain_keep: int = 16,
         placement: Placement | None = None,
+        prefill_share: float = 0.0,
     ) -> None:
-        settings = Settings(mode, max_queue, max_attempts, STALL, explain_keep)  # type: ignore[arg-type]
+        settings = Settings(mode, max_queue, max_attempts, STALL, explain_keep, prefill_share)  # type: ignore[arg-type]
         self.brain = Brain(Registry(SILENCE, STALL), placement or LeastLoaded(), settings)
         self.now = 100.0
         self.effects: list[m.Effect] = []
