@@ -119,6 +119,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     progress_timeout: Annotated[Seconds, _help("Seconds a started hand-off may stand still")] = 10.0
     max_attempts: Annotated[Positive, _help("Placements of one request before it fails")] = 8
     drain_timeout: Annotated[Seconds, _help("Seconds a stopping cluster waits for its requests")] = 30.0
+    flip_timeout: Annotated[
+        Seconds, _help("Seconds a node that changes its role may finish what it has; then it is placed again")
+    ] = 30.0
 
     # the paced engine's cost model
     paced_prefill_us_per_token: Annotated[float, Meta(ge=0), _help("Microseconds for each prompt token")] = 50.0

@@ -21,7 +21,7 @@ from baton.types import (
     Work,
 )
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 FINISH_TO_PB = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,

@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from baton.errors import BatonError, NotAvailable, Unavailable
-from baton.pb.cluster_pb2 import DrainResponse, ExplainResponse, LedgerResponse, StatusResponse
+from baton.pb.cluster_pb2 import DrainResponse, ExplainResponse, LedgerResponse, Ratio, StatusResponse
+from baton.ratio import Split, parse_split
 from coordinator.auth import AdminGate
 from coordinator.http import errors
 from coordinator.http.boundary import Boundary, authorization
@@ -19,11 +20,7 @@ from coordinator.http.decoding import Body, Decoder
 from coordinator.readiness import Readiness
 from coordinator.refusals import Refusals
 
-NOT_YET = (
-    ("/", "GET"),
-    ("/admin/ratio", "GET"),
-    ("/admin/ratio", "POST"),
-)
+NOT_YET = (("/", "GET"),)
 BODY_TIMEOUT = 10.0  # seconds
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -41,6 +38,10 @@ class ClusterView(Protocol):
 
     def undrain(self, name: str) -> DrainResponse: ...
 
+    def ratio(self) -> Ratio: ...
+
+    def set_ratio(self, target: Split, patience: float | None) -> Ratio: ...
+
     def metrics(self) -> bytes:
         """In Prometheus' text format."""
         ...
@@ -52,6 +53,13 @@ class _Drain(Body, frozen=True, kw_only=True):
     node: str
     undrain: bool = False
     timeout: float | None = None
+
+
+class _SetRatio(Body, frozen=True, kw_only=True):
+    """The body of POST /admin/ratio. `ratio` as P:D, `flip_timeout` in seconds."""
+
+    ratio: str
+    flip_timeout: float | None = None
 
 
 def build(cluster: ClusterView, readiness: Readiness, admin_token: str, refusals: Refusals) -> FastAPI:
@@ -67,6 +75,7 @@ def build(cluster: ClusterView, readiness: Readiness, admin_token: str, refusals
     _add_probes(app, readiness)
     _add_views(app, cluster)
     _add_drain(app, cluster)
+    _add_ratio(app, cluster)
     for path, method in NOT_YET:
         app.add_api_route(path, _not_yet, methods=[method])
     return app
@@ -114,6 +123,20 @@ def _add_drain(app: FastAPI, cluster: ClusterView) -> None:
         return _json(done)
 
     app.add_api_route("/admin/drain", drain, methods=["POST"])
+
+
+def _add_ratio(app: FastAPI, cluster: ClusterView) -> None:
+    decoder = Decoder(_SetRatio)
+
+    async def show() -> Response:
+        return _json(cluster.ratio())
+
+    async def change(request: Request) -> Response:
+        wanted = await decoder.decode(await read_body(request, BODY_TIMEOUT))
+        return _json(cluster.set_ratio(parse_split(wanted.ratio), wanted.flip_timeout))
+
+    app.add_api_route("/admin/ratio", show, methods=["GET"])
+    app.add_api_route("/admin/ratio", change, methods=["POST"])
 
 
 async def _not_yet(request: Request) -> Response:

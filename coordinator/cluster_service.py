@@ -11,6 +11,7 @@ from baton.errors import BatonError, InvalidRequest, NotAvailable
 from baton.failpoints import FAILPOINTS, Failpoints
 from baton.pb import cluster_pb2 as pb
 from baton.pb import cluster_pb2_grpc
+from baton.ratio import Split
 from baton.types import NodeName, RequestId
 from coordinator.auth import AdminGate
 from coordinator.core.drains import Service
@@ -19,6 +20,7 @@ from coordinator.dispatcher import Dispatcher
 from coordinator.grpc_terms import Context, require_admin, told
 from coordinator.ledgers import Ledgers
 from coordinator.metrics import Metrics
+from coordinator.ratio_view import ratio_to_pb
 from coordinator.warmup import Readiness
 from coordinator.watchers import Watchers
 
@@ -67,6 +69,17 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             require_admin(context, self._gate)
             return self.undrain(request.node)
 
+    async def GetRatio(self, _: pb.GetRatioRequest, context: Context) -> pb.Ratio:
+        async with told(context):
+            require_admin(context, self._gate)
+            return self.ratio()
+
+    async def SetRatio(self, request: pb.SetRatioRequest, context: Context) -> pb.Ratio:
+        async with told(context):
+            require_admin(context, self._gate)
+            patience = request.flip_timeout_seconds if request.HasField("flip_timeout_seconds") else None
+            return self.set_ratio(Split(request.prefill, request.decode), patience)
+
     async def Ledger(self, _: pb.LedgerRequest, context: Context) -> pb.LedgerResponse:
         async with told(context):
             require_admin(context, self._gate)
@@ -93,6 +106,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             clock_seconds=self._dispatcher.clock(),
             latency=self._metrics.latency(),
             version=version(),
+            ratio=self.ratio(),
         )
 
     async def ledger(self) -> pb.LedgerResponse:
@@ -107,8 +121,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
 
     def drain(self, name: str, timeout: float | None) -> pb.DrainResponse:
         """Returns at once; see `Brain.drain_node`. Raises NotFound, InvalidRequest."""
-        if timeout is not None and not (math.isfinite(timeout) and 0 <= timeout <= MAX_SECONDS):
-            raise InvalidRequest(f"timeout_seconds is {timeout:g}: it must be 0 to {MAX_SECONDS:g}", param="timeout")
+        _require_seconds("timeout", timeout)
         self._dispatcher.drain_node(NodeName(name), timeout)
         return self._drain_response(name)
 
@@ -116,6 +129,15 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         """Raises NotFound."""
         self._dispatcher.undrain_node(NodeName(name))
         return self._drain_response(name)
+
+    def ratio(self) -> pb.Ratio:
+        return ratio_to_pb(self._dispatcher.brain, self._dispatcher.clock())
+
+    def set_ratio(self, target: Split, patience: float | None) -> pb.Ratio:
+        """Returns at once; see `Brain.set_ratio`. Raises InvalidRequest."""
+        _require_seconds("flip_timeout", patience)
+        self._dispatcher.set_ratio(target, patience)
+        return self.ratio()
 
     def close(self) -> None:
         """Watches end."""
@@ -166,6 +188,11 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             service=brain.service(node).value,
             drain_seconds_left=max(0.0, until - now) if until is not None else 0.0,
         )
+
+
+def _require_seconds(param: str, seconds: float | None) -> None:
+    if seconds is not None and not (math.isfinite(seconds) and 0 <= seconds <= MAX_SECONDS):
+        raise InvalidRequest(f"{param}_seconds is {seconds:g}: it must be 0 to {MAX_SECONDS:g}", param=param)
 
 
 def version() -> str:

@@ -14,9 +14,9 @@ from baton.config import Config
 from baton.errors import BatonError, Cancelled, Draining, Rejected, SlowReader
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import CoordinatorMessage, ExplainResponse
+from baton.ratio import Split
 from baton.types import Incarnation, NodeName, Request, RequestId, Standing, mint_id
 from coordinator.core.brain import Arrival, Brain
-from coordinator.core.counters import INTERNAL
 from coordinator.core.identity import JoinInfo
 from coordinator.core.messages import (
     Admit,
@@ -31,16 +31,16 @@ from coordinator.core.messages import (
     NodeInput,
     Replaced,
     Send,
+    Switched,
 )
 from coordinator.core.policies import POLICIES
 from coordinator.core.registry import Registry
 from coordinator.core.settings import Settings
-from coordinator.core.tenants import Tenants
+from coordinator.core.tenants import OURS, Tenants
 from coordinator.generation import Delta, Done, PromptScores, Submission
 from coordinator.node_messages import order_to_pb, welcome
 from coordinator.stream import MAX_UNREAD, Stream
 
-_INTERNAL = Standing(INTERNAL, INTERNAL)
 _TIMER_GRAIN = 0.001  # seconds: event loops round to milliseconds
 
 _log = log.get("dispatcher")
@@ -77,7 +77,8 @@ class Dispatcher:
         self.mode = mode
         self.links: dict[Incarnation, Outbound] = {}
         self.on_end: list[Callable[[End], None]] = []
-        self.on_change: list[Callable[[], None]] = []  # a node came, went or reported; a request ended
+        self.on_change: list[Callable[[], None]] = []  # a node came, went, reported or switched
+        self.on_switch: list[Callable[[Switched], None]] = []
         self._streams: dict[RequestId, Stream] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
@@ -152,6 +153,13 @@ class Dispatcher:
         """See `Brain.undrain_node`."""
         self._carry_out(self.brain.undrain_node(name, self.clock()))
         _log.info("node back in service", node=name)
+        self._changed()
+
+    def set_ratio(self, target: Split, patience: float | None) -> None:
+        """See `Brain.set_ratio`; without `patience`, --flip-timeout."""
+        seconds = self._config.flip_timeout if patience is None else patience
+        self._carry_out(self.brain.set_ratio(target, seconds, self.clock()))
+        _log.info("ratio set", target=str(target), flip_timeout=seconds)
         self._changed()
 
     def close(self) -> None:
@@ -229,8 +237,11 @@ class Dispatcher:
                 self._ended(effect)
             case Replaced(key, reason):
                 _log.info("placed again", request=key.request, attempt=key.attempt, reason=reason)
-            case Lost(node, name, error):
-                _log.warning("node lost", node=name, incarnation=node, reason=error.message)
+            case Switched():
+                self._switched(effect)
+            case Lost(node, name, error, expected):
+                say, what = (_log.info, "node left to join anew") if expected else (_log.warning, "node lost")
+                say(what, node=name, incarnation=node, reason=error.message)
                 link = self.links.pop(node, None)
                 if link is not None:
                     link.close()
@@ -251,6 +262,14 @@ class Dispatcher:
         line = end.timeline
         outcome = end.result.reason.value if isinstance(end.result, Finished) else end.result.code
         _log.info("request ended", request=end.request, outcome=outcome, attempts=line.attempts, seconds=line.total)
+
+    def _switched(self, switch: Switched) -> None:
+        seconds = {"drain": switch.drain, "switch": switch.switch, "probe": switch.probe}
+        roles = f"{switch.source.value} to {switch.to.value}"
+        _log.info("role switch", node=switch.node, roles=roles, outcome=switch.outcome, why=switch.detail, **seconds)
+        for callback in self.on_switch:
+            callback(switch)
+        self._changed()
 
     def _changed(self) -> None:
         for callback in self.on_change:
@@ -284,7 +303,7 @@ def _arrivals(submissions: Sequence[Submission], *, internal: bool) -> list[Arri
             timeout=submission.timeout,
             cache_salt=submission.cache_salt,
             choice=submission.choice,
-            standing=_INTERNAL if internal else submission.standing,
+            standing=OURS if internal else submission.standing,
         )
         if leader is None or request.choice <= leader.choice or request.prompt != leader.prompt:
             leader = request

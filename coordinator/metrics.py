@@ -12,10 +12,11 @@ from prometheus_client.registry import Collector
 from baton.pb.cluster_pb2 import Latency, NodeStats
 from baton.types import Role
 from coordinator.core.brain import Brain
-from coordinator.core.messages import End
+from coordinator.core.messages import End, Switched
 from coordinator.core.recent import Recent
 from coordinator.dispatcher import Dispatcher
 
+PHASES = ("drain", "switch", "probe")  # of a change of role
 STAGES = ("queue", "reserve", "prefill", "transfer", "first_token")
 MAX_NODE_COUNTERS = 512  # of one node
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
@@ -50,11 +51,19 @@ class Metrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self._switch = Histogram(
+            "baton_role_switch_seconds",
+            "Parts of a change of role that a node has made",
+            ["phase"],
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
         self._recent = Recent()
         self._clock = dispatcher.clock
         self._collector = BrainCollector(dispatcher.brain)
         self.registry.register(self._collector)
         dispatcher.on_end.append(self.observe)
+        dispatcher.on_switch.append(self.observe_switch)
 
     def observe(self, end: End) -> None:
         """The durations of a request that had a first token."""
@@ -69,6 +78,11 @@ class Metrics:
             self._recent.add(self._clock(), end.ttft, tpot)
             for stage in STAGES:
                 self._stage.labels(stage).observe(getattr(end.timeline, stage))
+
+    def observe_switch(self, switch: Switched) -> None:
+        if switch.outcome == "done":
+            for phase in PHASES:
+                self._switch.labels(phase).observe(getattr(switch, phase))
 
     def latency(self) -> Latency:
         """Of the last requests of clients."""
@@ -112,6 +126,7 @@ class BrainCollector(Collector):
             _counter("baton_joins_total", "Nodes that came", ["outcome"], counted.joins),
             _counter("baton_nodes_lost_total", "Nodes given up", ["reason"], counted.nodes_lost),
             _counter("baton_prefix_directory_resyncs_total", "Snapshots asked of nodes", [], {(): resyncs}),
+            _counter("baton_role_switches_total", "Changes of role", ["role", "outcome"], self._brain.switches.counts),
         ]
 
     def _gauges(self) -> list[Metric]:
@@ -139,7 +154,11 @@ class BrainCollector(Collector):
             "baton_prefix_directory_blocks", "Different blocks in nodes' caches, as told", len(known.directory)
         )
         running = GaugeMetricFamily("baton_requests_running", "Requests placed and not ended", self._brain.running)
-        return [depth, roles, blocks, attempts, errors, directory, running]
+        wanted = GaugeMetricFamily("baton_ratio_target", "Nodes that are to have a role", labels=["role"])
+        target = self._brain.switches.target
+        for role in Role if target is not None else ():
+            wanted.add_metric([role.value], target.of(role) if target else 0)
+        return [depth, roles, blocks, attempts, errors, directory, running, wanted]
 
     def _reported(self, taken: set[str]) -> Iterator[Metric]:
         """Nodes' own counters, with the node as a label. One that has a name of ours is put beside it."""

@@ -97,6 +97,8 @@ def order_to_pb(order: m.NodeOrder) -> pb.CoordinatorMessage:
         case m.Cancel(key, reason):
             cancel = pb.Cancel(key=wire.key_to_pb(key), reason=wire.error_to_pb(reason))
             return pb.CoordinatorMessage(cancel=cancel)
+        case m.SetRole(role):
+            return pb.CoordinatorMessage(set_role=pb.SetRole(role=role.value))
         case m.PeerGone(incarnation):
             return pb.CoordinatorMessage(peer_gone=pb.PeerGone(incarnation=incarnation))
         case m.CacheQuery():

@@ -1,17 +1,12 @@
-"""`python -m decode_node`: a memory-bound node. Its life is told in role.py."""
+"""`python -m decode_node`: a memory-bound node, until it is told to take the other role. Their lives are told in
+decode_node/role.py and prefill_node/role.py."""
 
 import sys
 
 from baton.types import Role
-from decode_node.role import DecodeRole
-from kv_transfer.factory import inbound_plane
+from decode_node.make import make_decode
 from node_engine.host.launch import launch
-from node_engine.role import NodeParts, RolePolicy
-
-
-def make_role(parts: NodeParts) -> RolePolicy:
-    return DecodeRole(parts, inbound_plane(parts))
-
+from prefill_node.make import make_prefill
 
 if __name__ == "__main__":
-    sys.exit(launch(Role.DECODE, make_role))
+    sys.exit(launch(Role.DECODE, {Role.PREFILL: make_prefill, Role.DECODE: make_decode}))

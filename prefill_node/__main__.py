@@ -1,17 +1,12 @@
-"""`python -m prefill_node`: a compute-bound node. Its life is told in role.py."""
+"""`python -m prefill_node`: a compute-bound node, until it is told to take the other role. Their lives are told in
+prefill_node/role.py and decode_node/role.py."""
 
 import sys
 
 from baton.types import Role
-from kv_transfer.factory import outbound_plane
+from decode_node.make import make_decode
 from node_engine.host.launch import launch
-from node_engine.role import NodeParts, RolePolicy
-from prefill_node.role import PrefillRole
-
-
-def make_role(parts: NodeParts) -> RolePolicy:
-    return PrefillRole(parts, outbound_plane(parts))
-
+from prefill_node.make import make_prefill
 
 if __name__ == "__main__":
-    sys.exit(launch(Role.PREFILL, make_role))
+    sys.exit(launch(Role.PREFILL, {Role.PREFILL: make_prefill, Role.DECODE: make_decode}))

@@ -36,6 +36,7 @@ def status(as_json: Json = False, endpoint: Endpoint = DEFAULT_ENDPOINT, admin_t
 def _print_table(answer: Any) -> None:
     from rich.table import Table
 
+    from baton.cli.ratio_view import progress
     from baton.cli.screen import screen
 
     console = screen()
@@ -43,6 +44,7 @@ def _print_table(answer: Any) -> None:
     console.print(
         f"{state}  model {answer.model or '-'}  mode {answer.mode}  queued {answer.queued}  running {answer.running}"
     )
+    console.print(progress(answer.ratio))
     table = Table(box=None, header_style="bold")
     for heading in ("node", "role", "service", "pid", "placed", "running", "waiting"):
         table.add_column(heading, no_wrap=True)

@@ -8,11 +8,17 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from baton.cli.ratio_view import progress
 from baton.pb.cluster_pb2 import NodeStatus, StatusResponse
 
 _LABELS = re.compile(r'(\w+)="([^"]*)"')
 _CELLS = 16  # of the bar that stands for a node's cache
-_SERVICE = {"in": "in service", "draining": "[yellow]draining[/]", "drained": "[red]drained[/]"}
+_SERVICE = {
+    "in": "in service",
+    "draining": "[yellow]draining[/]",
+    "drained": "[red]drained[/]",
+    "switching": "[yellow]switching[/]",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +65,13 @@ def total(counters: Mapping[str, float], name: str, **labels: str) -> float:
 
 
 def render(status: StatusResponse, speed: Rates) -> RenderableType:
-    return Group(_headline(status), _traffic(status, speed), _latency(status), _nodes(status))
+    return Group(_headline(status), progress(status.ratio), _traffic(status, speed), _latency(status), _nodes(status))
 
 
 def _headline(status: StatusResponse) -> str:
     ready = "[green]ready[/]" if status.ready else f"[red]not ready[/]: {escape(status.reason)}"
-    roles = [node.role for node in status.nodes]
-    ratio = f"{roles.count('prefill')}:{roles.count('decode')}"
     return (
-        f"{ready}  {escape(status.model)}  {status.mode} {ratio}  "
+        f"{ready}  {escape(status.model)}  {status.mode}  "
         f"[bold]{status.running}[/] running  [bold]{status.queued}[/] queued"
     )
 

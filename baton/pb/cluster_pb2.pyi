@@ -12,7 +12,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("ready", "reason", "mode", "model", "queued", "running", "nodes", "counters", "clock_seconds", "latency", "version")
+    __slots__ = ("ready", "reason", "mode", "model", "queued", "running", "nodes", "counters", "clock_seconds", "latency", "version", "ratio")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class StatusResponse(_message.Message):
     CLOCK_SECONDS_FIELD_NUMBER: _ClassVar[int]
     LATENCY_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    RATIO_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     reason: str
     mode: str
@@ -42,7 +43,8 @@ class StatusResponse(_message.Message):
     clock_seconds: float
     latency: Latency
     version: str
-    def __init__(self, ready: _Optional[bool] = ..., reason: _Optional[str] = ..., mode: _Optional[str] = ..., model: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., clock_seconds: _Optional[float] = ..., latency: _Optional[_Union[Latency, _Mapping]] = ..., version: _Optional[str] = ...) -> None: ...
+    ratio: Ratio
+    def __init__(self, ready: _Optional[bool] = ..., reason: _Optional[str] = ..., mode: _Optional[str] = ..., model: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., clock_seconds: _Optional[float] = ..., latency: _Optional[_Union[Latency, _Mapping]] = ..., version: _Optional[str] = ..., ratio: _Optional[_Union[Ratio, _Mapping]] = ...) -> None: ...
 
 class Latency(_message.Message):
     __slots__ = ("window_seconds", "requests", "ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90")
@@ -119,6 +121,68 @@ class DrainResponse(_message.Message):
     placed: int
     warning: str
     def __init__(self, node: _Optional[str] = ..., service: _Optional[str] = ..., placed: _Optional[int] = ..., warning: _Optional[str] = ...) -> None: ...
+
+class GetRatioRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class SetRatioRequest(_message.Message):
+    __slots__ = ("prefill", "decode", "flip_timeout_seconds")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    FLIP_TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    prefill: int
+    decode: int
+    flip_timeout_seconds: float
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., flip_timeout_seconds: _Optional[float] = ...) -> None: ...
+
+class Ratio(_message.Message):
+    __slots__ = ("prefill", "decode", "has_target", "target_prefill", "target_decode", "generation", "settled", "possible", "switches", "over")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    HAS_TARGET_FIELD_NUMBER: _ClassVar[int]
+    TARGET_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    TARGET_DECODE_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    SETTLED_FIELD_NUMBER: _ClassVar[int]
+    POSSIBLE_FIELD_NUMBER: _ClassVar[int]
+    SWITCHES_FIELD_NUMBER: _ClassVar[int]
+    OVER_FIELD_NUMBER: _ClassVar[int]
+    prefill: int
+    decode: int
+    has_target: bool
+    target_prefill: int
+    target_decode: int
+    generation: int
+    settled: bool
+    possible: str
+    switches: _containers.RepeatedCompositeFieldContainer[RoleSwitch]
+    over: _containers.RepeatedCompositeFieldContainer[RoleSwitch]
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., has_target: _Optional[bool] = ..., target_prefill: _Optional[int] = ..., target_decode: _Optional[int] = ..., generation: _Optional[int] = ..., settled: _Optional[bool] = ..., possible: _Optional[str] = ..., switches: _Optional[_Iterable[_Union[RoleSwitch, _Mapping]]] = ..., over: _Optional[_Iterable[_Union[RoleSwitch, _Mapping]]] = ...) -> None: ...
+
+class RoleSwitch(_message.Message):
+    __slots__ = ("node", "from_role", "to_role", "phase", "drain_seconds", "switch_seconds", "probe_seconds", "detail", "generation", "placed")
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    FROM_ROLE_FIELD_NUMBER: _ClassVar[int]
+    TO_ROLE_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    DRAIN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SWITCH_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROBE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    PLACED_FIELD_NUMBER: _ClassVar[int]
+    node: str
+    from_role: str
+    to_role: str
+    phase: str
+    drain_seconds: float
+    switch_seconds: float
+    probe_seconds: float
+    detail: str
+    generation: int
+    placed: int
+    def __init__(self, node: _Optional[str] = ..., from_role: _Optional[str] = ..., to_role: _Optional[str] = ..., phase: _Optional[str] = ..., drain_seconds: _Optional[float] = ..., switch_seconds: _Optional[float] = ..., probe_seconds: _Optional[float] = ..., detail: _Optional[str] = ..., generation: _Optional[int] = ..., placed: _Optional[int] = ...) -> None: ...
 
 class ExplainRequest(_message.Message):
     __slots__ = ("request_id",)
@@ -510,6 +574,12 @@ class Arm(_message.Message):
     spec: str
     def __init__(self, spec: _Optional[str] = ...) -> None: ...
 
+class SetRole(_message.Message):
+    __slots__ = ("role",)
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    role: str
+    def __init__(self, role: _Optional[str] = ...) -> None: ...
+
 class Refusal(_message.Message):
     __slots__ = ("error",)
     ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -521,7 +591,7 @@ class Ping(_message.Message):
     def __init__(self) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("welcome", "refusal", "submit", "prefill", "ticket", "cancel", "peer_gone", "ledger_query", "arm", "ping", "cache_query", "number", "checksum")
+    __slots__ = ("welcome", "refusal", "submit", "prefill", "ticket", "cancel", "peer_gone", "ledger_query", "arm", "ping", "cache_query", "set_role", "number", "checksum")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
@@ -533,6 +603,7 @@ class CoordinatorMessage(_message.Message):
     ARM_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
     CACHE_QUERY_FIELD_NUMBER: _ClassVar[int]
+    SET_ROLE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
@@ -546,9 +617,10 @@ class CoordinatorMessage(_message.Message):
     arm: Arm
     ping: Ping
     cache_query: CacheQuery
+    set_role: SetRole
     number: int
     checksum: int
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., ticket: _Optional[_Union[GiveTicket, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., peer_gone: _Optional[_Union[PeerGone, _Mapping]] = ..., ledger_query: _Optional[_Union[LedgerQuery, _Mapping]] = ..., arm: _Optional[_Union[Arm, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., cache_query: _Optional[_Union[CacheQuery, _Mapping]] = ..., number: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., ticket: _Optional[_Union[GiveTicket, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., peer_gone: _Optional[_Union[PeerGone, _Mapping]] = ..., ledger_query: _Optional[_Union[LedgerQuery, _Mapping]] = ..., arm: _Optional[_Union[Arm, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., cache_query: _Optional[_Union[CacheQuery, _Mapping]] = ..., set_role: _Optional[_Union[SetRole, _Mapping]] = ..., number: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("key", "ticket", "held_tokens")

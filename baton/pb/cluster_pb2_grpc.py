@@ -66,6 +66,16 @@ class ClusterStub:
                 request_serializer=baton_dot_pb_dot_cluster__pb2.UndrainRequest.SerializeToString,
                 response_deserializer=baton_dot_pb_dot_cluster__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.GetRatio = channel.unary_unary(
+                '/baton.v1.Cluster/GetRatio',
+                request_serializer=baton_dot_pb_dot_cluster__pb2.GetRatioRequest.SerializeToString,
+                response_deserializer=baton_dot_pb_dot_cluster__pb2.Ratio.FromString,
+                _registered_method=True)
+        self.SetRatio = channel.unary_unary(
+                '/baton.v1.Cluster/SetRatio',
+                request_serializer=baton_dot_pb_dot_cluster__pb2.SetRatioRequest.SerializeToString,
+                response_deserializer=baton_dot_pb_dot_cluster__pb2.Ratio.FromString,
+                _registered_method=True)
         self.ArmFailpoints = channel.unary_unary(
                 '/baton.v1.Cluster/ArmFailpoints',
                 request_serializer=baton_dot_pb_dot_cluster__pb2.ArmFailpointsRequest.SerializeToString,
@@ -121,6 +131,20 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetRatio(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRatio(self, request, context):
+        """Bring the nodes to this ratio, in place. Answers at once; Watch tells how far it is. INVALID_ARGUMENT, naming the
+        possible ratios, unless prefill + decode are the live nodes.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ArmFailpoints(self, request, context):
         """For tests: arms failpoints on nodes whose name starts with `node` ("coordinator" is one too). Refused unless the
         cluster runs with --failpoints-rpc.
@@ -161,6 +185,16 @@ def add_ClusterServicer_to_server(servicer, server):
                     servicer.Undrain,
                     request_deserializer=baton_dot_pb_dot_cluster__pb2.UndrainRequest.FromString,
                     response_serializer=baton_dot_pb_dot_cluster__pb2.DrainResponse.SerializeToString,
+            ),
+            'GetRatio': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRatio,
+                    request_deserializer=baton_dot_pb_dot_cluster__pb2.GetRatioRequest.FromString,
+                    response_serializer=baton_dot_pb_dot_cluster__pb2.Ratio.SerializeToString,
+            ),
+            'SetRatio': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRatio,
+                    request_deserializer=baton_dot_pb_dot_cluster__pb2.SetRatioRequest.FromString,
+                    response_serializer=baton_dot_pb_dot_cluster__pb2.Ratio.SerializeToString,
             ),
             'ArmFailpoints': grpc.unary_unary_rpc_method_handler(
                     servicer.ArmFailpoints,
@@ -332,6 +366,60 @@ class Cluster:
             '/baton.v1.Cluster/Undrain',
             baton_dot_pb_dot_cluster__pb2.UndrainRequest.SerializeToString,
             baton_dot_pb_dot_cluster__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRatio(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/GetRatio',
+            baton_dot_pb_dot_cluster__pb2.GetRatioRequest.SerializeToString,
+            baton_dot_pb_dot_cluster__pb2.Ratio.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRatio(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/SetRatio',
+            baton_dot_pb_dot_cluster__pb2.SetRatioRequest.SerializeToString,
+            baton_dot_pb_dot_cluster__pb2.Ratio.FromString,
             options,
             channel_credentials,
             insecure,

@@ -18,19 +18,21 @@ from baton.errors import (
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import ExplainResponse
 from baton.pb.common_pb2 import Timeline
+from baton.ratio import Split
 from baton.types import FinishReason, Incarnation, NodeName, Request, RequestId, Standing
 from coordinator.core.counters import INTERNAL, Counters
 from coordinator.core.drains import Service, is_empty
 from coordinator.core.explain import MAX_AGE, explain
 from coordinator.core.identity import JoinInfo
 from coordinator.core.knowledge import Knowledge
-from coordinator.core.messages import Effect, Lost, NodeInput, PeerGone, Send
+from coordinator.core.messages import Effect, Heartbeat, Lost, NodeInput, PeerGone, Send
 from coordinator.core.placement import Placement
 from coordinator.core.record import RequestState
 from coordinator.core.registry import Node, Registry
 from coordinator.core.reports import Reports
 from coordinator.core.requests import UNSERVED_PATIENCE, RequestTable
 from coordinator.core.settings import Settings
+from coordinator.core.switches import Switches
 from coordinator.core.tenants import Tenants
 
 
@@ -49,6 +51,7 @@ class Brain:
         self._settings = settings
         self._table = RequestTable(registry, placement, settings)
         self._reports = Reports(registry, self._table)
+        self.switches = Switches(registry, self._table, settings.mode, self._drop)
         self._draining = False
 
     # inputs
@@ -93,8 +96,10 @@ class Brain:
             raise
         if replaced is not None:
             self._drop(replaced, NodeGone(f"node {info.name} has joined anew"), now)
-        self._table.knowledge.joined(self.registry.add(info, incarnation, now))
+        node = self.registry.add(info, incarnation, now)
+        self._table.knowledge.joined(node)
         self._table.loads.add_node(incarnation)
+        self.switches.joined(node, now)
         self._table.placeable = True
         self.counters.joins["joined"] += 1
         return self._effects(now)
@@ -107,6 +112,8 @@ class Brain:
             return []
         node.heard_at = now
         self._reports.receive(sender, message, now)
+        if isinstance(message, Heartbeat):
+            self.switches.heard()
         return self._effects(now)
 
     def node_gone(self, incarnation: Incarnation, error: BatonError, now: float) -> list[Effect]:
@@ -139,6 +146,7 @@ class Brain:
         placed again. Raises NotFound."""
         self.node_called(name)
         self.registry.drains.begin(name, None if timeout is None else now + timeout)
+        self.switches.reconsider()
         return self.tick(now)
 
     def undrain_node(self, name: NodeName, now: float) -> list[Effect]:
@@ -146,6 +154,13 @@ class Brain:
         if not self.registry.drains.end(name):
             self.node_called(name)
         self._table.placeable = True
+        self.switches.reconsider()
+        return self._effects(now)
+
+    def set_ratio(self, target: Split, patience: float, now: float) -> list[Effect]:
+        """Switch nodes in place until they have this ratio, and keep them so. What a node still does `patience` seconds
+        after it was chosen is placed again elsewhere. Raises InvalidRequest, naming the splits that are possible."""
+        self.switches.aim(target, patience, now)
         return self._effects(now)
 
     def tick(self, now: float) -> list[Effect]:
@@ -156,13 +171,15 @@ class Brain:
             drained = self.registry.called(name)
             if drained is not None:
                 self._table.vacate(drained.incarnation, Drained(f"node {name} is being drained"), now)
+        self.switches.due(now)
         for request in self._table.timers.due(now):
             self._table.due(request, now)
         return self._effects(now)
 
     def next_due(self) -> float | None:
         """When `tick` is to be called next if nothing else happens."""
-        times = (self._table.timers.next(), self.registry.next_silence(), self.registry.drains.next())
+        drains = self.registry.drains.next()
+        times = (self._table.timers.next(), self.registry.next_silence(), drains, self.switches.next())
         return min((time for time in times if time is not None), default=None)
 
     # views
@@ -237,7 +254,7 @@ class Brain:
 
     def service(self, node: Node) -> Service:
         if node.info.name not in self.registry.drains:
-            return Service.IN
+            return Service.SWITCHING if node.info.name in self.registry.switching else Service.IN
         loads, incarnation = self._table.loads, node.incarnation
         empty = is_empty(loads.attempts(incarnation), loads.quiet_reports(incarnation), node.stats)
         return Service.DRAINED if empty else Service.DRAINING
@@ -260,6 +277,7 @@ class Brain:
         return explain(record, now) if record else self._table.endings.explanations.get(request, now)
 
     def _effects(self, now: float) -> list[Effect]:
+        self.switches.step(now)
         self._table.place_waiting(now)
         out, self._table.out = self._table.out, []
         return out
@@ -267,10 +285,13 @@ class Brain:
     def _drop(self, node: Node, error: BatonError, now: float) -> None:
         self.registry.remove(node.incarnation)
         self._table.knowledge.left(node.incarnation)
-        self.counters.nodes_lost[error.code] += 1
-        self._table.out.append(Lost(node.incarnation, node.info.name, error))
+        expected = self.switches.expects_end_of(node)
+        if not expected:
+            self.counters.nodes_lost[error.code] += 1
+        self._table.out.append(Lost(node.incarnation, node.info.name, error, expected))
         self._table.out += [Send(other, PeerGone(node.incarnation)) for other in self.registry.nodes]
         self._table.lose_node(node.incarnation, error, now)
+        self.switches.gone(node, now)
 
     def _require_room(self, requests: Sequence[Request], now: float) -> None:
         first, tokens = requests[0], sum(len(request.prompt) for request in requests)

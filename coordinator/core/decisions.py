@@ -45,11 +45,6 @@ class Decisions:
         """What prompts that a decode node computes may add to its steps, as a share of these; 0: there is no bound."""
         return self._share if self._mode == "auto" else 0.0
 
-    @property
-    def prefills(self) -> bool:
-        """Do prefill nodes compute prompts?"""
-        return self._mode == "disaggregated" or (self._mode == "auto" and self._registry.serves(Role.PREFILL))
-
     def views(self, now: float) -> list[NodeView]:
         """Every node that may be given work."""
         self._loads.keep_scale(now)
@@ -57,14 +52,18 @@ class Decisions:
 
     def decide(self, record: Record, views: Sequence[NodeView], now: float) -> Decision | None:
         """None: wait."""
+        views = self._offered(record, views)
+        if not views:
+            return None
         demand = self.demand(record, look_up=True)
         layout = self._registry.layout()
         unit = self._loads.unit(now)
         costs, share = self._knowledge.costs, self.prefill_share
         outlook = Outlook(now, costs, unit, layout.token_bytes, layout.block_size, share)
         auto = self._mode == "auto"
-        why = Why.NO_PREFILL_NODE if auto else Why.MODE
-        return self._ways.decide(demand, views, outlook, why, either=auto and demand.prefill)
+        why = Why.NO_PREFILL_NODE if auto and not demand.prefill else Why.MODE
+        either = auto and demand.prefill and record.pin is None
+        return self._ways.decide(demand, views, outlook, why, either=either)
 
     def too_late(self, record: Record, now: float) -> DeadlineExceeded | None:
         """Why the request cannot be served any more, if so. Caches are looked at only when the deadline is near."""
@@ -77,7 +76,7 @@ class Decisions:
     def demand(self, record: Record, *, look_up: bool = False) -> Demand:
         """What the next attempt needs; with `look_up`, also whose caches have its prompt. The last token of an output
         needs no decode node where there is prefill."""
-        prefill = self.prefills
+        prefill = self._mode == "disaggregated" or (self._mode == "auto" and self._may_prefill(record))
         block_size = self._registry.layout().block_size
         tokens = record.context_tokens + min(record.remaining, block_size)
         return Demand(
@@ -107,6 +106,19 @@ class Decisions:
                 resident=prediction.resident,
                 now=now,
             )
+
+    def _offered(self, record: Record, in_service: Sequence[NodeView]) -> Sequence[NodeView]:
+        """Nodes in service; for a probe its own node as the only one of its role."""
+        if record.pin is None:
+            return in_service
+        node = self._registry.nodes.get(record.pin)
+        if node is None:
+            return []
+        return [*(view for view in in_service if view.role is not node.info.role), self._loads.view(node)]
+
+    def _may_prefill(self, record: Record) -> bool:
+        pinned = self._registry.nodes.get(record.pin) if record.pin else None
+        return self._registry.serves(Role.PREFILL) or (pinned is not None and pinned.info.role is Role.PREFILL)
 
     def _held(self, record: Record) -> dict[Incarnation, int]:
         """By the directory. A prompt that is to be scored is computed without a look at any cache."""

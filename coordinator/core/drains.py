@@ -17,6 +17,7 @@ class Service(Enum):
     IN = "in"
     DRAINING = "draining"
     DRAINED = "drained"
+    SWITCHING = "switching"  # to another role
 
 
 class Drains:

@@ -15,6 +15,7 @@ from baton.types import (
     NodeName,
     PeerAddress,
     RequestId,
+    Role,
     Ticket,
     TokenEvent,
     TokenScore,
@@ -179,7 +180,14 @@ class CacheQuery:
     """Send a CacheSnapshot."""
 
 
-NodeOrder = Submit | Prefill | GiveTicket | Cancel | PeerGone | CacheQuery
+@dataclass(frozen=True, slots=True)
+class SetRole:
+    """Take this role and join anew in it. The last thing that an incarnation is told."""
+
+    role: Role
+
+
+NodeOrder = Submit | Prefill | GiveTicket | Cancel | PeerGone | CacheQuery | SetRole
 
 # what the shell is to do, in this order
 
@@ -246,11 +254,29 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The incarnation is a member no more: its stream is to end."""
+    """The incarnation is a member no more: its stream is to end. `expected`: it was told to join anew."""
 
     node: Incarnation
     name: NodeName
     error: BatonError
+    expected: bool = False
 
 
-Effect = Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """A change of role is over, for the log and the metrics. `outcome`: done, recalled (while draining), superseded
+    (before it counted), or lost (the node came back as what it was, or not at all). Seconds of each phase; 0 of those
+    that were not reached."""
+
+    node: NodeName
+    source: Role
+    to: Role
+    outcome: str
+    drain: float
+    switch: float
+    probe: float
+    detail: str
+    generation: int
+
+
+Effect = Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost | Switched

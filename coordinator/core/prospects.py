@@ -24,10 +24,10 @@ class Prospects:
         """Seconds until the first of the nodes that compute prompts will have computed what it holds."""
         return min((self._loads.view(node).wait(now) for node in self._that_compute()), default=0.0)
 
-    def decode_full(self) -> bool:
-        """Does every decode node serve as many as it can?"""
-        decode = (node for node in self._registry.in_service() if node.info.role is Role.DECODE)
-        return all(self._loads.attempts(node.incarnation) >= node.info.max_num_seqs for node in decode)
+    def decode_full(self, blocks: int = 0) -> bool:
+        """Does every decode node serve as many as it can, or have no room for so many blocks more?"""
+        decode = (self._loads.view(node) for node in self._registry.in_service() if node.info.role is Role.DECODE)
+        return all(view.attempts >= view.max_num_seqs or view.room < blocks for view in decode)
 
     def too_late(self, tokens: int, held: int, left: float) -> DeadlineExceeded | None:
         """Why a context that was not placed yet, of which a cache seems to have `held`, cannot be computed in the

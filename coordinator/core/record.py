@@ -80,7 +80,7 @@ class Record:
 
     `holder` is a decode node whose cache has the prompt, because another request brought it there. `prompt_scores` are
     complete, or None if they are not or nobody asked. `others` are those that came in with it, if it is the first of
-    them: further choices of one answer."""
+    them: further choices of one answer. `pin`: a node out of service that this request, a probe, is to go through."""
 
     request: Request
     deadline: float
@@ -101,6 +101,7 @@ class Record:
     sources: Sources | None = None
     replaced_because: str = ""
     prefill_payer: str = ""  # class that pays for computing the context again: who preempted the last attempt
+    pin: Incarnation | None = None
     names: PromptNames | None = None  # of the prompt's blocks, once placement has been tried
 
     @property

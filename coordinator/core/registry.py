@@ -39,7 +39,8 @@ class Registry:
 
     def __init__(self, silence: float, stall: float) -> None:
         self.nodes: dict[Incarnation, Node] = {}
-        self.drains = Drains()
+        self.drains = Drains()  # by operators
+        self.switching = Drains()  # on their way to another role: nobody else's business
         self._silence = silence
         self._stall = stall
         self._bounds: ModelBounds | None = None
@@ -79,7 +80,7 @@ class Registry:
         return any(node.info.role is role and self._may_serve(node) for node in self.nodes.values())
 
     def in_service(self) -> list[Node]:
-        """Nodes that may be given new work: not leaving, not drained, and not seen to stand still."""
+        """Nodes that may be given new work: not leaving, not drained, not changing role, not seen to stand still."""
         return [node for node in self.nodes.values() if self._may_serve(node)]
 
     def named(self, prefix: str) -> list[Node]:
@@ -118,7 +119,7 @@ class Registry:
         return node.info.name in self.drains
 
     def _may_serve(self, node: Node) -> bool:
-        if self._is_drained(node):
+        if self._is_drained(node) or node.info.name in self.switching:
             return False
         if node.stats is None:
             # A fresh process is idle. One that rejoins may have been given up because it stands still: it must speak.

@@ -62,18 +62,19 @@ class RequestTable:
         self.counters = Counters()
         self.endings = Endings(self.counters, settings.explain_keep)
         self.out: list[Effect] = []
+        self.probed: list[tuple[RequestId, FinishReason | BatonError]] = []  # probes that have ended
         self.last_progress = 0.0
         self.placeable = False  # something has changed since placement was last tried
         self.knowledge = Knowledge(registry)
-        prospects = Prospects(registry, self.loads, self.knowledge.costs)
-        self.admission = Admission(self.queue, settings.max_queue, prospects)
+        self.prospects = Prospects(registry, self.loads, self.knowledge.costs)
+        self.admission = Admission(self.queue, settings.max_queue, self.prospects)
         self.decisions = Decisions(
             registry,
             self.loads,
             placement,
             self.knowledge,
             self.admission,
-            prospects,
+            self.prospects,
             settings.mode,
             settings.prefill_share,
         )
@@ -97,6 +98,15 @@ class RequestTable:
         self.timers.set(request.id, record.next_due())
         self.placeable = True
         return record
+
+    def add_probe(self, request: Request, node: Incarnation, now: float) -> None:
+        """A request of our own that goes through `node`, which need not be in service, and through nodes of the other
+        role that are: at once, once, and before all others. How it ends is in `probed`."""
+        record = Record(request, now + request.timeout, Marks(now), internal=True, prompt_scores=(), pin=node)
+        self.records[request.id] = record
+        self.queue.push_front(request.id)
+        self.timers.set(request.id, record.next_due())
+        self.placeable = True
 
     def current(self, key: AttemptKey, sender: Incarnation) -> tuple[Record, Attempt] | None:
         """The request whose present attempt is `key`, if `sender` still works on it; else the message is dropped."""
@@ -138,7 +148,7 @@ class RequestTable:
 
     def _place_one(self, now: float) -> bool:
         views = self.decisions.views(now)
-        for request in self.queue.candidates() if views else ():
+        for request in self.queue.candidates() if self._registry.nodes else ():
             record = self.records[request]
             if (late := self.decisions.too_late(record, now)) is not None:
                 self.end(record, late, now)
@@ -235,10 +245,11 @@ class RequestTable:
         """The one recovery: give up this attempt and put the request, with what it has emitted, at the head of the
         queue, or let it rest first if it failed before; the client sees nothing. `error` None is a refusal. Refusals,
         preemptions and drains wait for room and do not count as failures; other errors do, and one that no other
-        attempt can mend ends the request."""
+        attempt can mend ends the request. A probe has one attempt: another would tell less."""
         waits = error is None or isinstance(error, Preempted | Drained)
         record.failures += not waits
-        if error is not None and (not error.replaceable or record.failures >= self._settings.max_attempts):
+        most = self._settings.max_attempts if record.pin is None else 0
+        if error is not None and (not error.replaceable or record.failures >= most):
             self.end(record, error, now)
             return
         attempt = record.attempt
@@ -276,6 +287,8 @@ class RequestTable:
         self.placeable |= self._followers.release(request, None)
         self._unadmitted.discard(request)
         self.resting.discard(request)
+        if record.pin is not None:
+            self.probed.append((request, result))
         if isinstance(result, FinishReason):
             self.knowledge.answered(record.request, len(record.emitted))
         self.out.append(self.endings.add(record, result, now))

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from baton.types import Standing
+from coordinator.core.counters import INTERNAL
 
 DEFAULT_CLASS = "default"
 
@@ -29,6 +30,7 @@ class Tenant:
     salt: bytes = b""
 
 
+OURS = Standing(INTERNAL, INTERNAL)  # of warm-ups and probes
 ANYONE = Tenant()  # every client of a cluster without a file of tenants
 
 

@@ -4,7 +4,7 @@ events. `node_engine/host/coordinator_link.py` is the only translator from the w
 from dataclasses import dataclass
 
 from baton.errors import BatonError
-from baton.types import AttemptKey, Incarnation, PeerAddress, Ticket, Work
+from baton.types import AttemptKey, Incarnation, PeerAddress, Role, Ticket, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,4 +63,14 @@ class CacheQuery:
     """Tell everything that the prefix index has."""
 
 
-Command = Joined | CoordinatorLost | Submit | Prefill | GiveTicket | Cancel | PeerGone | LedgerQuery | CacheQuery
+@dataclass(frozen=True, slots=True)
+class SetRole:
+    """Take this role as soon as nothing is held here any more, and join anew in it. Nothing is given to this
+    incarnation after it; a new one makes it void."""
+
+    role: Role
+
+
+Command = (
+    Joined | CoordinatorLost | Submit | Prefill | GiveTicket | Cancel | PeerGone | LedgerQuery | CacheQuery | SetRole
+)

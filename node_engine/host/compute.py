@@ -25,7 +25,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class WhenIdle:
-    """Call back, once, as soon as the node holds nothing for anybody."""
+    """Call back, once, on the compute thread, as soon as the node holds nothing for anybody."""
 
     call: Callable[[], None]
 
@@ -45,7 +45,7 @@ class ComputeThread:
         self._log = log.get("compute")
         self._device_time = DeviceTime()
         self.device_seconds: dict[str, float] = {}  # likewise a snapshot
-        self._when_idle: Callable[[], None] | None = None
+        self._when_idle: list[Callable[[], None]] = []
         self._progress_at: float | None = None  # of a thread at work; None while it waits for something to do
 
     def start(self, role: RolePolicy) -> None:
@@ -100,9 +100,10 @@ class ComputeThread:
         self.load = self._parts.scheduler.load()
         if wait:
             self._progress_at = None
-            if self._when_idle is not None and self._role.holding == 0:
-                self._when_idle()
-                self._when_idle = None
+            if self._when_idle and self._role.holding == 0:
+                calls, self._when_idle = self._when_idle, []
+                for call in calls:
+                    call()
         items = self._inbox.drain(wait=wait)
         self._progress_at = self._clock()
         for item in items:
@@ -110,7 +111,7 @@ class ComputeThread:
                 case Stop():
                     return False
                 case WhenIdle(call):
-                    self._when_idle = call
+                    self._when_idle.append(call)
                 case LedgerQuery(query):
                     self._parts.report.ledger(query, self._parts.pool.ledger())
                 case CacheQuery():

@@ -21,7 +21,7 @@ from baton.errors import ConfigError
 from baton.failpoints import FAILPOINTS
 from baton.limits import LINK_OPTIONS, MAX_UNSENT
 from baton.pb import cluster_pb2
-from baton.types import Incarnation
+from baton.types import Incarnation, Role
 from node_engine.core import messages
 
 TOKEN_METADATA = "baton-cluster-token"
@@ -29,6 +29,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between dials
 # A pool of its own: else a new channel is given the connection of the last one, which may lead nowhere any more.
 _OPTIONS = (*LINK_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
 _REFUSED_CODES = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED})
+
+
+class _JoinAnew(Exception):
+    """This node is not what its Join said any more."""
 
 
 class CoordinatorLink:
@@ -54,6 +58,7 @@ class CoordinatorLink:
         self._incarnation = Incarnation("")
         self._unsent: asyncio.Queue[cluster_pb2.NodeMessage] = asyncio.Queue(MAX_UNSENT)
         self._overflow = asyncio.Event()  # the coordinator reads too slowly
+        self._changed = asyncio.Event()  # what the last Join said is not so any more
         self._was_member = False
         self._heard = 0.0  # when the coordinator last said anything, on the loop's clock
         self._lost: asyncio.TimerHandle | None = None
@@ -72,6 +77,10 @@ class CoordinatorLink:
         except asyncio.QueueFull:
             self._overflow.set()
 
+    def join_anew(self) -> None:
+        """This node has changed: end the stream, if there is one, and join again as what it is now."""
+        self._changed.set()
+
     async def run(self) -> None:
         """Keep the stream until cancelled. Raises ConfigError when the coordinator refuses this node."""
         pause = _FIRST_PAUSE
@@ -87,6 +96,8 @@ class CoordinatorLink:
                 self._refused(error.message)
             except TimeoutError:
                 self._log.warning("coordinator silent", address=self._address, seconds=self._silence)
+            except _JoinAnew:
+                self._log.info("this node has changed: joining anew")
             if self.joined:
                 self._disconnected()
                 pause = _FIRST_PAUSE
@@ -105,18 +116,19 @@ class CoordinatorLink:
         self._lost = loop.call_at(self._heard + self._silence, self._deliver, messages.CoordinatorLost())
 
     async def _session(self, call: grpc.aio.StreamStreamCall) -> None:
-        """One stream from Join to its end. Raises AioRpcError or TimeoutError when it ends."""
+        """One stream from Join to its end. Raises AioRpcError, TimeoutError or _JoinAnew when it ends."""
+        self._changed.clear()
         try:
             await call.write(cluster_pb2.NodeMessage(join=self._join()))
             numbers = link_codec.Numbers()
             heartbeat = await self._welcome(call, numbers)
             async with asyncio.TaskGroup() as tasks:
-                others = (self._write(call), self._beat(heartbeat), self._until_overflow())
+                others = (self._until_changed(), self._write(call), self._beat(heartbeat), self._until_overflow())
                 running = [tasks.create_task(other) for other in others]
                 await self._read(call, numbers)
                 for task in running:
                     task.cancel()
-        except* (grpc.aio.AioRpcError, TimeoutError) as group:  # or both at once: one says enough
+        except* (grpc.aio.AioRpcError, TimeoutError, _JoinAnew) as group:  # or several at once: one says enough
             raise _first(group) from None
         finally:
             call.cancel()
@@ -179,6 +191,10 @@ class CoordinatorLink:
         self._log.error("coordinator reads too slowly", unsent=MAX_UNSENT)
         raise TimeoutError
 
+    async def _until_changed(self) -> None:
+        await self._changed.wait()
+        raise _JoinAnew
+
     async def _beat(self, seconds: float) -> None:
         while True:
             beat = cluster_pb2.Heartbeat(stats=self._stats())
@@ -205,6 +221,8 @@ def command_from_pb(message: cluster_pb2.CoordinatorMessage) -> messages.Command
             return messages.LedgerQuery(message.ledger_query.query)
         case "cache_query":
             return messages.CacheQuery()
+        case "set_role":
+            return messages.SetRole(Role(message.set_role.role))
         case "arm":
             FAILPOINTS.arm(message.arm.spec)
         case _:

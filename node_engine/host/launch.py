@@ -1,15 +1,16 @@
-"""What both launchers do: settings from the command line, then a process that hosts the role."""
+"""What both launchers do: settings from the command line, then a process that hosts a role."""
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from baton import config_flags, log, runtime
 from baton.errors import ConfigError
 from baton.failpoints import arm_from_environment
 from baton.model_source import with_local_model
 from baton.types import Role
-from node_engine.host.process import MakeRole, host_node
+from node_engine.host.process import host_node
+from node_engine.host.roles import MakeRole
 
 NODE_FIELDS = (
     *("coordinator", "cluster_token", "insecure", "name", "listen", "advertise", "health_port", "host_id"),
@@ -29,8 +30,8 @@ NODE_FIELDS = (
 )
 
 
-def launch(role: Role, make_role: MakeRole, argv: Sequence[str] | None = None) -> int:
-    """Run a node until it is told to stop; returns the exit code of the process."""
+def launch(role: Role, makers: Mapping[Role, MakeRole], argv: Sequence[str] | None = None) -> int:
+    """Run a node, in `role` first, until it is told to stop; returns the exit code of the process."""
     supervisor = os.environ.get("BATON_SUPERVISOR_PID")
     if supervisor:
         runtime.die_with(int(supervisor))
@@ -43,4 +44,4 @@ def launch(role: Role, make_role: MakeRole, argv: Sequence[str] | None = None) -
         sys.stderr.write(f"error: {error}\n")
         return runtime.EXIT_USAGE
     log.configure(config.log_level, config.log_format)
-    return runtime.run(lambda stop: host_node(config, role, make_role, stop))
+    return runtime.run(lambda stop: host_node(config, role, makers, stop))

@@ -1,5 +1,5 @@
-"""The process that hosts a role. Start: engine, arena, role, compute thread, health, link. Stop: say so, let what is
-held end, then take everything down in the opposite order.
+"""The process that hosts roles, one at a time. Start: engine, arena, role, compute thread, health, link. Stop: say so,
+let what is held end, then take everything down in the opposite order.
 
 Two kinds of thread meet here: the event loop (the coordinator's stream, health) and the compute thread; a role's
 transfer plane brings threads of its own.
@@ -7,7 +7,7 @@ transfer plane brings threads of its own.
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from baton import log, wire
@@ -31,14 +31,13 @@ from node_engine.host.coordinator_link import CoordinatorLink
 from node_engine.host.engines import build_engine, cache_blocks
 from node_engine.host.health import HealthPort
 from node_engine.host.inbox import Inbox
+from node_engine.host.roles import MakeRole, RoleSwitch
 from node_engine.reporter import Reporter
-from node_engine.role import NodeParts, RolePolicy
-
-MakeRole = Callable[[NodeParts], RolePolicy]
+from node_engine.role import NodeParts
 
 
-async def host_node(config: Config, role: Role, make_role: MakeRole, stop: asyncio.Event) -> None:
-    """Run one node until `stop` is set. Raises ConfigError for what a restart would not mend."""
+async def host_node(config: Config, role: Role, makers: Mapping[Role, MakeRole], stop: asyncio.Event) -> None:
+    """Run one node, in `role` first, until `stop` is set. Raises ConfigError for what a restart would not mend."""
     if not config.coordinator:
         raise ConfigError("coordinator is not set: give --coordinator HOST:PORT")
     require_key("--listen", host_part(config.listen), "cluster_token", config.cluster_token, insecure=config.insecure)
@@ -55,7 +54,7 @@ async def host_node(config: Config, role: Role, make_role: MakeRole, stop: async
     arena = await asyncio.to_thread(segments.create, folder, "arena", size)
     try:
         engine.bind(arena.view, num_blocks)
-        node = _Node(config, role, name, engine, arena, num_blocks, make_role)
+        node = _Node(config, role, name, engine, arena, num_blocks, makers)
         await node.run(stop)
     finally:
         arena.close()
@@ -70,10 +69,10 @@ class _Node:
         engine: Engine,
         arena: Segment,
         num_blocks: int,
-        make_role: MakeRole,
+        makers: Mapping[Role, MakeRole],
     ) -> None:
         loop = asyncio.get_running_loop()
-        self._config, self._role_name, self._name, self._engine = config, role, name, engine
+        self._config, self._name, self._engine = config, name, engine
         self._host_id = config.host_id or segments.host_id(Path(config.segment_dir))
         self._inbox: Inbox[Command | object] = Inbox()
         self._pool = BlockPool(num_blocks, engine.layout.block_size, steady)
@@ -98,7 +97,7 @@ class _Node:
             clock=steady,
             emit=self._inbox.put,
         )
-        self._role = make_role(self._parts)
+        self._role = RoleSwitch(self._parts, makers, role, changed=lambda: _soon(loop, self._link.join_anew))
         self._compute = ComputeThread(self._parts, self._inbox, steady)
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -108,7 +107,7 @@ class _Node:
         stopping = asyncio.create_task(stop.wait())
         try:
             await health.start()
-            log.get("node").info("serving", role=self._role_name.value, health_port=health.port, pid=os.getpid())
+            log.get("node").info("serving", role=self._role.role.value, health_port=health.port, pid=os.getpid())
             link = asyncio.create_task(self._link.run())
             await asyncio.wait({link, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if link.done():
@@ -144,7 +143,7 @@ class _Node:
         return cluster_pb2.Join(
             protocol_version=wire.PROTOCOL_VERSION,
             name=self._name,
-            role=self._role_name.value,
+            role=self._role.role.value,
             host_id=self._host_id,
             transfer_endpoint=self._role.transfer_endpoint,
             pid=os.getpid(),

@@ -15,9 +15,10 @@ import httpx
 from baton.errors import BatonError, Cancelled, NotFound, Overloaded, SlowReader, Unavailable
 from baton.generation_defaults import GenerationDefaults
 from baton.limits import ModelBounds
-from baton.pb.cluster_pb2 import DrainResponse, ExplainResponse, LedgerResponse, StatusResponse
+from baton.pb.cluster_pb2 import DrainResponse, ExplainResponse, LedgerResponse, Ratio, StatusResponse
 from baton.pb.common_pb2 import Ledger, Timeline
 from baton.pb.generation_pb2_grpc import GenerationStub
+from baton.ratio import Split
 from baton.types import FinishReason, RequestId, Standing, mint_id
 from coordinator import admin
 from coordinator.auth import Clients
@@ -104,6 +105,7 @@ class FakeBrain:
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
+    ratios: list[tuple[Split, float | None]] = field(default_factory=list)
     drained: list[tuple[str, float | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -151,6 +153,13 @@ class FakeBrain:
     def drain(self, name: str, timeout: float | None) -> DrainResponse:
         self.drained.append((name, timeout))
         return DrainResponse(node=name, service="draining")
+
+    def ratio(self) -> Ratio:
+        return Ratio(prefill=1, decode=2, possible="1:2, 2:1")
+
+    def set_ratio(self, target: Split, patience: float | None) -> Ratio:
+        self.ratios.append((target, patience))
+        return Ratio(has_target=True, target_prefill=target.prefill, target_decode=target.decode)
 
     def undrain(self, name: str) -> DrainResponse:
         self.drained.remove((name, 2.5))

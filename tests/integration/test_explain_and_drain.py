@@ -3,10 +3,8 @@
 import asyncio
 import json
 import re
-import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import httpx
 import pytest
@@ -18,6 +16,7 @@ from baton.pb import cluster_pb2 as pb
 from node_engine.paced import paced_reference
 from tests.answers import Answer, cluster_call
 from tests.cluster import Cluster
+from tests.load import baton, load, prompt
 
 IN_MODULE = pytest.mark.asyncio(loop_scope="module")
 STAGES = ("queue", "reserve", "prefill", "transfer", "first_token")
@@ -40,17 +39,6 @@ async def at_rest(cluster: Cluster) -> AsyncIterator[None]:
     await cluster.wait_quiet()
 
 
-async def baton(cluster: Cluster, *arguments: str) -> tuple[int, str, str]:
-    """The command line, as operators run it: exit code, standard output, standard error."""
-    command = (sys.executable, "-m", "baton.cli", *arguments, "--endpoint", cluster.grpc)
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
-    async with asyncio.timeout(60):
-        out, err = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, out.decode(), err.decode()
-
-
 async def explain(cluster: Cluster, request: str) -> pb.ExplainResponse:
     told: pb.ExplainResponse = await cluster_call(cluster.grpc, "Explain", pb.ExplainRequest(request_id=request))
     return told
@@ -68,36 +56,9 @@ async def ttft_sum(cluster: Cluster) -> float:
     return float(found[1]) if found else 0.0
 
 
-def prompt(salt: int, length: int = 100) -> list[int]:
-    return [salt + 1, *range(2, length + 1)]
-
-
 async def served_on(cluster: Cluster, answer: Answer) -> set[str]:
     attempts = (await explain(cluster, answer.request_id)).attempts
     return {attempts[-1].prefill_node, attempts[-1].decode_node}
-
-
-@asynccontextmanager
-async def load(cluster: Cluster, streams: int = 6, tokens: int = 60) -> AsyncIterator[list[Answer]]:
-    """Streams that each begin anew when they end. Afterwards every one has ended, and every token is right."""
-    answers: list[Answer] = []
-    over = asyncio.Event()
-
-    async def lane(number: int) -> None:
-        turn = 0
-        while not over.is_set():
-            asked = prompt(1000 * number + turn)
-            answer = await cluster.generate(asked, max_tokens=tokens, ignore_eos=True, deadline=30.0)
-            assert list(answer.tokens) == paced_reference(asked, tokens)
-            answers.append(answer)
-            turn += 1
-
-    async with asyncio.TaskGroup() as lanes:
-        for number in range(streams):
-            lanes.create_task(lane(number))
-        await cluster.wait_status(lambda status: status.running >= streams)
-        yield answers
-        over.set()
 
 
 async def assert_empty(cluster: Cluster, name: str) -> None:

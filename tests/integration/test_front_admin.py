@@ -2,6 +2,7 @@
 
 import pytest
 
+from baton.ratio import Split
 from coordinator.admin import NOT_YET
 from tests.integration.front_fixtures import serving
 
@@ -35,6 +36,19 @@ async def test_drain_by_http() -> None:
         assert (answer.json()["service"], front.brain.drained) == ("in", [])
         for body in (b"{", b"{}", b'{"node": 1}', b'{"node": "d0", "until": 1}'):
             bad = await front.admin.post("/admin/drain", content=body)
+            assert (bad.status_code, bad.json()["error"]["code"]) == (400, "invalid_request")
+
+
+async def test_ratio_by_http() -> None:
+    async with serving() as front:
+        shown = (await front.admin.get("/admin/ratio")).json()
+        assert (shown["prefill"], shown["decode"], shown["possible"]) == (1, 2, "1:2, 2:1")
+        answer = await front.admin.post("/admin/ratio", json={"ratio": "2:1", "flip_timeout": 2.5})
+        assert (answer.status_code, answer.json()["target_prefill"]) == (200, 2)
+        await front.admin.post("/admin/ratio", json={"ratio": "1:2"})
+        assert front.brain.ratios == [(Split(2, 1), 2.5), (Split(1, 2), None)]
+        for body in (b"{", b"{}", b'{"ratio": "2"}', b'{"ratio": 2}', b'{"ratio": "2:1", "when": 1}'):
+            bad = await front.admin.post("/admin/ratio", content=body)
             assert (bad.status_code, bad.json()["error"]["code"]) == (400, "invalid_request")
 
 

@@ -17,6 +17,7 @@ CALLS = {
     "Explain": (pb.ExplainRequest(request_id="x"), "NOT_FOUND"),
     "Drain": (pb.DrainRequest(node="x"), "NOT_FOUND"),
     "Undrain": (pb.UndrainRequest(node="x"), "NOT_FOUND"),
+    "SetRatio": (pb.SetRatioRequest(prefill=1, decode=1), "INVALID_ARGUMENT"),
     "Watch": (pb.WatchRequest(interval_seconds=0.01), "INVALID_ARGUMENT"),
 }
 
@@ -83,7 +84,21 @@ async def test_drain_and_undrain(bench: Bench) -> None:
     assert (code, "timeout_seconds is nan" in message) == ("INVALID_ARGUMENT", True)
 
 
-@pytest.mark.parametrize("method", ["Status", "Watch", "Ledger", "Explain", "Drain", "Undrain", "ArmFailpoints"])
+async def test_the_ratio_is_set_and_told(bench: Bench) -> None:
+    async with bench.working("p0", "d0", "d1"):
+        told = await call(bench, "GetRatio", pb.GetRatioRequest())
+        assert (told.prefill, told.decode, told.has_target, told.possible) == (1, 2, False, "1:2, 2:1")
+        told = await call(bench, "SetRatio", pb.SetRatioRequest(prefill=2, decode=1))
+        assert [(each.to_role, each.phase) for each in told.switches] == [("prefill", "switching")]
+        [moving] = [node for node in bench.service.status().nodes if node.service == "switching"]
+        assert moving.name == told.switches[0].node
+    for fields in ({"prefill": 3}, {"prefill": 2, "decode": 1, "flip_timeout_seconds": -1.0}):
+        assert (await error_of(bench, "SetRatio", pb.SetRatioRequest(**fields)))[0] == "INVALID_ARGUMENT"
+
+
+@pytest.mark.parametrize(
+    "method", ["Status", "Watch", "Ledger", "Explain", "Drain", "Undrain", "SetRatio", "ArmFailpoints"]
+)
 async def test_bytes_that_are_no_message(bench: Bench, method: str) -> None:
     async with grpc.aio.insecure_channel(bench.address) as channel:
         make = channel.unary_stream if method == "Watch" else channel.unary_unary

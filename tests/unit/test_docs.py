@@ -227,8 +227,9 @@ def test_messages_of_the_node_link_are_documented(message: str) -> None:
 
 
 def test_the_protocols_versions_are_documented() -> None:
-    (told,) = re.findall(r"Both planes speak version (\d+) ", PROTOCOL)
-    assert int(told) == wire.PROTOCOL_VERSION == frames.PROTOCOL_VERSION
+    (link,) = re.findall(r"The node link speaks version (\d+) ", PROTOCOL)
+    (plane,) = re.findall(r"the transfer plane version (\d+)\n", PROTOCOL)
+    assert (int(link), int(plane)) == (wire.PROTOCOL_VERSION, frames.PROTOCOL_VERSION)
 
 
 def test_frames_and_events_are_documented() -> None:
@@ -268,7 +269,7 @@ def test_dependencies_are_documented() -> None:
 
 def test_commands_are_the_ones_there_are() -> None:
     text = (ROOT / "README.md").read_text()
-    built = {command.name for command in app.registered_commands} - UNBUILT.keys()
+    built = {each.name for each in [*app.registered_commands, *app.registered_groups]} - UNBUILT.keys()
     used = set(re.findall(r"(?:^(?:\$ )?(?:\.venv/bin/|BATON_\w+=\S+ )?|; )baton (\w+)", text, re.MULTILINE))
     table = {row[0] for row in rows(section(text, "Operating it"))}
     listed = {match[1] for cell in table if (match := re.match(r"`baton (\w+)", cell))}

@@ -22,6 +22,7 @@ class FakeFront(generation_pb2_grpc.GenerationServicer, cluster_pb2_grpc.Cluster
     ledger: cluster_pb2.LedgerResponse = field(default_factory=cluster_pb2.LedgerResponse)
     explanation: cluster_pb2.ExplainResponse = field(default_factory=cluster_pb2.ExplainResponse)
     drained: cluster_pb2.DrainResponse = field(default_factory=cluster_pb2.DrainResponse)
+    ratio: cluster_pb2.Ratio = field(default_factory=cluster_pb2.Ratio)
     watched: list[cluster_pb2.StatusResponse] = field(default_factory=list)
     error: tuple[grpc.StatusCode, str] | None = None
     requests: list[Any] = field(default_factory=list)
@@ -51,6 +52,14 @@ class FakeFront(generation_pb2_grpc.GenerationServicer, cluster_pb2_grpc.Cluster
     def Undrain(self, request: Any, context: grpc.ServicerContext) -> cluster_pb2.DrainResponse:
         self._called(request, context)
         return self.drained
+
+    def GetRatio(self, request: Any, context: grpc.ServicerContext) -> cluster_pb2.Ratio:
+        self._called(request, context)
+        return self.ratio
+
+    def SetRatio(self, request: Any, context: grpc.ServicerContext) -> cluster_pb2.Ratio:
+        self._called(request, context)
+        return self.ratio
 
     def Watch(self, request: Any, context: grpc.ServicerContext) -> Iterator[cluster_pb2.StatusResponse]:
         self._called(request, context)

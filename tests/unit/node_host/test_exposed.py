@@ -20,4 +20,4 @@ def no_role(parts: NodeParts) -> RolePolicy:
 async def test_it_refuses_before_it_loads_anything(role: Role, listen: str) -> None:
     config = Config(coordinator="127.0.0.1:1", listen=listen)
     with pytest.raises(ConfigError, match=r"set --cluster-token, .*or say --insecure"):
-        await host_node(config, role, no_role, asyncio.Event())
+        await host_node(config, role, {role: no_role}, asyncio.Event())

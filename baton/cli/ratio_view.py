@@ -1,0 +1,39 @@
+"""The ratio in words, for `baton ratio`, `status` and `top`."""
+
+from baton.pb.cluster_pb2 import Ratio, RoleSwitch
+
+_ENDS = {
+    "done": "verified",
+    "recalled": "called back before it had left its role",
+    "superseded": "wanted back before it counted",
+    "lost": "not done",
+}
+
+
+def headline(ratio: Ratio) -> str:
+    have = f"ratio {ratio.prefill}:{ratio.decode}"
+    if not ratio.has_target:
+        return f"{have}, as the nodes have joined"
+    target = f"{ratio.target_prefill}:{ratio.target_decode}"
+    if ratio.settled:
+        return f"{have}, as asked for"
+    under_way = len(ratio.switches)
+    left = f"{under_way} on their way" if under_way else "waiting for nodes to come back or into service"
+    return f"{have}, {target} is asked for: {left}"
+
+
+def line(switch: RoleSwitch) -> str:
+    """One change of role: seconds of each phase, as far as it is."""
+    seconds = (
+        f"drain {switch.drain_seconds:.2f} s, switch {switch.switch_seconds:.2f} s, probe {switch.probe_seconds:.2f} s"
+    )
+    state = _ENDS.get(switch.phase, switch.phase)
+    left = f", {switch.placed} requests left" if switch.placed else ""
+    detail = f" ({switch.detail})" if switch.detail else ""
+    return f"{switch.node}: {switch.from_role} -> {switch.to_role}: {state}{detail}: {seconds}{left}"
+
+
+def progress(ratio: Ratio) -> str:
+    """One line while it goes on."""
+    steps = ", ".join(f"{switch.node} {switch.phase}" for switch in ratio.switches)
+    return f"{headline(ratio)} {f'({steps})' if steps else ''}".rstrip()

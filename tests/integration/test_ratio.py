@@ -1,0 +1,185 @@
+"""The ratio of a real cluster, changed while traffic flows: nothing fails, nothing is wrong, the caches stay."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from baton.cli.top_view import total
+from baton.pb import cluster_pb2 as pb
+from node_engine.paced import paced_reference
+from tests.answers import cluster_call
+from tests.cluster import Cluster
+from tests.load import baton, load, prompt
+
+IN_MODULE = pytest.mark.asyncio(loop_scope="module")
+NODES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    settings = {"paced_prefill_us_per_token": 300.0, "paced_step_ms": 4.0, "heartbeat": 0.1, "paced_reread": True}
+    folder = tmp_path_factory.mktemp("ratio")
+    made = Cluster(folder, engine="paced", prefill=2, decode=2, silence=1.5, flip_timeout=1.0, **settings)
+    async with made:
+        yield made
+    made.assert_clean()
+
+
+@pytest_asyncio.fixture(loop_scope="module", autouse=True)
+async def as_at_first(cluster: Cluster) -> AsyncIterator[None]:
+    """Every test begins with a fresh coordinator's view: all in service, two of each role, nothing held."""
+    yield
+    for name in NODES:
+        await cluster_call(cluster.grpc, "Undrain", pb.UndrainRequest(node=name))
+    await ratio(cluster, 2, 2)
+    await cluster.wait_quiet()
+
+
+async def ask(cluster: Cluster, prefill: int, decode: int, **fields: float) -> None:
+    await cluster_call(cluster.grpc, "SetRatio", pb.SetRatioRequest(prefill=prefill, decode=decode, **fields))
+
+
+async def settled(cluster: Cluster, prefill: int, decode: int) -> pb.StatusResponse:
+    def holds(status: pb.StatusResponse) -> bool:
+        return status.ratio.settled and (status.ratio.prefill, status.ratio.decode) == (prefill, decode)
+
+    return await cluster.wait_status(holds)
+
+
+async def ratio(cluster: Cluster, prefill: int, decode: int) -> pb.StatusResponse:
+    await ask(cluster, prefill, decode)
+    return await settled(cluster, prefill, decode)
+
+
+def roles(status: pb.StatusResponse) -> dict[str, str]:
+    return {node.name: node.role for node in status.nodes}
+
+
+async def flipping(cluster: Cluster, phase: str) -> str:
+    """The node that is in that phase of its switch, as soon as one is."""
+    found = await cluster.wait_status(lambda status: any(each.phase == phase for each in status.ratio.switches))
+    return next(str(each.node) for each in found.ratio.switches if each.phase == phase)
+
+
+@IN_MODULE
+async def test_the_ratio_follows_the_command_and_no_request_notices(cluster: Cluster) -> None:
+    """Every token of every request is compared with the reference."""
+    async with load(cluster, streams=6, tokens=80) as answers:
+        for wanted, switched in (("3:1", 1), ("1:3", 2), ("2:2", 1)):
+            code, out, err = await baton(cluster, "ratio", "set", wanted, "--json")
+            assert (code, err) == (0, "")
+            told = json.loads(out)
+            assert (f"{told['prefill']}:{told['decode']}", told["settled"]) == (wanted, True)
+            assert [each["phase"] for each in told["over"]] == ["done"] * switched
+            for each in told["over"]:
+                assert each["switch_seconds"] > 0
+                assert each["probe_seconds"] > 0
+            served = len(answers)
+            async with asyncio.timeout(30):
+                while len(answers) < served + 4:
+                    await asyncio.sleep(0.02)
+    status = await cluster.status()
+    assert total(status.counters, "baton_requests_total", **{"class": "default"}) == total(
+        status.counters, "baton_requests_total", outcome="length", **{"class": "default"}
+    )
+    assert total(status.counters, "baton_role_switches_total", outcome="done") == 4
+    async with httpx.AsyncClient() as client:
+        metrics = (await client.get(f"{cluster.admin}/metrics")).text
+    assert 'baton_role_switch_seconds_count{phase="probe"} 4.0' in metrics
+    assert 'baton_ratio_target{role="prefill"} 2.0' in metrics
+
+
+@IN_MODULE
+async def test_streams_that_outlast_the_time_go_on_elsewhere(cluster: Cluster) -> None:
+    asked = [prompt(900 + number) for number in range(4)]
+    calls = [
+        asyncio.create_task(cluster.generate(each, max_tokens=600, ignore_eos=True, deadline=30.0)) for each in asked
+    ]
+    await cluster.wait_status(lambda status: status.running == 4 and all(n.placed for n in status.nodes[:2]))
+    await ask(cluster, 3, 1, flip_timeout_seconds=0.2)
+    for each, call in zip(asked, calls, strict=True):
+        assert list((await call).tokens) == paced_reference(each, 600)
+    status = await settled(cluster, 3, 1)
+    assert total(status.counters, "baton_replaced_total", reason="drained") >= 2
+
+
+@IN_MODULE
+async def test_the_cache_of_a_node_outlives_its_role(cluster: Cluster) -> None:
+    """Tests before this one have moved the roles about: names tell nothing. Of equals the first by name goes first."""
+    before = roles(await cluster.wait_status(lambda status: len(status.nodes) == 4))
+    first, other = sorted(name for name, role in before.items() if role == "prefill")
+    await cluster_call(cluster.grpc, "Drain", pb.DrainRequest(node=other))
+    asked = prompt(77, 320)
+    assert list((await cluster.generate(asked, max_tokens=4, ignore_eos=True)).tokens) == paced_reference(asked, 4)
+    await cluster_call(cluster.grpc, "Undrain", pb.UndrainRequest(node=other))
+    await cluster.wait_quiet()
+    assert roles(await ratio(cluster, 1, 3))[first] == "decode"
+    for name in before.keys() - {first, other}:
+        await cluster_call(cluster.grpc, "Drain", pb.DrainRequest(node=name))
+    answer = await cluster.generate(asked, max_tokens=4, ignore_eos=True)
+    assert list(answer.tokens) == paced_reference(asked, 4)
+    told = await cluster_call(cluster.grpc, "Explain", pb.ExplainRequest(request_id=answer.request_id))
+    assert told.attempts[-1].decode_node == first
+    assert told.sources.local_cache >= 304, "decode found what it had computed as prefill"
+
+
+@IN_MODULE
+async def test_ratios_that_cannot_be_and_what_is_shown(cluster: Cluster) -> None:
+    for wanted, reason in (
+        ("4:4", "possible are 1:3, 2:2, 3:1"),
+        ("4:0", "possible are 1:3"),
+        ("two:two", "is not P:D"),
+    ):
+        code, _, err = await baton(cluster, "ratio", "set", wanted)
+        assert (code, reason in err) == (2, True)
+    code, out, _ = await baton(cluster, "ratio", "show")
+    assert (code, "possible with the live nodes: 1:3, 2:2, 3:1" in out) == (0, True)
+    async with httpx.AsyncClient() as client:
+        answer = await client.post(f"{cluster.admin}/admin/ratio", json={"ratio": "9:1"})
+        assert (answer.status_code, "possible are" in answer.json()["error"]["message"]) == (400, True)
+        shown = (await client.get(f"{cluster.admin}/admin/ratio")).json()
+        assert (shown["prefill"], shown["decode"]) == (2, 2)
+
+
+@IN_MODULE
+@pytest.mark.parametrize("phase", ["draining", "switching", "probing"])
+async def test_when_a_node_is_killed_on_its_way_the_ratio_is_reached_all_the_same(cluster: Cluster, phase: str) -> None:
+    """It comes back in its first role, as under `baton up`, and the target still holds. Requests go on meanwhile."""
+    async with load(cluster, streams=3, tokens=300 if phase == "draining" else 40):
+        if phase == "switching":
+            await cluster.arm("decode", "decode.step.after=delay(1.0)*1")
+        elif phase == "probing":
+            await cluster.arm("decode", "prefill.layer.before=delay(1.0)*4")
+        await ask(cluster, 3, 1, flip_timeout_seconds=60.0 if phase == "draining" else 0.0)
+        name = await flipping(cluster, phase)
+        cluster.kill(name)
+        await cluster.arm("", "")
+        cluster.start(name)
+        status = await settled(cluster, 3, 1)
+    over = [each for each in status.ratio.over if each.generation == status.ratio.generation]
+    assert over[0].node == name
+    started_as = name.partition("-")[0]
+    assert [each.phase for each in over] == (["lost", "done"] if started_as == "decode" else ["lost"])
+    await cluster.wait_quiet()
+
+
+@IN_MODULE
+async def test_a_coordinator_that_restarts_takes_nodes_as_they_are(cluster: Cluster) -> None:
+    await cluster.arm("decode", "prefill.layer.before=delay(0.5)*4")
+    await ask(cluster, 3, 1)
+    await flipping(cluster, "probing")
+    cluster.kill("coordinator")
+    cluster.start("coordinator")
+    await cluster.ready()
+    status = await cluster.wait_status(lambda status: len(status.nodes) == 4)
+    assert sorted(roles(status).values()) == ["decode", "prefill", "prefill", "prefill"]
+    assert not status.ratio.has_target
+    await cluster.arm("", "")
+    async with load(cluster, streams=3, tokens=20) as answers:
+        await ratio(cluster, 2, 2)
+        while len(answers) < 6:
+            await asyncio.sleep(0.02)
