@@ -66,6 +66,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(gt=0, le=10),
         _help("Mode auto: what prompts that a decode node computes may add to its steps, as a share of them"),
     ] = 0.5
+    degrade_wait: Annotated[
+        Seconds,
+        _help("Seconds a request may wait, where its class has no max_wait, before service is degraded step by step"),
+    ] = 5.0
+    degraded_max_tokens: Annotated[
+        Count, _help("Most output tokens of new requests while service is degraded so far; 0: never capped")
+    ] = 0
     request_timeout: Annotated[
         Seconds, _help("Seconds a request may take at most, and when its client gives no deadline")
     ] = 600.0

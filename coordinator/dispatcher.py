@@ -20,6 +20,7 @@ from coordinator.core.brain import Arrival, Brain
 from coordinator.core.identity import JoinInfo
 from coordinator.core.messages import (
     Admit,
+    Degraded,
     Effect,
     Emit,
     EmitPromptScores,
@@ -70,6 +71,8 @@ class Dispatcher:
             config.stall,
             config.explain_keep,
             config.local_prefill_share,
+            config.degrade_wait,
+            config.degraded_max_tokens,
         )
         self._config = config
         self.brain = Brain(Registry(config.silence, config.stall), POLICIES[config.placement](), settings)
@@ -237,6 +240,9 @@ class Dispatcher:
                 self._ended(effect)
             case Replaced(key, reason):
                 _log.info("placed again", request=key.request, attempt=key.attempt, reason=reason)
+            case Degraded(step, taken, pressure):
+                _log.warning("service degraded" if taken else "service restored", step=step, pressure=pressure)
+                self._changed()
             case Switched():
                 self._switched(effect)
             case Lost(node, name, error, expected):

@@ -12,7 +12,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("ready", "reason", "mode", "model", "queued", "running", "nodes", "counters", "clock_seconds", "latency", "version", "ratio")
+    __slots__ = ("ready", "reason", "mode", "model", "queued", "running", "nodes", "counters", "clock_seconds", "latency", "version", "ratio", "notices", "degradation", "pressure")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,9 @@ class StatusResponse(_message.Message):
     LATENCY_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RATIO_FIELD_NUMBER: _ClassVar[int]
+    NOTICES_FIELD_NUMBER: _ClassVar[int]
+    DEGRADATION_FIELD_NUMBER: _ClassVar[int]
+    PRESSURE_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     reason: str
     mode: str
@@ -44,7 +47,22 @@ class StatusResponse(_message.Message):
     latency: Latency
     version: str
     ratio: Ratio
-    def __init__(self, ready: _Optional[bool] = ..., reason: _Optional[str] = ..., mode: _Optional[str] = ..., model: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., clock_seconds: _Optional[float] = ..., latency: _Optional[_Union[Latency, _Mapping]] = ..., version: _Optional[str] = ..., ratio: _Optional[_Union[Ratio, _Mapping]] = ...) -> None: ...
+    notices: _containers.RepeatedScalarFieldContainer[str]
+    degradation: _containers.RepeatedCompositeFieldContainer[DegradationStep]
+    pressure: float
+    def __init__(self, ready: _Optional[bool] = ..., reason: _Optional[str] = ..., mode: _Optional[str] = ..., model: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., clock_seconds: _Optional[float] = ..., latency: _Optional[_Union[Latency, _Mapping]] = ..., version: _Optional[str] = ..., ratio: _Optional[_Union[Ratio, _Mapping]] = ..., notices: _Optional[_Iterable[str]] = ..., degradation: _Optional[_Iterable[_Union[DegradationStep, _Mapping]]] = ..., pressure: _Optional[float] = ...) -> None: ...
+
+class DegradationStep(_message.Message):
+    __slots__ = ("step", "active", "seconds", "cannot_help")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CANNOT_HELP_FIELD_NUMBER: _ClassVar[int]
+    step: str
+    active: bool
+    seconds: float
+    cannot_help: str
+    def __init__(self, step: _Optional[str] = ..., active: _Optional[bool] = ..., seconds: _Optional[float] = ..., cannot_help: _Optional[str] = ...) -> None: ...
 
 class Latency(_message.Message):
     __slots__ = ("window_seconds", "requests", "ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90")

@@ -16,10 +16,13 @@ from typing import Protocol
 
 from baton.errors import Overloaded
 from baton.types import Request, Standing
+from coordinator.core.degradation import Degradation, Step
 from coordinator.core.fair_order import Claim
 from coordinator.core.queue import WaitingQueue, clamp_retry, due
 from coordinator.core.tenants import Tenant, Tenants
 from coordinator.core.token_bucket import TokenBucket
+
+SHED_RETRY = 10.0  # seconds
 
 
 class Expectations(Protocol):
@@ -39,11 +42,18 @@ class _Account:
 
 
 class Admission:
-    def __init__(self, queue: WaitingQueue, max_queue: int, prospects: Expectations) -> None:
+    def __init__(
+        self,
+        queue: WaitingQueue,
+        max_queue: int,
+        prospects: Expectations,
+        degradation: Degradation | None = None,
+    ) -> None:
         self.tenants = Tenants()
         self._queue = queue
         self._max_queue = max_queue
         self._prospects = prospects
+        self._degradation = degradation or Degradation()
         self._accounts: dict[str, _Account] = {}
 
     def reload(self, tenants: Tenants, now: float) -> None:
@@ -62,6 +72,12 @@ class Admission:
     def require(self, standing: Standing, count: int, tokens: int, timeout: float, now: float) -> None:
         """Let in `count` requests of `tokens` prompt tokens together, that have `timeout` seconds. Nothing is paid.
         Raises Overloaded."""
+        lowest = len(self.tenants.classes) - 1
+        if Step.SHED_LOWEST in self._degradation and lowest and standing.level == lowest:
+            raise Overloaded(
+                f"class {standing.tenant_class!r}, the lowest, is refused while requests wait too long (shed_lowest)",
+                retry_after=SHED_RETRY,
+            )
         tenant = self.tenants.get(standing.tenant)
         self._require_rate(tenant, now)
         self._require_place(standing, tenant, count)

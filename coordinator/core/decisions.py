@@ -6,6 +6,7 @@ from typing import Literal
 from baton.errors import DeadlineExceeded
 from baton.types import AttemptKey, Incarnation, Role
 from coordinator.core.admission import Admission
+from coordinator.core.degradation import Degradation, Step
 from coordinator.core.knowledge import Knowledge
 from coordinator.core.loads import Loads
 from coordinator.core.placement import Demand, NodeView, Outlook, Placement
@@ -16,6 +17,7 @@ from coordinator.core.registry import Registry
 from coordinator.core.ways import Ways
 
 Mode = Literal["disaggregated", "colocated", "auto"]
+SMALLER = 0.25  # of the share of a step, while service is degraded
 
 
 class Decisions:
@@ -27,6 +29,7 @@ class Decisions:
         knowledge: Knowledge,
         admission: Admission,
         prospects: Prospects,
+        degradation: Degradation,
         mode: Mode,
         prefill_share: float = 0.0,
     ) -> None:
@@ -39,11 +42,24 @@ class Decisions:
         self._prospects = prospects
         self._mode = mode
         self._share = prefill_share
+        self._degradation = degradation
 
     @property
     def prefill_share(self) -> float:
         """What prompts that a decode node computes may add to its steps, as a share of these; 0: there is no bound."""
-        return self._share if self._mode == "auto" else 0.0
+        bounded = self._mode == "auto" or Step.LOCAL_PREFILL_ONLY in self._degradation
+        if Step.SMALLER_TOKEN_BUDGET in self._degradation:
+            return self._share * SMALLER if bounded else self._share
+        return self._share if bounded else 0.0
+
+    @property
+    def local_only(self) -> bool:
+        """Do decode nodes compute every prompt although the mode provides for hand-offs?"""
+        if self._mode == "colocated":
+            return False
+        return Step.LOCAL_PREFILL_ONLY in self._degradation or (
+            self._mode == "auto" and not self._registry.serves(Role.PREFILL)
+        )
 
     def views(self, now: float) -> list[NodeView]:
         """Every node that may be given work."""
@@ -62,6 +78,8 @@ class Decisions:
         outlook = Outlook(now, costs, unit, layout.token_bytes, layout.block_size, share)
         auto = self._mode == "auto"
         why = Why.NO_PREFILL_NODE if auto and not demand.prefill else Why.MODE
+        if Step.LOCAL_PREFILL_ONLY in self._degradation and not demand.prefill:
+            why = Why.DEGRADED
         either = auto and demand.prefill and record.pin is None
         return self._ways.decide(demand, views, outlook, why, either=either)
 
@@ -77,6 +95,8 @@ class Decisions:
         """What the next attempt needs; with `look_up`, also whose caches have its prompt. The last token of an output
         needs no decode node where there is prefill."""
         prefill = self._mode == "disaggregated" or (self._mode == "auto" and self._may_prefill(record))
+        if Step.LOCAL_PREFILL_ONLY in self._degradation and record.pin is None:
+            prefill = False
         block_size = self._registry.layout().block_size
         tokens = record.context_tokens + min(record.remaining, block_size)
         return Demand(

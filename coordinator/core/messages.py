@@ -279,4 +279,13 @@ class Switched:
     generation: int
 
 
-Effect = Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost | Switched
+@dataclass(frozen=True, slots=True)
+class Degraded:
+    """A step of degradation was taken, or taken back: for the log, nothing is to be done."""
+
+    step: str
+    taken: bool
+    pressure: float
+
+
+Effect = Degraded | Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost | Switched

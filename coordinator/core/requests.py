@@ -21,6 +21,7 @@ from coordinator.core.admission import Admission
 from coordinator.core.counters import Counters
 from coordinator.core.counting import count_sources
 from coordinator.core.decisions import Decisions
+from coordinator.core.degradation import Degradation
 from coordinator.core.endings import Endings
 from coordinator.core.followers import Followers
 from coordinator.core.knowledge import Knowledge
@@ -67,7 +68,8 @@ class RequestTable:
         self.placeable = False  # something has changed since placement was last tried
         self.knowledge = Knowledge(registry)
         self.prospects = Prospects(registry, self.loads, self.knowledge.costs)
-        self.admission = Admission(self.queue, settings.max_queue, self.prospects)
+        self.degradation = Degradation()
+        self.admission = Admission(self.queue, settings.max_queue, self.prospects, self.degradation)
         self.decisions = Decisions(
             registry,
             self.loads,
@@ -75,6 +77,7 @@ class RequestTable:
             self.knowledge,
             self.admission,
             self.prospects,
+            self.degradation,
             settings.mode,
             settings.prefill_share,
         )
