@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -196,7 +197,7 @@ async def _idle(client: Client, workloads: Sequence[Workload], count: int, seed:
         seen: list[Measurement] = []
         for number in range(count + 1):
             request = Planned(0.0, length, output, seed=number, salt=f"{seed}/idle/{length}")
-            seen.append(await client.measure(request, asyncio.get_running_loop().time()))
+            seen.append(await client.measure(request, time.perf_counter()))
         found[length] = comparison.idle_of(seen[1:])
     return found
 

@@ -1,8 +1,9 @@
 """How hard pressed the cluster is, and which steps of degradation could help it. See `Degradation`."""
 
 from collections import Counter
+from collections.abc import Mapping
 
-from coordinator.core.degradation import Reading, Step
+from coordinator.core.degradation import HIGH, Reading, Step
 from coordinator.core.requests import RequestTable
 from coordinator.core.settings import Settings
 
@@ -19,26 +20,35 @@ class Strain:
 
     def reading(self, now: float) -> Reading:
         self._weigh_handoffs()
-        return Reading(self._pressure(now), self._cannot_help())
+        if self._table.missing():
+            return Reading(None, self._cannot_help({}))
+        levels = self._levels(now)
+        return Reading(max(levels.values(), default=0.0), self._cannot_help(levels))
 
-    def _pressure(self, now: float) -> float | None:
-        """The longest wait, over what its class may wait. Who was placed before, and who waits for somebody else's
-        prompt, says nothing about the queue."""
-        table = self._table
-        if table.missing():
-            return None
-        limits, most = table.admission.tenants.max_wait, 0.0
+    def _levels(self, now: float) -> dict[int, float]:
+        """For each class by its place: the longest wait over what it may wait, of that of its tenants who waits least.
+        One that floods its own line is no reason to give anything up. Nor is who was placed before, or waits for
+        somebody else's prompt."""
+        table, longest = self._table, dict[tuple[int, str], float]()
+        limits = table.admission.tenants.max_wait
         for request in table.queue.offered():
             record = table.records[request]
             if record.attempts == 0 and not record.internal:
-                limit = limits.get(record.request.standing.tenant_class, self._settings.degrade_wait)
-                most = max(most, (now - record.marks.arrival) / limit)
-        return most
+                who = record.request.standing
+                wait = (now - record.marks.arrival) / limits.get(who.tenant_class, self._settings.degrade_wait)
+                longest[who.level, who.tenant] = max(wait, longest.get((who.level, who.tenant), 0.0))
+        levels: dict[int, float] = {}
+        for (level, _), wait in longest.items():
+            levels[level] = min(wait, levels.get(level, wait))
+        return levels
 
-    def _cannot_help(self) -> dict[Step, str]:
-        settings, found = self._settings, {}
-        if len(self._table.admission.tenants.classes) < 2:
+    def _cannot_help(self, levels: Mapping[int, float]) -> dict[Step, str]:
+        settings, found = self._settings, dict[Step, str]()
+        lowest = len(self._table.admission.tenants.classes) - 1
+        if not lowest:
             found[Step.SHED_LOWEST] = "there is one class"
+        elif not any(pressure >= HIGH for level, pressure in levels.items() if level < lowest):
+            found[Step.SHED_LOWEST] = "no other class waits too long"
         if settings.mode == "disaggregated":
             found[Step.SMALLER_TOKEN_BUDGET] = "prefill nodes compute every prompt"
         if not settings.degraded_max_tokens:

@@ -200,6 +200,20 @@ def test_one_class_without_local_prompts_or_a_cap_gives_up_nothing() -> None:
     assert set(world.brain.degradation.last.cannot_help) == set(Step)
 
 
+def test_a_tenant_that_floods_its_own_line_and_a_lowest_class_that_waits_shed_nobody() -> None:
+    world = crowded()
+    premium = world.brain.active()[-1]
+    world.stop(premium)
+    for standing in (BATCH, Standing("c", "batch", 1)):
+        world.submit(standing=standing)
+    wait(world, 8.0)
+    assert world.brain.degradation.last.cannot_help[Step.SHED_LOWEST] == "no other class waits too long"
+    assert world.brain.degradation.last.pressure == pytest.approx(8.0 / 5.0, rel=0.1)
+    world.submit(standing=Standing("d", "batch", 1))
+    wait(world, 2 * PERIOD)
+    assert world.brain.degradation.last.pressure == pytest.approx(0.2, rel=0.6), "that of who waits least"
+
+
 def test_an_outage_is_no_overload() -> None:
     world = crowded(degraded_max_tokens=10)
     world.gone(next(iter(world.brain.registry.nodes)))
