@@ -7,10 +7,9 @@ takes back in the opposite one.
     local_prefill_only    hand-offs, which fail, are given up: decode nodes compute every prompt
 
 *Pressure* is the longest wait of a request that was not placed yet, over what its class may wait (see `Strain`). At 1
-and more for
-`ENGAGE` seconds the next step is taken that can help; each step has as long to act before the next one. At `LOW` and
-less for `RELEASE` seconds the last one is taken back. Between the two nothing changes, and both begin anew: what a load
-near the limit does, it does once.
+and more for `ENGAGE` seconds the next step is taken that can help; each step has as long to act before the next one. At
+`LOW` and less for `RELEASE` seconds the last one is taken back. Between the two nothing changes, and both begin anew:
+what a load near the limit does, it does once.
 """
 
 from collections import Counter
