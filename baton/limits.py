@@ -35,6 +35,7 @@ LINK_OPTIONS = (
     ("grpc.max_send_message_length", MAX_LINK_MESSAGE_BYTES),
 )
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+LOCAL_PREFILL_BURST = 8  # steps of a decode node whose share of prompts may be taken at once
 
 
 @dataclass(frozen=True, slots=True)

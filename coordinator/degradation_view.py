@@ -8,7 +8,7 @@ from coordinator.core.degradation import Degradation, Step
 
 _TAKEN = {
     Step.SHED_LOWEST: "new requests of the lowest class are refused",
-    Step.SMALLER_TOKEN_BUDGET: "prompts that decode nodes compute get less of each step",
+    Step.SMALLER_TOKEN_BUDGET: "tenants with tokens_per_second get half of it",
     Step.CAPPED_OUTPUT: "new requests get at most --degraded-max-tokens tokens",
     Step.LOCAL_PREFILL_ONLY: "hand-offs fail and are given up: decode nodes compute every prompt",
 }

@@ -23,6 +23,7 @@ from coordinator.core.tenants import Tenant, Tenants
 from coordinator.core.token_bucket import TokenBucket
 
 SHED_RETRY = 10.0  # seconds
+SMALLER = 0.5  # of a tenant's tokens a second, while budgets are smaller
 
 
 class Expectations(Protocol):
@@ -64,10 +65,14 @@ class Admission:
             if tenant is None:
                 del self._accounts[name]
                 continue
-            old, new = self._accounts[name], _account(tenant, now)
+            old, new = self._accounts[name], self._new_account(tenant, now)
             self._accounts[name] = _Account(
                 _carried(old.requests, new.requests, now), _carried(old.tokens, new.tokens, now)
             )
+
+    def degraded(self, now: float) -> None:
+        """A step of degradation was taken or taken back: limits follow. Debts stay."""
+        self.reload(self.tenants, now)
 
     def require(self, standing: Standing, count: int, tokens: int, timeout: float, now: float) -> None:
         """Let in `count` requests of `tokens` prompt tokens together, that have `timeout` seconds. Nothing is paid.
@@ -144,20 +149,22 @@ class Admission:
                 retry_after=clamp_retry(wait - limit),
             )
 
+    def _new_account(self, tenant: Tenant, now: float) -> _Account:
+        rate = tenant.tokens_per_second
+        if rate is not None and Step.SMALLER_TOKEN_BUDGET in self._degradation:
+            rate *= SMALLER
+        return _Account(
+            _bucket(tenant.requests_per_second, tenant.request_burst, now),
+            _bucket(rate, tenant.token_burst, now),
+        )
+
     def _account(self, name: str, now: float) -> _Account:
         account = self._accounts.get(name)
         if account is None:
-            account = _account(self.tenants.get(name), now)
+            account = self._new_account(self.tenants.get(name), now)
             if name in self.tenants.tenants:
                 self._accounts[name] = account
         return account
-
-
-def _account(tenant: Tenant, now: float) -> _Account:
-    return _Account(
-        _bucket(tenant.requests_per_second, tenant.request_burst, now),
-        _bucket(tenant.tokens_per_second, tenant.token_burst, now),
-    )
 
 
 def _bucket(rate: float | None, burst: float, now: float) -> TokenBucket | None:

@@ -303,6 +303,7 @@ class Brain:
         change = degradation.read(self._strain.reading(now), now) if degradation.is_due(now) else None
         if change is not None:
             self._table.placeable = True
+            self._table.admission.degraded(now)
             self._table.out.append(Degraded(change.step.value, change.taken, change.pressure))
 
     def _capped(self, arrival: Arrival) -> Arrival:

@@ -17,7 +17,6 @@ from coordinator.core.registry import Registry
 from coordinator.core.ways import Ways
 
 Mode = Literal["disaggregated", "colocated", "auto"]
-SMALLER = 0.25  # of the share of a step, while service is degraded
 
 
 class Decisions:
@@ -48,8 +47,6 @@ class Decisions:
     def prefill_share(self) -> float:
         """What prompts that a decode node computes may add to its steps, as a share of these; 0: there is no bound."""
         bounded = self._mode == "auto" or Step.LOCAL_PREFILL_ONLY in self._degradation
-        if Step.SMALLER_TOKEN_BUDGET in self._degradation:
-            return self._share * SMALLER if bounded else self._share
         return self._share if bounded else 0.0
 
     @property

@@ -2,7 +2,7 @@
 takes back in the opposite one.
 
     shed_lowest           new requests of the lowest class are refused
-    smaller_token_budget  prompts that decode nodes compute get less of a step, so that what runs there ends sooner
+    smaller_token_budget  tenants with a limit on tokens get half of it
     capped_output         new requests get at most so many tokens
     local_prefill_only    hand-offs, which fail, are given up: decode nodes compute every prompt
 

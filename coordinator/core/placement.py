@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from baton.limits import LOCAL_PREFILL_BURST
 from baton.types import Incarnation, NodeName, Role
 from coordinator.core.cost_model import CostModel
 
@@ -111,9 +112,13 @@ class Outlook:
     block_size: int = 16
     share: float = 0.0
 
-    def stretch(self, node: NodeView) -> float:
-        """How many times as long as alone a prompt takes that a decode node computes beside what runs there."""
-        return 1.0 + 1.0 / self.share if self.share and node.running else 1.0
+    def beside(self, node: NodeView, seconds: float) -> float:
+        """Seconds of a prompt that takes `seconds` alone, on a decode node that computes it beside what runs there."""
+        if not self.share or not node.running:
+            return seconds
+        step = self.costs.node(node.name).step(node.running, node.resident_tokens)
+        at_once = min(seconds, LOCAL_PREFILL_BURST * self.share * step)
+        return at_once + step + (seconds - at_once) * (1.0 + 1.0 / self.share)
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ def predict(demand: Demand, choice: Choice, nodes: Sequence[NodeView], outlook: 
         queue = computes.wait(outlook.now)
         compute = costs.node(computes.name).prefill(tokens - held, held)
         if prefill is None:
-            compute *= outlook.stretch(computes)
+            compute = outlook.beside(computes, compute)
     if prefill is not None and decode is not None:
         lacking = tokens - demand.held_by(decode.incarnation)
         transfer = costs.link(prefill.name, decode.name, lacking * outlook.token_bytes)

@@ -26,17 +26,19 @@ class Strain:
         return Reading(max(levels.values(), default=0.0), self._cannot_help(levels))
 
     def _levels(self, now: float) -> dict[int, float]:
-        """For each class by its place: the longest wait over what it may wait, of that of its tenants who waits least.
-        One that floods its own line is no reason to give anything up. Nor is who was placed before, or waits for
-        somebody else's prompt."""
+        """For each class by its place: the longest wait over what it may wait, of that of its tenants with requests
+        here who waits least. One that floods its own line is no reason to give anything up. Nor is who was placed
+        before, or waits for somebody else's prompt."""
         table, longest = self._table, dict[tuple[int, str], float]()
         limits = table.admission.tenants.max_wait
-        for request in table.queue.offered():
-            record = table.records[request]
-            if record.attempts == 0 and not record.internal:
-                who = record.request.standing
+        offered = set(table.queue.offered())
+        for request, record in table.records.items():
+            if record.internal:
+                continue
+            who, wait = record.request.standing, 0.0
+            if request in offered and record.attempts == 0:
                 wait = (now - record.marks.arrival) / limits.get(who.tenant_class, self._settings.degrade_wait)
-                longest[who.level, who.tenant] = max(wait, longest.get((who.level, who.tenant), 0.0))
+            longest[who.level, who.tenant] = max(wait, longest.get((who.level, who.tenant), 0.0))
         levels: dict[int, float] = {}
         for (level, _), wait in longest.items():
             levels[level] = min(wait, levels.get(level, wait))
@@ -49,8 +51,8 @@ class Strain:
             found[Step.SHED_LOWEST] = "there is one class"
         elif not any(pressure >= HIGH for level, pressure in levels.items() if level < lowest):
             found[Step.SHED_LOWEST] = "no other class waits too long"
-        if settings.mode == "disaggregated":
-            found[Step.SMALLER_TOKEN_BUDGET] = "prefill nodes compute every prompt"
+        if all(tenant.tokens_per_second is None for tenant in self._table.admission.tenants.tenants.values()):
+            found[Step.SMALLER_TOKEN_BUDGET] = "no tenant has tokens_per_second"
         if not settings.degraded_max_tokens:
             found[Step.CAPPED_OUTPUT] = "--degraded-max-tokens is 0"
         if settings.mode == "colocated":

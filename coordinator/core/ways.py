@@ -3,12 +3,12 @@
 In mode `auto` both are predicted for each attempt, and the one that ends sooner is taken:
 
     hand_off   wait + prefill(context - held, held) + link      + output x step
-    local      wait + prefill(context - held, held) x stretch   + output x step
+    local      wait + beside(prefill(context - held, held))     + output x step
 
-`stretch` is what the decode node's residents cost the prompt: it may make their steps longer by `share` and no more
-(node_engine/core/prefill_allowance.py), so beside them computing takes 1 + 1 / share times as long as alone. Prompts
-that are handed over disturb nobody, so equal predictions are decided for them. Where no prefill node has room at the
-moment, the hand-off is predicted for when one will, and the request waits if that is still sooner.
+`beside` is what the decode node's residents cost the prompt: it may make their steps longer by `share` and no more, but
+for a burst (node_engine/core/prefill_allowance.py), so what the burst does not cover takes 1 + 1 / share times as long
+as alone. Prompts that are handed over disturb nobody, so equal predictions are decided for them. Where no prefill node
+has room at the moment, the hand-off is predicted for when one will, and the request waits if that is still sooner.
 """
 
 from collections.abc import Sequence

@@ -6,8 +6,9 @@
 is learned from the steps of this node: the first part from those without prompts, the second from what is left of those
 with both. A step with running sequences earns `share` of its decode part; the prompts in it spend theirs. So over any
 stretch of time prompts take at most `share` of what decode takes, and a running sequence gets its tokens at most
-1 + `share` times as late as without them. Credit is not saved up beyond what one block costs: no single step is longer
-by more than its own share and a block. A step that cannot afford a block takes none, and a later one does.
+1 + `share` times as late as without them. Credit of `BURST` steps is saved up, so that a short prompt is computed at
+once: no single step is longer by more than the share of so many and its own, or by a block where that is more. A step
+that cannot afford a block takes none, and a later one does.
 
 Bounding what prompts add to mixed steps is the idea of Agrawal et al., "Taming Throughput-Latency Tradeoff in LLM
 Inference with Sarathi-Serve" (OSDI 2024); there the bound is a number of tokens that is profiled beforehand.
@@ -16,6 +17,7 @@ Inference with Sarathi-Serve" (OSDI 2024); there the bound is a number of tokens
 import math
 
 from baton.fit import Fit
+from baton.limits import LOCAL_PREFILL_BURST as BURST
 from node_engine.core.step import StepBatch
 
 DECODE_PRIOR = (0.005, 0.0002, 0.00002)  # seconds: as such, per sequence, per 1024 tokens in caches
@@ -44,8 +46,9 @@ class PrefillAllowance:
         if self.share is None or not sequences:
             return None
         slope, curve = self._slope(before)
-        self._most = _ROUNDING * self._block_size * (slope + curve * self._block_size / 2)
-        seconds = self._credit + self.share * self._decode.predict((1.0, sequences, resident * _KILO))
+        earned = self.share * self._decode.predict((1.0, sequences, resident * _KILO))
+        self._most = max(BURST * earned, _ROUNDING * self._block_size * (slope + curve * self._block_size / 2))
+        seconds = self._credit + earned
         if seconds <= 0.0:
             return 0
         root = slope + math.sqrt(slope * slope + 2.0 * curve * seconds)
@@ -65,6 +68,8 @@ class PrefillAllowance:
         decode, prompts = _features(batch)
         running, mixed = bool(decode[1]), bool(prompts[0])
         if self.share is not None and running:
+            if not mixed:
+                self._most = max(self._most, BURST * self.share * seconds)
             part = self._prompts_part(decode, prompts)
             earned = seconds * (self.share * (1.0 - part) - part)
             self._credit = max(-self._most, min(self._credit + earned, self._most))

@@ -99,7 +99,7 @@ def test_status_says_what_is_given_up_and_in_which_order(front: FakeFront, run: 
         notices=["degraded (shed_lowest): new requests of the lowest class are refused"],
         degradation=[
             cluster_pb2.DegradationStep(step="shed_lowest", active=True, seconds=7.0),
-            cluster_pb2.DegradationStep(step="smaller_token_budget", cannot_help="prefill nodes compute every prompt"),
+            cluster_pb2.DegradationStep(step="smaller_token_budget", cannot_help="no tenant has tokens_per_second"),
             cluster_pb2.DegradationStep(step="capped_output"),
         ],
     )
@@ -107,8 +107,8 @@ def test_status_says_what_is_given_up_and_in_which_order(front: FakeFront, run: 
     out = " ".join(capsys.readouterr().out.split())
     assert "degraded (shed_lowest): new requests of the lowest class are refused" in out
     assert (
-        "pressure 1.25, at 1 given up in this order: shed_lowest for 7 s, smaller_token_budget (cannot help: prefill"
-        " nodes compute every prompt), capped_output" in out
+        "pressure 1.25, at 1 given up in this order: shed_lowest for 7 s, smaller_token_budget (cannot help: no"
+        " tenant has tokens_per_second), capped_output" in out
     )
 
 

@@ -123,7 +123,7 @@ def test_it_asks_to_be_read_only_while_it_matters() -> None:
 
 TWO = Tenants(
     classes=("premium", "batch"),
-    tenants={"a": Tenant("a", "premium"), "b": Tenant("b", "batch")},
+    tenants={"a": Tenant("a", "premium", tokens_per_second=1e4, token_burst=1e4), "b": Tenant("b", "batch")},
     max_wait={"premium": 1.0},
 )
 PREMIUM, BATCH = Standing("a", "premium", 0), Standing("b", "batch", 1)
@@ -172,7 +172,8 @@ def test_who_waits_too_long_takes_what_the_others_give_up() -> None:
     assert told["shed_lowest"].seconds >= ENGAGE
     assert told["local_prefill_only"].cannot_help == "hand-offs do not fail"
     world.stop(world.key(node).request)
-    assert world.sent(node, m.Submit)[-1].prefill_share == 0.125
+    (bucket,) = (account.tokens for account in world.brain._table.admission._accounts.values() if account.tokens)
+    assert bucket.rate == 5e3
     assert world.sent(node, m.Submit)[-1].work.request.sampling.max_tokens == 4, "it was let in before"
     world.token(node, world.key(node), 0)
     capped = world.submit(max_tokens=100, min_tokens=20, standing=PREMIUM)
@@ -182,6 +183,8 @@ def test_who_waits_too_long_takes_what_the_others_give_up() -> None:
     for _ in range(3):
         wait(world, RELEASE + 2 * PERIOD)
     assert changes(world)[3:] == [("capped_output", False), ("smaller_token_budget", False), ("shed_lowest", False)]
+    (bucket,) = (account.tokens for account in world.brain._table.admission._accounts.values() if account.tokens)
+    assert bucket.rate == 1e4
     world.submit(standing=BATCH)
     assert notices(world.brain) == ["no prefill node serves: decode nodes compute every prompt"]
 

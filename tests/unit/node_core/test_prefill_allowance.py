@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.limits import LOCAL_PREFILL_BURST as BURST
 from baton.types import SamplingParams
 from node_engine.core.prefill_allowance import PrefillAllowance
 from node_engine.core.step import SampleSpec, SequenceId, Slice, StepBatch
@@ -66,9 +67,22 @@ def test_running_sequences_keep_their_pace(share: float, residents: int) -> None
     node = Timed(share, residents)
     node.compute(600)  # what prompts cost is learned from it
     steps = node.compute(1600)
-    assert 1.0 + 0.8 * share <= node.slowdown(steps) <= (1.0 + share) * 1.05, "what is allowed is used, and no more"
+    at_once = BURST * share / len(steps)
+    slowdown = node.slowdown(steps)
+    assert 1.0 + 0.8 * share <= slowdown <= (1.0 + share) * 1.05 + at_once, "what is allowed is used, and no more"
     block = BLOCK * COSTS.prefill_per_token * 1e-6
-    assert max(seconds for seconds, _ in steps) <= 1.05 * ((1.0 + share) * node.plain + block)
+    saved = max(BURST * share * node.plain, block)
+    assert max(seconds for seconds, _ in steps) <= 1.05 * ((1.0 + share) * node.plain + saved)
+
+
+def test_a_short_prompt_is_computed_at_once_and_the_next_one_is_not() -> None:
+    node = Timed(0.5, 4)
+    node.compute(600)
+    for _ in range(2 * BURST):
+        node.step(0, 0)
+    assert len(node.compute(256)) == 1, "12.8 ms of computing, and 20 were saved up"
+    node.compute(1600)
+    assert len(node.compute(256)) > 3
 
 
 def test_without_a_share_prompts_fill_the_step() -> None:
@@ -141,7 +155,7 @@ def test_no_prompt_is_starved_whatever_steps_took(
 def test_the_scheduler_keeps_to_it_and_tokens_are_the_same_however_prompts_are_cut() -> None:
     jobs = [work(name, other(40 + 30 * name, name), 6) for name in range(4)]
     cuts = []
-    for share in (None, 0.1, 0.5):
+    for share in (None, 0.02, 0.08):
         node = Node(num_blocks=96, max_batched_tokens=512)
         node.scheduler.allowance.share = share
         resident = work("resident", other(20, 90), 400)
