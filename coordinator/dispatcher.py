@@ -30,6 +30,7 @@ from coordinator.core.messages import (
     Leaving,
     Lost,
     NodeInput,
+    PairChanged,
     Replaced,
     Send,
     Switched,
@@ -70,6 +71,7 @@ class Dispatcher:
             config.max_attempts,
             config.stall,
             config.explain_keep,
+            config.retry_budget,
             config.local_prefill_share,
             config.degrade_wait,
             config.degraded_max_tokens,
@@ -243,6 +245,8 @@ class Dispatcher:
             case Degraded(step, taken, pressure):
                 _log.warning("service degraded" if taken else "service restored", step=step, pressure=pressure)
                 self._changed()
+            case PairChanged(prefill, decode, state):
+                _log.warning("breaker", state=state.value, prefill=prefill, decode=decode)
             case Switched():
                 self._switched(effect)
             case Lost(node, name, error, expected):

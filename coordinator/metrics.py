@@ -9,9 +9,11 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from baton.clock import Clock
 from baton.pb.cluster_pb2 import Latency, NodeStats
 from baton.types import Role
 from coordinator.core.brain import Brain
+from coordinator.core.breakers import BreakerState
 from coordinator.core.degradation import Step
 from coordinator.core.messages import End, Switched
 from coordinator.core.recent import Recent
@@ -61,7 +63,7 @@ class Metrics:
         )
         self._recent = Recent()
         self._clock = dispatcher.clock
-        self._collector = BrainCollector(dispatcher.brain)
+        self._collector = BrainCollector(dispatcher.brain, dispatcher.clock)
         self.registry.register(self._collector)
         dispatcher.on_end.append(self.observe)
         dispatcher.on_switch.append(self.observe_switch)
@@ -100,8 +102,9 @@ class Metrics:
 
 
 class BrainCollector(Collector):
-    def __init__(self, brain: Brain) -> None:
+    def __init__(self, brain: Brain, clock: Clock) -> None:
         self._brain = brain
+        self._clock = clock
 
     def collect(self) -> Iterator[Metric]:
         own = [*self.own_counters(), *self._gauges()]
@@ -111,7 +114,7 @@ class BrainCollector(Collector):
 
     def own_counters(self) -> list[Metric]:
         counted, resyncs = self._brain.counters, self._brain.knowledge.directory.resyncs
-        steps = self._brain.degradation.counts
+        steps, retries = self._brain.degradation.counts, self._brain.retries
         return [
             _counter("baton_requests_total", "Requests ended", ["outcome", "class"], counted.requests),
             _counter("baton_rejected_total", "Requests not admitted", ["reason", "class"], counted.rejected),
@@ -125,6 +128,10 @@ class BrainCollector(Collector):
             _counter("baton_replaced_total", "Requests placed again", ["reason"], counted.replaced),
             _counter("baton_recomputed_tokens_total", "Tokens computed again", ["reason"], counted.recomputed_tokens),
             _counter("baton_dropped_messages_total", "Messages of nodes dropped", ["reason"], counted.dropped_messages),
+            _counter(
+                "baton_retries_held_back_total", "Retries that waited for the budget", [], {(): retries.held_back}
+            ),
+            _counter("baton_breakers_total", "Breakers that came into a state", ["state"], counted.breakers),
             _counter("baton_joins_total", "Nodes that came", ["outcome"], counted.joins),
             _counter("baton_nodes_lost_total", "Nodes given up", ["reason"], counted.nodes_lost),
             _counter("baton_prefix_directory_resyncs_total", "Snapshots asked of nodes", [], {(): resyncs}),
@@ -169,12 +176,22 @@ class BrainCollector(Collector):
             "1 while decode nodes compute every prompt although the mode provides for hand-offs",
             float(self._brain.local_prefill_only),
         )
+        breakers = GaugeMetricFamily("baton_breakers", "Pairs of nodes that are kept apart, by state", labels=["state"])
+        for kept in (BreakerState.OPEN, BreakerState.HALF_OPEN):
+            breakers.add_metric([kept.value], self._brain.breakers.count(kept))
+        now, retries = self._clock(), self._brain.retries
+        left = GaugeMetricFamily("baton_retry_budget", "Retries that may be made now", retries.budget.left(now))
+        held = GaugeMetricFamily("baton_retries_held_back", "Requests that wait for the retry budget", retries.held)
+        still = GaugeMetricFamily(
+            "baton_stood_still_seconds", "Since any request got further, if there is one", self._brain.stood_still(now)
+        )
         running = GaugeMetricFamily("baton_requests_running", "Requests placed and not ended", self._brain.running)
         wanted = GaugeMetricFamily("baton_ratio_target", "Nodes that are to have a role", labels=["role"])
         target = self._brain.switches.target
         for role in Role if target is not None else ():
             wanted.add_metric([role.value], target.of(role) if target else 0)
-        return [depth, roles, blocks, attempts, errors, directory, running, wanted, degraded, pressure, local]
+        own = [depth, roles, blocks, attempts, errors, directory, running, wanted, breakers, left, held, still]
+        return [*own, degraded, pressure, local]
 
     def _reported(self, taken: set[str]) -> Iterator[Metric]:
         """Nodes' own counters, with the node as a label. One that has a name of ours is put beside it."""

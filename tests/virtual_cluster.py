@@ -113,7 +113,9 @@ class VirtualCluster:
         self._link = link
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._serial = count()
-        self.brain = Brain(Registry(1e6, 1e6), PrefixAware(), Settings(mode, max_queue, 8, 15.0, 0, prefill_share))
+        self.brain = Brain(
+            Registry(1e6, 1e6), PrefixAware(), Settings(mode, max_queue, 8, 15.0, prefill_share=prefill_share)
+        )
         if tenants is not None:
             self.brain.reload_tenants(tenants, 0.0)
         self.tenants = tenants or Tenants()
@@ -170,12 +172,13 @@ class VirtualCluster:
         prompt: int = 64,
         output: int = 8,
         vary: bool = False,
+        timeout: float = 600.0,
     ) -> None:
         """Poisson arrivals; with `vary` outputs are uniform around `output`."""
         draw, when = random.Random(f"{tenant} {self._seed}"), start
         while (when := when + draw.expovariate(rate)) < until:
             tokens = draw.randint(output // 4, 2 * output - output // 4) if vary else output
-            self.at(when, partial(self.ask, tenant, prompt, tokens))
+            self.at(when, partial(self.ask, tenant, prompt, tokens, timeout))
 
     def run(self, until: float) -> None:
         while self._events and self._events[0][0] <= until:

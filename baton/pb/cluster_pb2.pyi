@@ -255,7 +255,7 @@ class PromptSources(_message.Message):
     def __init__(self, computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., pool: _Optional[int] = ..., received: _Optional[int] = ...) -> None: ...
 
 class AttemptReport(_message.Message):
-    __slots__ = ("number", "prefill_node", "decode_node", "placed", "reserved", "prefill_ended", "committed", "over", "context_tokens", "ended", "reason", "needed", "free", "computed_prefill", "computed_decode", "local_cache", "received", "handoff", "considered", "predicted", "way", "why", "other_way")
+    __slots__ = ("number", "prefill_node", "decode_node", "placed", "reserved", "prefill_ended", "committed", "over", "context_tokens", "ended", "reason", "needed", "free", "computed_prefill", "computed_decode", "local_cache", "received", "handoff", "considered", "predicted", "held_back", "probe", "way", "why", "other_way")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
@@ -276,6 +276,8 @@ class AttemptReport(_message.Message):
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     CONSIDERED_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_FIELD_NUMBER: _ClassVar[int]
+    HELD_BACK_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     WAY_FIELD_NUMBER: _ClassVar[int]
     WHY_FIELD_NUMBER: _ClassVar[int]
     OTHER_WAY_FIELD_NUMBER: _ClassVar[int]
@@ -299,13 +301,15 @@ class AttemptReport(_message.Message):
     handoff: _common_pb2.HandoffReport
     considered: _containers.RepeatedCompositeFieldContainer[Candidate]
     predicted: Prediction
+    held_back: float
+    probe: bool
     way: str
     why: str
     other_way: Prediction
-    def __init__(self, number: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., placed: _Optional[float] = ..., reserved: _Optional[float] = ..., prefill_ended: _Optional[float] = ..., committed: _Optional[float] = ..., over: _Optional[float] = ..., context_tokens: _Optional[int] = ..., ended: _Optional[str] = ..., reason: _Optional[str] = ..., needed: _Optional[int] = ..., free: _Optional[int] = ..., computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., received: _Optional[int] = ..., handoff: _Optional[_Union[_common_pb2.HandoffReport, _Mapping]] = ..., considered: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., predicted: _Optional[_Union[Prediction, _Mapping]] = ..., way: _Optional[str] = ..., why: _Optional[str] = ..., other_way: _Optional[_Union[Prediction, _Mapping]] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., placed: _Optional[float] = ..., reserved: _Optional[float] = ..., prefill_ended: _Optional[float] = ..., committed: _Optional[float] = ..., over: _Optional[float] = ..., context_tokens: _Optional[int] = ..., ended: _Optional[str] = ..., reason: _Optional[str] = ..., needed: _Optional[int] = ..., free: _Optional[int] = ..., computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., received: _Optional[int] = ..., handoff: _Optional[_Union[_common_pb2.HandoffReport, _Mapping]] = ..., considered: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., predicted: _Optional[_Union[Prediction, _Mapping]] = ..., held_back: _Optional[float] = ..., probe: _Optional[bool] = ..., way: _Optional[str] = ..., why: _Optional[str] = ..., other_way: _Optional[_Union[Prediction, _Mapping]] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("node", "role", "attempts", "uncomputed_tokens", "room", "able", "chosen", "held_tokens", "predicted_seconds")
+    __slots__ = ("node", "role", "attempts", "uncomputed_tokens", "room", "able", "chosen", "held_tokens", "predicted_seconds", "because")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
@@ -315,6 +319,7 @@ class Candidate(_message.Message):
     CHOSEN_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BECAUSE_FIELD_NUMBER: _ClassVar[int]
     node: str
     role: str
     attempts: int
@@ -324,7 +329,8 @@ class Candidate(_message.Message):
     chosen: bool
     held_tokens: int
     predicted_seconds: float
-    def __init__(self, node: _Optional[str] = ..., role: _Optional[str] = ..., attempts: _Optional[int] = ..., uncomputed_tokens: _Optional[int] = ..., room: _Optional[int] = ..., able: _Optional[bool] = ..., chosen: _Optional[bool] = ..., held_tokens: _Optional[int] = ..., predicted_seconds: _Optional[float] = ...) -> None: ...
+    because: str
+    def __init__(self, node: _Optional[str] = ..., role: _Optional[str] = ..., attempts: _Optional[int] = ..., uncomputed_tokens: _Optional[int] = ..., room: _Optional[int] = ..., able: _Optional[bool] = ..., chosen: _Optional[bool] = ..., held_tokens: _Optional[int] = ..., predicted_seconds: _Optional[float] = ..., because: _Optional[str] = ...) -> None: ...
 
 class Prediction(_message.Message):
     __slots__ = ("queue", "prefill", "transfer", "step", "output_tokens")

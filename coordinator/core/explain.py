@@ -70,6 +70,8 @@ def _attempt(attempt: Attempt, arrival: float) -> AttemptReport:
         way=notes.way.value,
         why=notes.why.value,
         other_way=_prediction(notes.other) if notes.other else None,
+        held_back=notes.held_back,
+        probe=notes.probe,
     )
     for moment in ("reserved", "prefill_ended", "committed", "over"):
         at = getattr(notes, moment)
@@ -99,6 +101,7 @@ def _candidate(one: Considered) -> Candidate:
         chosen=one.chosen,
         held_tokens=one.held_tokens,
         predicted_seconds=one.seconds,
+        because=one.because,
     )
 
 

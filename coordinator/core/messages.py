@@ -21,6 +21,7 @@ from baton.types import (
     TokenScore,
     Work,
 )
+from coordinator.core.breakers import BreakerState
 
 # what nodes say
 
@@ -263,6 +264,15 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
+class PairChanged:
+    """The circuit breaker between two nodes, likewise for the log."""
+
+    prefill: NodeName
+    decode: NodeName
+    state: BreakerState
+
+
+@dataclass(frozen=True, slots=True)
 class Switched:
     """A change of role is over, for the log and the metrics. `outcome`: done, recalled (while draining), superseded
     (before it counted), or lost (the node came back as what it was, or not at all). Seconds of each phase; 0 of those
@@ -288,4 +298,4 @@ class Degraded:
     pressure: float
 
 
-Effect = Degraded | Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost | Switched
+Effect = Degraded | Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost | PairChanged | Switched

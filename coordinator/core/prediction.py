@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from coordinator.core.breakers import Pair
 from coordinator.core.placement import Choice, Demand, NodeView, Outlook
 
 
@@ -43,13 +44,15 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One placement. `views` are the nodes as they were seen; `other` is what was predicted of the way that was not
-    taken, if it was open."""
+    """One placement. `views` are the nodes as they were seen, `apart` pairs of them that were not to be chosen; `other`
+    is what was predicted of the way that was not taken, if it was open."""
 
     demand: Demand
     choice: Choice
     prediction: Prediction
     views: Sequence[NodeView]
+    now: float
+    apart: frozenset[Pair] = frozenset()
     way: Way = Way.HAND_OFF
     why: Why = Why.MODE
     other: Prediction | None = None

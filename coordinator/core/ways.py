@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from baton.types import Role
+from coordinator.core.apart import choose_apart
+from coordinator.core.breakers import Pair
 from coordinator.core.placement import Choice, Demand, NodeView, Outlook, Placement
 from coordinator.core.prediction import Decision, Prediction, Way, Why, predict
 
@@ -26,24 +28,35 @@ class Ways:
         self._placement = placement
 
     def decide(
-        self, demand: Demand, views: Sequence[NodeView], outlook: Outlook, why: Why, *, either: bool
+        self,
+        demand: Demand,
+        views: Sequence[NodeView],
+        outlook: Outlook,
+        why: Why,
+        *,
+        either: bool,
+        apart: frozenset[Pair] = frozenset(),
     ) -> Decision | None:
         """With `either`, prefill and decode nodes may compute the prompt; else as the demand says, because of `why`.
-        None: wait."""
-        first = self._decide(demand, views, outlook)
+        Pairs in `apart` do not hand over. None: wait."""
+        first = self._decide(demand, views, outlook, apart)
         if first is not None and first.choice.prefill is None and demand.prefill:
             return replace(first, way=Way.LOCAL, why=Why.HELD)
         if not either:
             way = Way.HAND_OFF if demand.prefill else Way.LOCAL
             return replace(first, way=way, why=why) if first else None
-        local = self._decide(replace(demand, prefill=False, decode=True), views, outlook)
+        local = self._decide(replace(demand, prefill=False, decode=True), views, outlook, apart)
         if first is None or local is None:
             return self._with_one(demand, first, local, views, outlook)
         return _sooner(demand, first, local, outlook.costs.margin)
 
-    def _decide(self, demand: Demand, views: Sequence[NodeView], outlook: Outlook) -> Decision | None:
-        choice = self._placement.choose(demand, views, outlook)
-        return Decision(demand, choice, predict(demand, choice, views, outlook), views) if choice else None
+    def _decide(
+        self, demand: Demand, views: Sequence[NodeView], outlook: Outlook, apart: frozenset[Pair]
+    ) -> Decision | None:
+        choice = choose_apart(self._placement, demand, views, outlook, apart)
+        if choice is None:
+            return None
+        return Decision(demand, choice, predict(demand, choice, views, outlook), views, outlook.now, apart)
 
     def _with_one(
         self,
@@ -94,7 +107,10 @@ def _later(demand: Demand, local: Decision, views: Sequence[NodeView], outlook: 
     link = outlook.costs.any_link((demand.tokens - held_there) * outlook.token_bytes) if demand.decode else 0.0
     found: list[Prediction] = []
     for node in views:
-        if node.role is Role.PREFILL and not node.is_closed_to(demand) and node.incarnation not in demand.avoid:
+        kept_apart = (node.incarnation, local.choice.decode) in local.apart
+        if node.role is Role.PREFILL and not (
+            node.is_closed_to(demand) or node.incarnation in demand.avoid or kept_apart
+        ):
             held = demand.held_by(node.incarnation)
             compute = outlook.costs.node(node.name).prefill(demand.tokens - held, held)
             found.append(replace(local.prediction, queue=node.wait(outlook.now), prefill=compute, transfer=link))

@@ -116,6 +116,14 @@ def test_after_a_failure_the_way_with_fewer_of_its_nodes() -> None:
     assert way(replace(DEMAND, avoid=failed), P, spare, BUSY, other) is Way.HAND_OFF
 
 
+def test_pairs_that_are_kept_apart_do_not_hand_over_and_nobody_waits_for_them() -> None:
+    outlook = Outlook(NOW, COSTS, 1.0, token_bytes=1024, share=SHARE)
+    apart = frozenset({(P.incarnation, BUSY.incarnation)})
+    decision = Ways(PrefixAware()).decide(DEMAND, [P, BUSY], outlook, Why.MODE, either=True, apart=apart)
+    assert decision is not None
+    assert decision.way is Way.LOCAL
+
+
 views = st.builds(
     NodeView,
     incarnation=st.integers(0, 10**6).map(lambda number: Incarnation(str(number))),

@@ -81,7 +81,7 @@ class World:
             max_attempts,
             STALL,
             explain_keep,
-            prefill_share,
+            prefill_share=prefill_share,
             degraded_max_tokens=degraded_max_tokens,
         )
         self.brain = Brain(Registry(SILENCE, STALL), placement or LeastLoaded(), settings)
