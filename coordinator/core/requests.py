@@ -156,11 +156,14 @@ class RequestTable:
 
     def _admit_all(self) -> None:
         for request in [request for request in self.records if request in self._unadmitted]:
-            record = self.records[request]
-            record.admit_by = None
-            self.timers.set(request, record.next_due())
-            self.out.append(Admit(request))
-        self._unadmitted.clear()
+            self._admit(self.records[request])
+
+    def _admit(self, record: Record) -> None:
+        request = record.request.id
+        self._unadmitted.remove(request)
+        record.admit_by = None
+        self.timers.set(request, record.next_due())
+        self.out.append(Admit(request))
 
     def _place_one(self, now: float) -> bool:
         views = self.decisions.views(now)
@@ -177,6 +180,8 @@ class RequestTable:
         return False
 
     def _place(self, record: Record, decision: Decision, now: float) -> None:
+        if record.request.id in self._unadmitted:  # one token alone: prefill can serve it while there is no decode node
+            self._admit(record)
         record.attempts += 1
         request, prefill, decode = record.request, decision.choice.prefill, decision.choice.decode
         key = AttemptKey(request.id, record.attempts, request.choice)
