@@ -28,20 +28,9 @@ from coordinator.core.drains import Service, is_empty
 from coordinator.core.explain import MAX_AGE, explain
 from coordinator.core.identity import JoinInfo
 from coordinator.core.knowledge import Knowledge
-from coordinator.core.messages import (
-    CacheEvents,
-    CacheQuery,
-    CacheSnapshot,
-    Degraded,
-    Effect,
-    Heartbeat,
-    Leaving,
-    Lost,
-    NodeInput,
-    PeerGone,
-    Send,
-)
+from coordinator.core.messages import Degraded, Effect, Heartbeat, Lost, NodeInput, PeerGone, Send
 from coordinator.core.placement import Placement
+from coordinator.core.pool_desk import PoolDesk
 from coordinator.core.pools import PoolInfo, PoolMember, Pools
 from coordinator.core.record import RequestState
 from coordinator.core.registry import Node, Registry
@@ -71,6 +60,7 @@ class Brain:
         self._reports = Reports(registry, self._table)
         self.switches = Switches(registry, self._table, settings.mode, self._drop)
         self._strain = Strain(self._table, settings)
+        self._pool_desk = PoolDesk(registry, self._table)
         self._draining = False
 
     # inputs
@@ -127,24 +117,13 @@ class Brain:
 
     def join_pool(self, info: PoolInfo, incarnation: Incarnation, now: float) -> list[Effect]:
         """A host's pool joins; an older one of its name is gone. Raises ConfigError, counted."""
-        node = next(iter(self.registry.nodes.values()), None)
-        try:
-            replaced = self.pools.check(info, node.info if node else None)
-        except BatonError:
-            self.counters.joins["refused"] += 1
-            raise
-        if replaced is not None:
-            self._drop_pool(replaced, NodeGone(f"pool {info.name} has joined anew"))
-        self.pools.add(info, incarnation, now)
-        self._table.knowledge.directory.join(incarnation, info.num_blocks)
-        self.counters.joins["joined"] += 1
+        self._pool_desk.join(info, incarnation, now)
         return self._effects(now)
 
     def receive(self, sender: Incarnation, message: NodeInput, now: float) -> list[Effect]:
         """A message of a node or a pool; dropped if `sender` is no member."""
-        pool = self.pools.members.get(sender)
-        if pool is not None:
-            return self._hear_pool(pool, message, now)
+        if self._pool_desk.hear(sender, message, now):
+            return self._effects(now)
         node = self.registry.nodes.get(sender)
         if node is None:
             self.counters.dropped_messages["stale"] += 1
@@ -157,9 +136,7 @@ class Brain:
 
     def node_gone(self, incarnation: Incarnation, error: BatonError, now: float) -> list[Effect]:
         """Also of a pool. Idempotent."""
-        pool = self.pools.members.get(incarnation)
-        if pool is not None:
-            self._drop_pool(pool, error)
+        self._pool_desk.drop(incarnation, error)
         node = self.registry.nodes.get(incarnation)
         if node is not None:
             self._drop(node, error, now)
@@ -209,8 +186,7 @@ class Brain:
         """Whatever time alone has made due: silent and stuck nodes, deadlines, patience."""
         for node, error in self.registry.expired(now, self._table.loads.busy()):
             self._drop(node, error, now)
-        for pool, gone in self.pools.expired(now):
-            self._drop_pool(pool, gone)
+        self._pool_desk.expire(now)
         for name in self.registry.drains.due(now):
             drained = self.registry.called(name)
             if drained is not None:
@@ -382,29 +358,6 @@ class Brain:
         self._table.out += [Send(other, PeerGone(node.incarnation)) for other in self.registry.nodes]
         self._table.lose_node(node.incarnation, error, now)
         self.switches.gone(node, now)
-
-    def _hear_pool(self, pool: PoolMember, message: NodeInput, now: float) -> list[Effect]:
-        pool.heard_at = now
-        knowledge = self._table.knowledge
-        match message:
-            case Heartbeat(stats):
-                pool.stats = stats
-            case CacheSnapshot():
-                knowledge.cache_snapshot(pool.incarnation, message)
-            case CacheEvents():
-                if knowledge.cache_events(pool.incarnation, message, now):
-                    self._table.out.append(Send(pool.incarnation, CacheQuery()))
-            case Leaving():
-                pass
-            case _:
-                self.counters.dropped_messages["unexpected"] += 1
-        return self._effects(now)
-
-    def _drop_pool(self, pool: PoolMember, error: BatonError) -> None:
-        """Its nodes find out by themselves."""
-        del self.pools.members[pool.incarnation]
-        self._table.knowledge.left(pool.incarnation)
-        self._table.out.append(Lost(pool.incarnation, pool.info.name, error, expected=False))
 
     def _require_room(self, requests: Sequence[Request], now: float) -> None:
         tokens = sum(len(request.prompt) for request in requests)
