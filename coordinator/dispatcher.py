@@ -20,6 +20,7 @@ from coordinator.core.brain import Arrival, Brain
 from coordinator.core.identity import JoinInfo
 from coordinator.core.messages import (
     Admit,
+    Degraded,
     Effect,
     Emit,
     EmitPromptScores,
@@ -66,7 +67,15 @@ class Dispatcher:
     def __init__(self, config: Config, clock: Clock = steady) -> None:
         mode = config.mode if config.prefill else "colocated"
         settings = Settings(
-            mode, config.max_queue, config.max_attempts, config.stall, config.explain_keep, config.retry_budget
+            mode,
+            config.max_queue,
+            config.max_attempts,
+            config.stall,
+            config.explain_keep,
+            config.retry_budget,
+            config.local_prefill_share,
+            config.degrade_wait,
+            config.degraded_max_tokens,
         )
         self._config = config
         self.brain = Brain(Registry(config.silence, config.stall), POLICIES[config.placement](), settings)
@@ -245,6 +254,9 @@ class Dispatcher:
                 self._ended(effect)
             case Replaced(key, reason):
                 _log.info("placed again", request=key.request, attempt=key.attempt, reason=reason)
+            case Degraded(step, taken, pressure):
+                _log.warning("service degraded" if taken else "service restored", step=step, pressure=pressure)
+                self._changed()
             case PairChanged(prefill, decode, state):
                 _log.warning("breaker", state=state.value, prefill=prefill, decode=decode)
             case Switched():

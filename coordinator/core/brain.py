@@ -2,7 +2,7 @@
 a simulator is another."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.errors import (
     BatonError,
@@ -20,25 +20,16 @@ from baton.pb.cluster_pb2 import ExplainResponse
 from baton.pb.common_pb2 import Timeline
 from baton.ratio import Split
 from baton.types import FinishReason, Incarnation, NodeName, Request, RequestId, Standing
+from coordinator.core import pool_reports
 from coordinator.core.admission import Bid
 from coordinator.core.breakers import Breakers
 from coordinator.core.counters import INTERNAL, Counters
+from coordinator.core.degradation import Degradation, Step
 from coordinator.core.drains import Service, is_empty
 from coordinator.core.explain import MAX_AGE, explain
 from coordinator.core.identity import JoinInfo
 from coordinator.core.knowledge import Knowledge
-from coordinator.core.messages import (
-    CacheEvents,
-    CacheQuery,
-    CacheSnapshot,
-    Effect,
-    Heartbeat,
-    Leaving,
-    Lost,
-    NodeInput,
-    PeerGone,
-    Send,
-)
+from coordinator.core.messages import Degraded, Effect, Heartbeat, Lost, NodeInput, PeerGone, Send
 from coordinator.core.placement import Placement
 from coordinator.core.pools import PoolInfo, PoolMember, Pools
 from coordinator.core.record import RequestState
@@ -47,6 +38,7 @@ from coordinator.core.reports import Reports
 from coordinator.core.requests import UNSERVED_PATIENCE, RequestTable
 from coordinator.core.retries import Retries
 from coordinator.core.settings import Settings
+from coordinator.core.strain import Strain
 from coordinator.core.switches import Switches
 from coordinator.core.tenants import Tenants
 
@@ -67,6 +59,7 @@ class Brain:
         self._table = RequestTable(registry, placement, settings)
         self._reports = Reports(registry, self._table)
         self.switches = Switches(registry, self._table, settings.mode, self._drop)
+        self._strain = Strain(self._table, settings)
         self._draining = False
 
     # inputs
@@ -87,6 +80,8 @@ class Brain:
             tenant_class = INTERNAL if internal else arrivals[0].request.standing.tenant_class
             self.counters.rejected[error.code, tenant_class] += 1
             raise
+        if not internal:
+            arrivals = [self._capped(arrival) for arrival in arrivals]
         records = [self._table.add(one.request, now, internal=internal, after=one.after) for one in arrivals]
         records[0].others = tuple(record.request.id for record in records[1:])
         return self._effects(now)
@@ -127,10 +122,7 @@ class Brain:
         except BatonError:
             self.counters.joins["refused"] += 1
             raise
-        if replaced is not None:
-            self._drop_pool(replaced, NodeGone(f"pool {info.name} has joined anew"))
-        self.pools.add(info, incarnation, now)
-        self._table.knowledge.directory.join(incarnation, info.num_blocks)
+        pool_reports.join(self._table, info, incarnation, replaced, now)
         self.counters.joins["joined"] += 1
         return self._effects(now)
 
@@ -138,7 +130,8 @@ class Brain:
         """A message of a node or a pool; dropped if `sender` is no member."""
         pool = self.pools.members.get(sender)
         if pool is not None:
-            return self._hear_pool(pool, message, now)
+            pool_reports.hear(self._table, pool, message, now)
+            return self._effects(now)
         node = self.registry.nodes.get(sender)
         if node is None:
             self.counters.dropped_messages["stale"] += 1
@@ -153,7 +146,7 @@ class Brain:
         """Also of a pool. Idempotent."""
         pool = self.pools.members.get(incarnation)
         if pool is not None:
-            self._drop_pool(pool, error)
+            pool_reports.drop(self._table, pool, error)
         node = self.registry.nodes.get(incarnation)
         if node is not None:
             self._drop(node, error, now)
@@ -204,7 +197,7 @@ class Brain:
         for node, error in self.registry.expired(now, self._table.loads.busy()):
             self._drop(node, error, now)
         for pool, gone in self.pools.expired(now):
-            self._drop_pool(pool, gone)
+            pool_reports.drop(self._table, pool, gone)
         for name in self.registry.drains.due(now):
             drained = self.registry.called(name)
             if drained is not None:
@@ -221,7 +214,8 @@ class Brain:
         table = self._table
         silences = self.registry.next_silence(), self.pools.next_silence()
         mine = (*silences, self.registry.drains.next(), self.switches.next())
-        times = (*mine, table.timers.next(), table.breakers.next(), table.retries.next())
+        degradation = table.degradation.next(waiting=len(table.queue) > 0)
+        times = (*mine, table.timers.next(), table.breakers.next(), table.retries.next(), degradation)
         return min((time for time in times if time is not None), default=None)
 
     # views
@@ -320,6 +314,15 @@ class Brain:
         """What keeps the cluster from serving, "" if nothing does."""
         return self._table.missing()
 
+    @property
+    def degradation(self) -> Degradation:
+        return self._table.degradation
+
+    @property
+    def local_prefill_only(self) -> bool:
+        """Do decode nodes compute every prompt although the mode provides for hand-offs?"""
+        return self._table.decisions.local_only
+
     def bounds(self) -> ModelBounds:
         """Raises Unavailable before the first join."""
         bounds = self.registry.bounds()
@@ -335,9 +338,26 @@ class Brain:
 
     def _effects(self, now: float) -> list[Effect]:
         self.switches.step(now)
+        self._degrade(now)
         self._table.place_waiting(now)
         out, self._table.out = self._table.out, []
         return out
+
+    def _degrade(self, now: float) -> None:
+        degradation = self._table.degradation
+        change = degradation.read(self._strain.reading(now), now) if degradation.is_due(now) else None
+        if change is not None:
+            self._table.placeable = True
+            self._table.admission.degraded(now)
+            self._table.out.append(Degraded(change.step.value, change.taken, change.pressure))
+
+    def _capped(self, arrival: Arrival) -> Arrival:
+        """As it is let in while outputs are capped."""
+        most, sampling = self._settings.degraded_max_tokens, arrival.request.sampling
+        if Step.CAPPED_OUTPUT not in self._table.degradation or sampling.max_tokens <= most:
+            return arrival
+        capped = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
+        return replace(arrival, request=replace(arrival.request, sampling=capped))
 
     def _drop(self, node: Node, error: BatonError, now: float) -> None:
         self.registry.remove(node.incarnation)
@@ -349,29 +369,6 @@ class Brain:
         self._table.out += [Send(other, PeerGone(node.incarnation)) for other in self.registry.nodes]
         self._table.lose_node(node.incarnation, error, now)
         self.switches.gone(node, now)
-
-    def _hear_pool(self, pool: PoolMember, message: NodeInput, now: float) -> list[Effect]:
-        pool.heard_at = now
-        knowledge = self._table.knowledge
-        match message:
-            case Heartbeat(stats):
-                pool.stats = stats
-            case CacheSnapshot():
-                knowledge.cache_snapshot(pool.incarnation, message)
-            case CacheEvents():
-                if knowledge.cache_events(pool.incarnation, message, now):
-                    self._table.out.append(Send(pool.incarnation, CacheQuery()))
-            case Leaving():
-                pass
-            case _:
-                self.counters.dropped_messages["unexpected"] += 1
-        return self._effects(now)
-
-    def _drop_pool(self, pool: PoolMember, error: BatonError) -> None:
-        """Its nodes find out by themselves."""
-        del self.pools.members[pool.incarnation]
-        self._table.knowledge.left(pool.incarnation)
-        self._table.out.append(Lost(pool.incarnation, pool.info.name, error, expected=False))
 
     def _require_room(self, requests: Sequence[Request], now: float) -> None:
         tokens = sum(len(request.prompt) for request in requests)

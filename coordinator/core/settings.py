@@ -11,7 +11,9 @@ FIRST_REST, LONGEST_REST = 0.1, 2.0  # seconds between attempts that fail
 @dataclass(frozen=True, slots=True)
 class Settings:
     """`answer_timeout`: seconds in which decode must answer a Submit that has a writer with Reserved or Refused.
-    `explain_keep`: ended requests that can be explained. `retry_share`: see `RetryBudget`."""
+    `explain_keep`: ended requests that can be explained. `retry_share`: see `RetryBudget`. `prefill_share`: see
+    `Decisions`. `degrade_wait`: seconds that a request may wait to be placed, where its class has no limit, before
+    service is degraded; `degraded_max_tokens`: outputs are then capped at this, 0: never."""
 
     mode: Literal["disaggregated", "colocated", "auto"]
     max_queue: int
@@ -19,6 +21,9 @@ class Settings:
     answer_timeout: float
     explain_keep: int = 0
     retry_share: float = 0.2
+    prefill_share: float = 0.0
+    degrade_wait: float = 5.0
+    degraded_max_tokens: int = 0
 
     @property
     def roles(self) -> tuple[Role, ...]:

@@ -22,11 +22,13 @@ class CoordinatorLost:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Serve this attempt. `writer` brings the KV of the context; without one, compute it here. `hit`: what the host's
-    shared pool has of it, pinned; whoever handles the message owns the pin."""
+    """Serve this attempt. `writer` brings the KV of the context; without one, compute it here. From now on prompts that
+    are computed here may add `prefill_share` of its length to a step of those that run; 0: there is no such bound.
+    `hit`: what the host's shared pool has of the context, pinned; whoever handles the message owns the pin."""
 
     work: Work
     writer: PeerAddress | None
+    prefill_share: float = 0.0
     hit: PoolHit | None = None
 
 

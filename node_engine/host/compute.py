@@ -145,6 +145,7 @@ class ComputeThread:
         self.steps = self.steps.plus(batch, seconds)
         if batch.num_tokens > len(batch.slices):
             self._parts.sharing.worth.computed(batch.num_tokens, seconds)
+        self._parts.scheduler.allowance.took(batch, seconds)
         outcomes = self._parts.scheduler.update(batch, computed)
         self._role.after_step(batch, outcomes, seconds)
 
