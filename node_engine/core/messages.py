@@ -24,7 +24,7 @@ class CoordinatorLost:
 class Submit:
     """Serve this attempt. `writer` brings the KV of the context; without one, compute it here. From now on prompts that
     are computed here may add `prefill_share` of its length to a step of those that run; 0: there is no such bound.
-    `hit`: what the host's shared pool has of it, pinned; whoever handles the message owns the pin."""
+    `hit`: what the host's shared pool has of the context, pinned; whoever handles the message owns the pin."""
 
     work: Work
     writer: PeerAddress | None

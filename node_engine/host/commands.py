@@ -11,8 +11,8 @@ def command_from_pb(message: CoordinatorMessage) -> messages.Command | None:
     match message.WhichOneof("message"):
         case "submit":
             writer = wire.peer_from_pb(message.submit.writer) if message.submit.HasField("writer") else None
-            submit = message.submit
-            return messages.Submit(wire.work_from_pb(submit.work), writer, max(0.0, submit.prefill_share))
+            share = max(0.0, message.submit.prefill_share)
+            return messages.Submit(wire.work_from_pb(message.submit.work), writer, share)
         case "prefill":
             return messages.Prefill(wire.work_from_pb(message.prefill.work), message.prefill.alone)
         case "ticket":
