@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.percentiles import Summary, summarise
-from benchmarks.slo import Slo
+from baton.slo import Slo
 
 
 @dataclass(slots=True)

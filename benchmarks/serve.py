@@ -28,7 +28,7 @@ from benchmarks.measurement import CellResult, evaluate
 from benchmarks.models import DEMO
 from benchmarks.percentiles import Summary
 from benchmarks.report import Row, row
-from benchmarks.slo import Slo, parse_slo
+from baton.slo import Slo, parse_slo
 
 HELP = "latency, throughput and goodput of any OpenAI-compatible endpoint"
 _WARM_UP = 2  # requests before the first cell

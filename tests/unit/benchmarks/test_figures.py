@@ -13,7 +13,7 @@ from benchmarks.percentiles import percentile, summarise
 from benchmarks.report import reproduced_by
 from benchmarks.schedule import Closed, Lengths, Poisson, arrivals, parse_lengths, plan, text_prompt, token_prompt
 from benchmarks.serve import parse_loads, to_rows
-from benchmarks.slo import Slo, parse_slo
+from baton.slo import Slo, parse_slo
 
 FLOATS = st.floats(-1e6, 1e6)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.measurement import Measurement, evaluate
-from benchmarks.slo import Slo
+from baton.slo import Slo
 from benchmarks.sweep import Point, ceiling, check_plot, describe, plot
 
 
