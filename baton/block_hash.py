@@ -7,6 +7,7 @@ A hash names the whole prefix up to and including its block.
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import NewType
 
 from baton.kv_layout import KVLayout
@@ -16,6 +17,15 @@ BlockHash = NewType("BlockHash", bytes)  # 32 bytes
 
 def _field(tag: bytes, value: bytes) -> bytes:
     return struct.pack(">B", len(tag)) + tag + struct.pack(">Q", len(value)) + value
+
+
+_PARENT = _field(b"parent", bytes(32))[:-32]  # what precedes any parent
+
+
+@cache
+def _tokens_head(size: int) -> bytes:
+    """What precedes `size` bytes of tokens: a full block's, or less at the end of a context."""
+    return _field(b"tokens", bytes(size))[:-size] if size else _field(b"tokens", b"")
 
 
 def root_hash(model_digest: bytes, layout: KVLayout, salt: bytes) -> BlockHash:
@@ -32,7 +42,12 @@ def root_hash(model_digest: bytes, layout: KVLayout, salt: bytes) -> BlockHash:
 def block_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
     """Name of the block that holds `tokens` (token ids below 2**32) after `parent`."""
     packed = struct.pack(f">{len(tokens)}I", *tokens)
-    return BlockHash(hashlib.sha256(_field(b"parent", parent) + _field(b"tokens", packed)).digest())
+    return BlockHash(hashlib.sha256(_PARENT + parent + _tokens_head(len(packed)) + packed).digest())
+
+
+def short_name(name: BlockHash) -> int:
+    """Enough of a BlockHash for a hint: among a million blocks two are alike once in 37 million such sets."""
+    return int.from_bytes(name[:8], "big")
 
 
 def chain(root: BlockHash, tokens: Sequence[int], block_size: int) -> Iterator[BlockHash]:

@@ -57,10 +57,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     block_size: Annotated[int, Meta(ge=1, le=256), _help("Tokens of a KV block")] = 16
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096), _help("Sequences that a node runs at once")] = 64
     max_batched_tokens: Annotated[int, Meta(ge=16, le=65536), _help("Tokens that a node computes in one step")] = 512
+    preemption: Annotated[
+        Literal["most_blocks", "cheapest"],
+        _help("Who of the lowest class gives way when blocks run out: most blocks held, or cheapest to resume"),
+    ] = "most_blocks"
     request_timeout: Annotated[
         Seconds, _help("Seconds a request may take at most, and when its client gives no deadline")
     ] = 600.0
     max_queue: Annotated[Positive, _help("Requests that may wait; more are refused with 429")] = 1024
+    placement: Annotated[
+        Literal["round_robin", "least_loaded", "prefix_aware"], _help("How nodes are chosen for a request")
+    ] = "prefix_aware"
     explain_keep: Annotated[int, Meta(ge=0, le=1 << 20), _help("Ended requests that `baton explain` knows")] = 4096
 
     # where things listen
@@ -75,6 +82,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     # who may do what
     api_key: Annotated[str, _help("Key that clients send as a bearer token; @FILE reads it from a file")] = ""
+    tenants: Annotated[
+        str, _help("File of tenants in TOML: hashed keys, classes, weights, limits; read again on SIGHUP")
+    ] = ""
     cluster_token: Annotated[str, _help("Secret shared by the cluster's processes; @FILE reads it from a file")] = ""
     admin_token: Annotated[str, _help("Token of the admin port and of Cluster calls; @FILE reads it from a file")] = ""
     insecure: Annotated[bool, _help("Allow non-loopback binds without keys")] = False

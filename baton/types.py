@@ -75,6 +75,19 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """On whose account a request runs. `tenant_class` labels metrics and device seconds; `level` is the place of that
+    class in the strict order, 0 is served first. It follows from the credential, never from the body alone."""
+
+    tenant: str = "default"
+    tenant_class: str = "default"
+    level: int = 0
+
+
+DEFAULT_STANDING = Standing()
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """What the client asked, one choice of it: several choices are requests of their own. `timeout` is seconds left at
     the moment of sending: clocks are never compared."""
@@ -85,16 +98,20 @@ class Request:
     timeout: float
     cache_salt: bytes = b""
     choice: int = 0
+    standing: Standing = DEFAULT_STANDING
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
     """One attempt as a node receives it. `emitted` are tokens that the client already has: they are part of the
-    context, count towards max_tokens and are never sent again."""
+    context, count towards max_tokens and are never sent again. `prefill_payer` is the class that the computing of the
+    context is charged to, "" for the request's own: whoever preempted the attempt before pays for computing it again.
+    """
 
     key: AttemptKey
     request: Request
     emitted: tuple[int, ...] = ()
+    prefill_payer: str = ""
 
     @property
     def context(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from baton.types import (
     RequestId,
     SamplingParams,
     SegmentRef,
+    Standing,
     Ticket,
     TicketId,
     TokenEvent,
@@ -20,7 +21,7 @@ from baton.types import (
     Work,
 )
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 FINISH_TO_PB = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -114,6 +115,9 @@ def work_to_pb(work: Work) -> cluster_pb2.Work:
         sampling=_sampling_to_pb(work.request.sampling),
         timeout_seconds=work.request.timeout,
         cache_salt=work.request.cache_salt,
+        tenant_class=work.request.standing.tenant_class,
+        level=work.request.standing.level,
+        prefill_payer=work.prefill_payer,
     )
 
 
@@ -126,8 +130,9 @@ def work_from_pb(message: cluster_pb2.Work) -> Work:
         timeout=message.timeout_seconds,
         cache_salt=message.cache_salt,
         choice=key.choice,
+        standing=Standing(tenant_class=message.tenant_class, level=message.level),
     )
-    return Work(key=key, request=request, emitted=tuple(message.emitted.ids))
+    return Work(key, request, tuple(message.emitted.ids), message.prefill_payer)
 
 
 def peer_to_pb(peer: PeerAddress) -> cluster_pb2.Peer:

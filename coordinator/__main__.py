@@ -12,9 +12,9 @@ from coordinator.assemble import coordinate
 
 FIELDS = (
     *("model", "served_model_name", "engine", "mode", "prefill", "request_timeout", "max_queue", "max_attempts"),
-    "explain_keep",
+    *("placement", "explain_keep"),
     *("host", "port", "grpc_port", "admin_host", "admin_port", "cluster_host", "cluster_port", "state_dir"),
-    *("api_key", "cluster_token", "admin_token", "insecure", "failpoints_rpc"),
+    *("api_key", "tenants", "cluster_token", "admin_token", "insecure", "failpoints_rpc"),
     *("heartbeat", "silence", "stall", "drain_timeout", "log_level", "log_format"),
 )
 

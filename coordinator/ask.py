@@ -15,7 +15,7 @@ from baton import limits
 from baton.errors import InvalidRequest, Rejected
 from baton.generation_defaults import GenerationDefaults
 from baton.limits import ModelBounds
-from baton.types import SamplingParams
+from baton.types import DEFAULT_STANDING, SamplingParams, Standing
 from coordinator.chat_template import Conversation
 from coordinator.generation import Submission
 
@@ -30,7 +30,8 @@ class Ask:
     """A request as it was worded: None is "not given". `timeout` is the seconds that the client is willing to wait.
 
     `logprobs` scores the output, and with `echo` the prompt. A `max_tokens` of 0 is for `echo` alone. `wording` gives
-    this front door's own names of fields, where they differ, for what is said about them."""
+    this front door's own names of fields, where they differ, for what is said about them. `priority` is what the body
+    asks for; `standing` and `cache_salt` are what the caller's key allows and makes of it."""
 
     prompts: Sequence[Prompt] | Conversation | None
     model: str | None = None
@@ -54,6 +55,9 @@ class Ask:
     first_choice: int = 0
     timeout: float | None = None
     client_id: str | None = None
+    priority: int = 0
+    standing: Standing = DEFAULT_STANDING
+    cache_salt: bytes = b""
     wording: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -98,7 +102,14 @@ def to_submission(
         prompt_logprobs=ask.logprobs if ask.echo else None,
     )
     limits.check_sampling(sampling, len(prompt), bounds)
-    return Submission(prompt=prompt, sampling=sampling, timeout=timeout, choice=ask.first_choice)
+    return Submission(
+        prompt=prompt,
+        sampling=sampling,
+        timeout=timeout,
+        cache_salt=ask.cache_salt,
+        choice=ask.first_choice,
+        standing=ask.standing,
+    )
 
 
 def _max_tokens(ask: Ask, room: int, defaults: GenerationDefaults) -> int:

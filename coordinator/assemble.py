@@ -4,6 +4,7 @@ opposite one: cluster port, front doors, warm-up; then refuse, let requests end,
 import asyncio
 import json
 import os
+import signal
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,8 +15,8 @@ from baton.config import Config, model_name
 from baton.errors import ConfigError
 from baton.generation_defaults import GenerationDefaults, load_generation_defaults
 from baton.limits import LINK_OPTIONS
-from coordinator import admin, tokenizer_files
-from coordinator.auth import check_exposure
+from coordinator import admin, tenants_file, tokenizer_files
+from coordinator.auth import Clients, check_exposure
 from coordinator.cluster_service import ClusterService
 from coordinator.dispatcher import Dispatcher
 from coordinator.grpc_port import GrpcPort, bind_grpc
@@ -42,8 +43,12 @@ class Coordinator:
     def __init__(self, config: Config) -> None:
         check_exposure(config)
         self._config = config
+        tenants = tenants_file.load(config.tenants) if config.tenants else None
+        self._who = Clients(config.api_key, tenants)
         self._state_file = _state_file(config.state_dir) if config.state_dir else None
         self._dispatcher = Dispatcher(config)
+        if tenants is not None:
+            self._dispatcher.reload_tenants(tenants)
         self._ledgers = Ledgers(self._dispatcher)
         self._metrics = Metrics(self._dispatcher)
         self._readiness = Readiness(config, self._dispatcher)
@@ -58,14 +63,14 @@ class Coordinator:
             refusals=refusals,
             defaults=_defaults(config),
         )
-        clients = app.build(intake, self._readiness, config.api_key)
+        clients = app.build(intake, self._readiness, self._who)
         operators = admin.build(self._cluster, self._readiness, config.admin_token, refusals)
         with ExitStack() as bound:
             http = bound.enter_context(bind(config.host, config.port, "--port"))
             self._http = Listener(clients, http)
             admin_port = bound.enter_context(bind(config.admin_host, config.admin_port, "--admin-port"))
             self._admin = Listener(operators, admin_port)
-            self._grpc = GrpcPort(intake, self._readiness, config.api_key)
+            self._grpc = GrpcPort(intake, self._readiness, self._who)
             self._grpc.add_cluster(self._cluster)
             self._grpc.bind(config.host, config.grpc_port)
             self._nodes = grpc.aio.server(options=(*LINK_OPTIONS, ("grpc.so_reuseport", 0)))
@@ -75,6 +80,8 @@ class Coordinator:
 
     async def run(self, stop: asyncio.Event) -> None:
         """Raises ConfigError for a tokenizer that cannot be used."""
+        if self._config.tenants:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload_tenants)
         await self._nodes.start()
         await self._grpc.start()
         try:
@@ -95,6 +102,17 @@ class Coordinator:
             await self._nodes.stop(_GRACE)
             if self._state_file is not None:
                 self._state_file.unlink(missing_ok=True)
+
+    def reload_tenants(self) -> None:
+        """Read the file again. One that is wrong changes nothing."""
+        try:
+            tenants = tenants_file.load(self._config.tenants)
+        except ConfigError as error:
+            _log.error("tenants not reloaded", error=str(error))
+            return
+        self._who.tenants = tenants
+        self._dispatcher.reload_tenants(tenants)
+        _log.info("tenants reloaded", tenants=len(tenants.tenants), keys=len(tenants.keys))
 
     async def _warm_up(self) -> None:
         """Text prompts are part of being ready, so the tokenizer comes first: it loads while nodes do."""

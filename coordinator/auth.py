@@ -3,8 +3,12 @@
 import hmac
 
 from baton.config import Config
-from baton.errors import Unauthenticated
+from baton.errors import ConfigError, Unauthenticated
 from baton.exposure import is_loopback, require_key
+from baton.types import Standing
+from coordinator.core.tenants import ANYONE, Tenant, Tenants
+
+_NO_FILE = Tenants()
 
 
 class BearerKey:
@@ -22,11 +26,40 @@ class BearerKey:
         """Raises Unauthenticated."""
         if not self._key:
             return
-        if not authorization:
-            raise Unauthenticated(f"a key is needed: send 'authorization: Bearer KEY' ({self._knob})")
-        scheme, _, key = authorization.partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self._key):
+        if not hmac.compare_digest(_bearer(authorization, self._knob), self._key):
             raise Unauthenticated(f"the key is not valid here ({self._knob})")
+
+
+def _bearer(authorization: bytes | None, knob: str) -> bytes:
+    if not authorization:
+        raise Unauthenticated(f"a key is needed: send 'authorization: Bearer KEY' ({knob})")
+    scheme, _, key = authorization.partition(b" ")
+    if scheme.lower() != b"bearer":
+        raise Unauthenticated(f"the key is not valid here ({knob})")
+    return key.strip()
+
+
+class Clients:
+    """Who calls a front door. With a file of tenants every caller needs one of its keys; else all are one tenant, and
+    need --api-key if that is set. `tenants` may be replaced while calls come in."""
+
+    def __init__(self, api_key: str = "", tenants: Tenants | None = None) -> None:
+        self._key = BearerKey(api_key, "--api-key")
+        self.tenants = tenants
+
+    def identify(self, authorization: bytes | None) -> Tenant:
+        """Raises Unauthenticated."""
+        if self.tenants is None:
+            self._key.check(authorization)
+            return ANYONE
+        tenant = self.tenants.find(_bearer(authorization, "--tenants"))
+        if tenant is None:
+            raise Unauthenticated("the key is no tenant's (--tenants)")
+        return tenant
+
+    def standing(self, tenant: Tenant, priority: int) -> Standing:
+        """See `Tenants.standing`."""
+        return (self.tenants or _NO_FILE).standing(tenant, priority)
 
 
 class AdminGate:
@@ -45,6 +78,11 @@ class AdminGate:
 
 def check_exposure(settings: Config) -> None:
     """Every port of the coordinator has its key. Raises ConfigError."""
+    if settings.tenants and settings.api_key:
+        raise ConfigError(
+            "--api-key and --tenants are both set: with tenants, keys stand in their file", param="api_key"
+        )
     for host, key in (("host", "api_key"), ("cluster_host", "cluster_token"), ("admin_host", "admin_token")):
         flag = f"--{host.replace('_', '-')}"
-        require_key(flag, getattr(settings, host), key, getattr(settings, key), insecure=settings.insecure)
+        value = getattr(settings, key) or (settings.tenants if key == "api_key" else "")
+        require_key(flag, getattr(settings, host), key, value, insecure=settings.insecure)

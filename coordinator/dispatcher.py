@@ -15,9 +15,8 @@ from baton.errors import BatonError, Cancelled, Draining, Rejected, SlowReader
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import CoordinatorMessage, ExplainResponse
 from baton.ratio import Split
-from baton.types import Incarnation, NodeName, Request, RequestId, mint_id
+from baton.types import Incarnation, NodeName, Request, RequestId, Standing, mint_id
 from coordinator.core.brain import Arrival, Brain
-from coordinator.core.counters import CLASS
 from coordinator.core.identity import JoinInfo
 from coordinator.core.messages import (
     Admit,
@@ -34,9 +33,10 @@ from coordinator.core.messages import (
     Send,
     Switched,
 )
-from coordinator.core.placement import LeastLoaded
+from coordinator.core.policies import POLICIES
 from coordinator.core.registry import Registry
 from coordinator.core.settings import Settings
+from coordinator.core.tenants import OURS, Tenants
 from coordinator.generation import Delta, Done, PromptScores, Submission
 from coordinator.node_messages import order_to_pb, welcome
 from coordinator.stream import MAX_UNREAD, Stream
@@ -65,7 +65,7 @@ class Dispatcher:
         mode = config.mode if config.prefill else "colocated"
         settings = Settings(mode, config.max_queue, config.max_attempts, config.stall, config.explain_keep)
         self._config = config
-        self.brain = Brain(Registry(config.silence, config.stall), LeastLoaded(), settings)
+        self.brain = Brain(Registry(config.silence, config.stall), POLICIES[config.placement](), settings)
         self.clock = clock
         self.mode = mode
         self.links: dict[Incarnation, Outbound] = {}
@@ -92,7 +92,7 @@ class Dispatcher:
 
     async def submit_all(self, submissions: Sequence[Submission], *, internal: bool = False) -> list[Stream]:
         """See `Generator.submit_all`."""
-        arrivals = _arrivals(submissions)
+        arrivals = _arrivals(submissions, internal=internal)
         effects = self.brain.submit_all(arrivals, self.clock(), internal=internal)
         streams = [Stream(arrival.request.id, self._client_gone, self._client_content) for arrival in arrivals]
         self._streams.update((stream.id, stream) for stream in streams)
@@ -107,9 +107,16 @@ class Dispatcher:
             raise
         return streams
 
-    def count_rejection(self, error: Rejected) -> None:
+    def require_admission(self, standing: Standing, count: int, timeout: float) -> None:
+        """See `Generator.require_admission`."""
+        self.brain.require_admission(standing, count, timeout, self.clock())
+
+    def reload_tenants(self, tenants: Tenants) -> None:
+        self._carry_out(self.brain.reload_tenants(tenants, self.clock()))
+
+    def count_rejection(self, error: Rejected, tenant_class: str) -> None:
         """For what a front door refuses before it submits; `submit` counts its own."""
-        self.brain.counters.rejected[error.code, CLASS] += 1
+        self.brain.counters.rejected[error.code, tenant_class] += 1
 
     async def drain(self, patience: float) -> None:
         """Refuse new requests, wait for those that run, and after `patience` seconds end the rest with Draining."""
@@ -225,8 +232,9 @@ class Dispatcher:
                 _log.info("placed again", request=key.request, attempt=key.attempt, reason=reason)
             case Switched():
                 self._switched(effect)
-            case Lost(node, name, error):
-                _log.warning("node lost", node=name, incarnation=node, reason=error.message)
+            case Lost(node, name, error, expected):
+                say, what = (_log.info, "node left to join anew") if expected else (_log.warning, "node lost")
+                say(what, node=name, incarnation=node, reason=error.message)
                 link = self.links.pop(node, None)
                 if link is not None:
                     link.close()
@@ -276,7 +284,7 @@ class Dispatcher:
         self._carry_out(self.brain.tick(self.clock()))
 
 
-def _arrivals(submissions: Sequence[Submission]) -> list[Arrival]:
+def _arrivals(submissions: Sequence[Submission], *, internal: bool) -> list[Arrival]:
     """With ids, and those of one prompt one after another: see `Generator.submit_all`."""
     found: list[Arrival] = []
     leader: Request | None = None
@@ -288,6 +296,7 @@ def _arrivals(submissions: Sequence[Submission]) -> list[Arrival]:
             timeout=submission.timeout,
             cache_salt=submission.cache_salt,
             choice=submission.choice,
+            standing=OURS if internal else submission.standing,
         )
         if leader is None or request.choice <= leader.choice or request.prompt != leader.prompt:
             leader = request

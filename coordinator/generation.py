@@ -10,13 +10,13 @@ from typing import Protocol
 
 from baton.limits import ModelBounds
 from baton.pb.common_pb2 import Timeline
-from baton.types import FinishReason, RequestId, SamplingParams, TokenScore
+from baton.types import DEFAULT_STANDING, FinishReason, RequestId, SamplingParams, Standing, TokenScore
 
 
 @dataclass(frozen=True, slots=True)
 class Submission:
-    """A validated request before it has an id. `timeout` in seconds; `cache_salt` comes from the credential, never
-    from the body.
+    """A validated request before it has an id. `timeout` in seconds; `cache_salt` and `standing` come from the
+    credential, never from the body alone.
 
     `choice` is its number among the choices of one request, which its noise depends on. `after` is a request of the
     same prompt: this one is placed once that one's prompt is in a decode node's cache, on that node, so that the prompt
@@ -28,6 +28,7 @@ class Submission:
     cache_salt: bytes = b""
     choice: int = 0
     after: RequestId | None = None
+    standing: Standing = DEFAULT_STANDING
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,14 @@ class Generator(Protocol):
         """Of the joined cluster. Raises Unavailable (with retry_after) while no node has joined."""
         ...
 
+    def require_admission(self, standing: Standing, count: int, timeout: float) -> None:
+        """Whether `count` requests with `timeout` seconds would be let in, as far as can be said before their prompts
+        are tokenized. Raises Overloaded, Draining or InvalidRequest."""
+        ...
+
     async def submit(self, submission: Submission) -> Generation:
-        """Admit a request. Raises Overloaded when the queue is full, Unavailable when no node could serve it for 1 s,
+        """Admit a request. Raises Overloaded when it would be served too late or its tenant has had its share,
+        Unavailable when no node could serve it for 1 s,
         Draining at shutdown, InvalidRequest/TooLong when it could never fit."""
         ...
 

@@ -3,13 +3,14 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from baton.errors import SlowReader
 from baton.pb import generation_pb2 as pb
 from baton.pb import generation_pb2_grpc
 from coordinator.answer import Answer
 from coordinator.ask import check_client_id
-from coordinator.auth import BearerKey
+from coordinator.auth import Clients
 from coordinator.grpc_requests import require_known, to_ask, to_wording
 from coordinator.grpc_responses import Responses
 from coordinator.grpc_terms import Context, authorization, metadata, told
@@ -19,9 +20,9 @@ WRITE_STALL = 30.0  # seconds that a client with a full flow-control window may 
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
-    def __init__(self, intake: Intake, api_key: str) -> None:
+    def __init__(self, intake: Intake, who: Clients) -> None:
         self._intake = intake
-        self._key = BearerKey(api_key, "--api-key")
+        self._who = who
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         async with told(context), self._started(request, context) as answer:
@@ -39,7 +40,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         async with told(context):
             with self._intake.refusals.counted():
-                self._key.check(authorization(context))
+                self._who.identify(authorization(context))
                 self._intake.check_model(request.model or None)
                 wording, limit = to_wording(request), self._intake.time_limit(context.time_remaining())
                 special = request.add_special_tokens if request.HasField("add_special_tokens") else None
@@ -50,7 +51,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         async with told(context):
             with self._intake.refusals.counted():
-                self._key.check(authorization(context))
+                self._who.identify(authorization(context))
                 require_known(request)
                 self._intake.check_model(request.model or None)
                 limit = self._intake.time_limit(context.time_remaining())
@@ -58,7 +59,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         async with told(context):
-            self._key.check(authorization(context))
+            self._who.identify(authorization(context))
             name, max_model_len = self._intake.served()
             return pb.ListModelsResponse(models=[pb.Model(id=name, max_model_len=max_model_len)])
 
@@ -66,9 +67,11 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def _started(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[Answer]:
         """A submitted request that is cancelled when the call ends early, however it ends."""
         with self._intake.refusals.counted():
-            self._key.check(authorization(context))
+            tenant = self._who.identify(authorization(context))
+        with self._intake.refusals.counted(tenant.tenant_class):
             client_id = check_client_id(metadata(context, "x-request-id"))
             ask = to_ask(request, context.time_remaining(), client_id)
+            ask = replace(ask, standing=self._who.standing(tenant, ask.priority), cache_salt=tenant.salt)
         answer = await self._intake.start(ask)
         try:
             echoed = (("x-request-id", client_id),) if client_id else ()

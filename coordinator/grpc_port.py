@@ -10,6 +10,7 @@ from grpc_reflection.v1alpha import reflection
 from baton.errors import ConfigError
 from baton.limits import MAX_BODY_BYTES
 from baton.pb import cluster_pb2, cluster_pb2_grpc, generation_pb2
+from coordinator.auth import Clients
 from coordinator.grpc_front import GenerationService
 from coordinator.grpc_handlers import add_handlers
 from coordinator.intake import Intake
@@ -32,13 +33,13 @@ _OPTIONS = (
 class GrpcPort:
     """`add_cluster` before `start`."""
 
-    def __init__(self, intake: Intake, readiness: Readiness, api_key: str) -> None:
+    def __init__(self, intake: Intake, readiness: Readiness, who: Clients) -> None:
         self.server = grpc.aio.server(options=_OPTIONS)
         self.port = 0
         self._health = health.aio.HealthServicer()
         self._changed: asyncio.Queue[bool] = asyncio.Queue()
         self._following: asyncio.Task[None] | None = None
-        add_handlers(self.server, _GENERATION, GenerationService(intake, api_key))
+        add_handlers(self.server, _GENERATION, GenerationService(intake, who))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
         self._readiness = readiness

@@ -30,8 +30,6 @@ def to_ask(request: pb.GenerateRequest, timeout: float | None, client_id: str | 
     require_known(request)
     if timeout is not None and timeout <= 0:
         raise DeadlineExceeded("the deadline passed before the request was read")
-    if request.priority:
-        raise InvalidRequest(f"priority is {request.priority}: not available, it must be 0", param="priority")
     given = {field: getattr(request, field) for field in _OPTIONAL if request.HasField(field)}
     return Ask(
         prompts=_prompts(request),
@@ -45,6 +43,7 @@ def to_ask(request: pb.GenerateRequest, timeout: float | None, client_id: str | 
         first_choice=request.first_choice,
         timeout=timeout,
         client_id=client_id,
+        priority=request.priority,
         wording={"prompt": "messages"} if request.HasField("chat") else {},
         **given,
     )

@@ -11,7 +11,7 @@ from baton.clock import Clock, steady
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 from baton.generation_defaults import GenerationDefaults
 from coordinator.answer import Answer, Choice, Echo
-from coordinator.ask import Ask, Prompt, check, check_timeout, to_submission, worded
+from coordinator.ask import Ask, Prompt, check, check_timeout, prompts_of, to_submission, worded
 from coordinator.chat_template import Conversation
 from coordinator.detokenizer import Detokenizer
 from coordinator.generation import Generator, Submission
@@ -61,7 +61,10 @@ class Intake:
     async def start(self, ask: Ask) -> Answer:
         """Admit a request, all of its choices or none. Raises what the client did wrong (Rejected) or DeadlineExceeded;
         then nothing is held."""
-        with self.refusals.counted(), worded(ask.wording):
+        with self.refusals.counted(ask.standing.tenant_class), worded(ask.wording):
+            self.check_model(ask.model)
+            check(ask)
+            self._generator.require_admission(ask.standing, ask.n * prompts_of(ask), self.time_limit(ask.timeout))
             text, firsts, echoes = await self._prepare(ask)
         submissions = [choice for first in firsts for choice in _choices(first, ask.n)]
         generations = await self._generator.submit_all(submissions)
@@ -100,8 +103,6 @@ class Intake:
 
     async def _prepare(self, ask: Ask) -> tuple[Text, list[Submission], list[Echo]]:
         """The first choice of each prompt, and the prompts to be given back."""
-        self.check_model(ask.model)
-        check(ask)
         assert ask.prompts is not None
         wordings: Sequence[Prompt | Conversation]
         wordings = [ask.prompts] if isinstance(ask.prompts, Conversation) else ask.prompts

@@ -12,7 +12,6 @@ from prometheus_client.registry import Collector
 from baton.pb.cluster_pb2 import Latency, NodeStats
 from baton.types import Role
 from coordinator.core.brain import Brain
-from coordinator.core.counters import CLASS, INTERNAL
 from coordinator.core.messages import End, Switched
 from coordinator.core.recent import Recent
 from coordinator.dispatcher import Dispatcher
@@ -70,7 +69,7 @@ class Metrics:
         """The durations of a request that had a first token."""
         if end.ttft is None:
             return
-        label = INTERNAL if end.internal else CLASS
+        label = end.tenant_class
         tpot = (end.timeline.total - end.ttft) / (end.tokens - 1) if end.tokens > 1 else None
         self._ttft.labels(label).observe(end.ttft)
         if tpot is not None:
@@ -110,7 +109,7 @@ class BrainCollector(Collector):
         yield from self._reported(taken)
 
     def own_counters(self) -> list[Metric]:
-        counted = self._brain.counters
+        counted, resyncs = self._brain.counters, self._brain.knowledge.directory.resyncs
         return [
             _counter("baton_requests_total", "Requests ended", ["outcome", "class"], counted.requests),
             _counter("baton_rejected_total", "Requests not admitted", ["reason", "class"], counted.rejected),
@@ -123,6 +122,7 @@ class BrainCollector(Collector):
             _counter("baton_dropped_messages_total", "Messages of nodes dropped", ["reason"], counted.dropped_messages),
             _counter("baton_joins_total", "Nodes that came", ["outcome"], counted.joins),
             _counter("baton_nodes_lost_total", "Nodes given up", ["reason"], counted.nodes_lost),
+            _counter("baton_prefix_directory_resyncs_total", "Snapshots asked of nodes", [], {(): resyncs}),
             _counter("baton_role_switches_total", "Changes of role", ["role", "outcome"], self._brain.switches.counts),
         ]
 
@@ -141,12 +141,21 @@ class BrainCollector(Collector):
             attempts.add_metric([node.info.name], self._brain.placed_on(node.incarnation))
             for state in _BLOCK_STATES if node.stats is not None else ():
                 blocks.add_metric([node.info.name, state], getattr(node.stats, f"blocks_{state}"))
+        known = self._brain.knowledge
+        errors = GaugeMetricFamily(
+            "baton_prediction_error_ratio", "Mean relative error of the last predictions", labels=["quantity"]
+        )
+        for quantity, error in known.errors.items():
+            errors.add_metric([quantity], error)
+        directory = GaugeMetricFamily(
+            "baton_prefix_directory_blocks", "Different blocks in nodes' caches, as told", len(known.directory)
+        )
         running = GaugeMetricFamily("baton_requests_running", "Requests placed and not ended", self._brain.running)
         wanted = GaugeMetricFamily("baton_ratio_target", "Nodes that are to have a role", labels=["role"])
         target = self._brain.switches.target
         for role in Role if target is not None else ():
             wanted.add_metric([role.value], target.of(role) if target else 0)
-        return [depth, roles, blocks, attempts, running, wanted]
+        return [depth, roles, blocks, attempts, errors, directory, running, wanted]
 
     def _reported(self, taken: set[str]) -> Iterator[Metric]:
         """Nodes' own counters, with the node as a label. One that has a name of ours is put beside it."""

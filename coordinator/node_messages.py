@@ -44,12 +44,15 @@ def _reserved(message: pb.Reserved) -> m.Reserved:
 
 
 def _prefill_ended(message: pb.PrefillEnded) -> m.PrefillEnded:
-    return m.PrefillEnded(wire.key_from_pb(message.key), message.computed_tokens, message.cached_tokens)
+    return m.PrefillEnded(
+        wire.key_from_pb(message.key), message.computed_tokens, message.cached_tokens, message.share_seconds
+    )
 
 
 def _admitted(message: pb.Admitted) -> m.Admitted:
     key = wire.key_from_pb(message.key)
-    return m.Admitted(key, message.computed_tokens, message.cached_tokens, message.received_tokens)
+    tokens = message.computed_tokens, message.cached_tokens, message.received_tokens
+    return m.Admitted(key, *tokens, message.share_seconds)
 
 
 def _prompt_scores(message: pb.PromptScores) -> m.PromptScores:
@@ -62,10 +65,14 @@ _INPUTS: dict[str, Callable[[Any], m.NodeInput]] = {
     "refused": lambda message: m.Refused(wire.key_from_pb(message.key), message.needed, message.free),
     "prompt_scores": _prompt_scores,
     "tokens": lambda message: m.Tokens(tuple(map(wire.token_from_pb, message.tokens))),
-    "failed": lambda message: m.AttemptFailed(wire.key_from_pb(message.key), wire.error_from_pb(message.error)),
+    "failed": lambda message: m.AttemptFailed(
+        wire.key_from_pb(message.key), wire.error_from_pb(message.error), message.caused_by
+    ),
     "prefill_ended": _prefill_ended,
     "handed_off": lambda message: m.HandedOff(wire.key_from_pb(message.key), message.report),
     "admitted": _admitted,
+    "cache_events": lambda message: m.CacheEvents(message.sequence, tuple(message.inserted), tuple(message.evicted)),
+    "cache_snapshot": lambda message: m.CacheSnapshot(message.sequence, tuple(message.names)),
     "leaving": lambda message: m.Leaving(message.reason),
 }
 
@@ -93,6 +100,8 @@ def order_to_pb(order: m.NodeOrder) -> pb.CoordinatorMessage:
             return pb.CoordinatorMessage(set_role=pb.SetRole(role=role.value))
         case m.PeerGone(incarnation):
             return pb.CoordinatorMessage(peer_gone=pb.PeerGone(incarnation=incarnation))
+        case m.CacheQuery():
+            return pb.CoordinatorMessage(cache_query=pb.CacheQuery())
 
 
 def welcome(incarnation: Incarnation, heartbeat: float, silence: float) -> pb.CoordinatorMessage:

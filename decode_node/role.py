@@ -58,7 +58,9 @@ class DecodeRole:
         self._layout = parts.engine.layout
         self._arrivals: dict[TicketId, _Arrival] = {}
         self._tickets: dict[AttemptKey, TicketId] = {}
-        self._local: set[AttemptKey] = set()  # computed here, and not yet reported as Admitted
+        # Computed here and not yet reported as Admitted: their share, in seconds, of the steps that they took part in.
+        self._local: dict[AttemptKey, float] = {}
+        self._step: list[tuple[AttemptKey, int]] = []  # how many tokens the step in progress computes for whom of them
 
     @property
     def transfer_endpoint(self) -> str:
@@ -102,12 +104,19 @@ class DecodeRole:
                 raise TypeError(f"a decode node got {item!r}")
 
     def before_step(self, batch: StepBatch) -> None:
-        """A decode step needs no preparation."""
+        """Of prompts that are computed here, note how much of the step is theirs."""
+        self._step.clear()
+        if self._local:
+            pieces = ((self._scheduler.computing(piece.sequence).key, len(piece.tokens)) for piece in batch.slices)
+            self._step += [(key, tokens) for key, tokens in pieces if key in self._local]
 
     def on_layer(self, layer: int) -> None:
         """Nobody waits for single layers of a decode step."""
 
     def after_step(self, batch: StepBatch, outcomes: Iterable[Outcome], seconds: float) -> None:
+        for key, tokens in self._step:
+            if key in self._local:
+                self._local[key] += seconds * tokens / batch.num_tokens
         self.deliver(outcomes)
 
     def deliver(self, outcomes: Iterable[Outcome]) -> None:
@@ -120,9 +129,9 @@ class DecodeRole:
                     if sequence.key in self._local:
                         self._admitted_locally(sequence)
                     tokens.append(event)
-                case Failed(sequence, error):
-                    self._local.discard(sequence.key)
-                    self._report.failed(sequence.key, error)
+                case Failed(sequence, error, caused_by):
+                    self._local.pop(sequence.key, None)
+                    self._report.failed(sequence.key, error, caused_by)
                 case Dropped(sequence) | PrefillCompleted(sequence):
                     raise TypeError(f"{sequence.key} is handing off on a decode node")
         if tokens:
@@ -162,7 +171,7 @@ class DecodeRole:
             self._report.refused(work.key, refusal.needed_blocks, refusal.free_blocks)
             return
         self._scheduler.add(work, root)
-        self._local.add(work.key)
+        self._local[work.key] = 0.0
         if announce:
             self._report.reserved(work.key, None, len(work.context) - 1)
 
@@ -242,7 +251,7 @@ class DecodeRole:
             self._report.failed(key, error)
 
     def _cancel(self, key: AttemptKey, reason: BatonError) -> None:
-        self._local.discard(key)
+        self._local.pop(key, None)
         self._scheduler.cancel(key)
         ticket = self._tickets.get(key)
         if ticket is not None:
@@ -250,9 +259,9 @@ class DecodeRole:
             self._plane.revoke(ticket, reason)
 
     def _admitted_locally(self, sequence: Sequence) -> None:
-        self._local.remove(sequence.key)
-        cached = sequence.num_cached
-        self._report.admitted(sequence.key, computed=sequence.context_len - cached, cached=cached, received=0)
+        share, cached = self._local.pop(sequence.key), sequence.num_cached
+        computed = sequence.context_len - cached
+        self._report.admitted(sequence.key, computed=computed, cached=cached, received=0, share=share)
 
     def _drop_everything(self, incarnation: Incarnation | None) -> None:
         """The coordinator that gave us this work is gone or knows us no more: keep the cache, drop the rest."""

@@ -1,12 +1,13 @@
 """What a node says to the coordinator. Called on the compute thread; the message leaves on the event loop. Each is
 stamped with the incarnation under which its work was given, so that a late one is recognised and dropped."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from baton import wire
 from baton.errors import BatonError
 from baton.pb import cluster_pb2, common_pb2
 from baton.types import AttemptKey, Incarnation, Ticket, TokenEvent, TokenScore
+from node_engine.core.cache_journal import CacheChange
 from node_engine.core.ledger import Ledger
 
 _SCORES_PER_MESSAGE = 4096  # about 1 MiB with 20 alternatives each
@@ -42,13 +43,18 @@ class Reporter:
             )
             self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, prompt_scores=message))
 
-    def failed(self, key: AttemptKey, error: BatonError) -> None:
-        message = cluster_pb2.AttemptFailed(key=wire.key_to_pb(key), error=wire.error_to_pb(error))
+    def failed(self, key: AttemptKey, error: BatonError, caused_by: str = "") -> None:
+        """`caused_by`: of a preemption, the class that took the blocks."""
+        message = cluster_pb2.AttemptFailed(key=wire.key_to_pb(key), error=wire.error_to_pb(error), caused_by=caused_by)
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, failed=message))
 
-    def prefill_ended(self, key: AttemptKey, computed: int, cached: int, seconds: float) -> None:
+    def prefill_ended(self, key: AttemptKey, computed: int, cached: int, seconds: float, share: float) -> None:
         message = cluster_pb2.PrefillEnded(
-            key=wire.key_to_pb(key), computed_tokens=computed, cached_tokens=cached, compute_seconds=seconds
+            key=wire.key_to_pb(key),
+            computed_tokens=computed,
+            cached_tokens=cached,
+            compute_seconds=seconds,
+            share_seconds=share,
         )
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, prefill_ended=message))
 
@@ -56,11 +62,27 @@ class Reporter:
         message = cluster_pb2.HandedOff(key=wire.key_to_pb(key), report=report)
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, handed_off=message))
 
-    def admitted(self, key: AttemptKey, *, computed: int, cached: int, received: int) -> None:
+    def admitted(self, key: AttemptKey, *, computed: int, cached: int, received: int, share: float = 0.0) -> None:
         message = cluster_pb2.Admitted(
-            key=wire.key_to_pb(key), computed_tokens=computed, cached_tokens=cached, received_tokens=received
+            key=wire.key_to_pb(key),
+            computed_tokens=computed,
+            cached_tokens=cached,
+            received_tokens=received,
+            share_seconds=share,
         )
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, admitted=message))
+
+    def cache(self, changes: Iterable[CacheChange]) -> None:
+        for change in changes:
+            message = cluster_pb2.NodeMessage(incarnation=self.incarnation)
+            if change.fresh:
+                message.cache_snapshot.sequence = change.sequence
+                message.cache_snapshot.names.extend(change.inserted)
+            else:
+                message.cache_events.sequence = change.sequence
+                message.cache_events.inserted.extend(change.inserted)
+                message.cache_events.evicted.extend(change.evicted)
+            self._send(message)
 
     def ledger(self, query: int, snapshot: Ledger) -> None:
         ledger = common_pb2.Ledger(

@@ -36,6 +36,7 @@ class _Handoff:
     alone: bool
     pinned: list[BlockIndex] = field(default_factory=list)  # logical blocks 0 .. of the context
     compute_seconds: float = 0.0
+    share_seconds: float = 0.0
     computed_tokens: int = 0
     cached_tokens: int = 0
     over: bool = False  # the coordinator knows how this attempt ended, or asked for its end itself
@@ -154,6 +155,7 @@ class PrefillRole:
     def after_step(self, batch: StepBatch, outcomes: Iterable[Outcome], seconds: float) -> None:
         for handoff, tokens in self._computing:
             handoff.compute_seconds += seconds
+            handoff.share_seconds += seconds * tokens / batch.num_tokens
             handoff.computed_tokens += tokens
         self.deliver(outcomes)
 
@@ -207,7 +209,13 @@ class PrefillRole:
             self._scheduler.cancel(sequence.key)
             return
         handoff.cached_tokens = sequence.num_cached
-        self._report.prefill_ended(sequence.key, handoff.computed_tokens, sequence.num_cached, handoff.compute_seconds)
+        self._report.prefill_ended(
+            sequence.key,
+            handoff.computed_tokens,
+            sequence.num_cached,
+            handoff.compute_seconds,
+            handoff.share_seconds,
+        )
         if handoff.alone or outcome.event.finish is not None:
             self._report.tokens([outcome.event])
             self._end(sequence.key, Cancelled("the first token ends the request"), tell=False)

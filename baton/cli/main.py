@@ -8,7 +8,22 @@ import sys
 
 import typer
 
-from baton.cli import audit, bench, chat, doctor, down, drain, explain, generate, ratio, status, top, unbuilt, up
+from baton.cli import (
+    audit,
+    bench,
+    chat,
+    doctor,
+    down,
+    drain,
+    explain,
+    generate,
+    ratio,
+    status,
+    tenants,
+    top,
+    unbuilt,
+    up,
+)
 from baton.cli.errors import exit_code
 from baton.errors import BatonError
 
@@ -20,7 +35,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (up, down, generate, chat, status, top, ratio, explain, drain, audit, doctor, bench, unbuilt):
+for command in (up, down, generate, chat, status, top, ratio, explain, drain, audit, doctor, bench, tenants, unbuilt):
     command.register(app)
 
 

@@ -12,7 +12,7 @@ from baton.cli.options import add_config_options
 from baton.cli.unbuilt import not_available
 from baton.config import Config
 
-UNBUILT = ("quantize", "tenants", "pool_memory", "pool_disk")
+UNBUILT = ("quantize", "pool_memory", "pool_disk")
 _Unbuilt = Annotated[str | None, typer.Option(hidden=True)]
 
 
@@ -24,7 +24,6 @@ def up(
     settings: Config,
     detach: Annotated[bool, typer.Option("--detach", help="Return once it serves; stop it with `baton down`")] = False,
     quantize: _Unbuilt = None,
-    tenants: _Unbuilt = None,
     pool_memory: _Unbuilt = None,
     pool_disk: _Unbuilt = None,
 ) -> None:
@@ -33,7 +32,7 @@ def up(
     Prints where it listens once ready. Ctrl-C or SIGTERM drains and stops every child; a child that dies is started
     again. Each setting is also a variable BATON_<NAME> and a key of --config FILE; flag > variable > file > default.
     """
-    for flag, value in zip(UNBUILT, (quantize, tenants, pool_memory, pool_disk), strict=True):
+    for flag, value in zip(UNBUILT, (quantize, pool_memory, pool_disk), strict=True):
         if value is not None:
             raise not_available("--" + flag.replace("_", "-"))
     from baton.cli import plan, ports, state

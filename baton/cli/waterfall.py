@@ -24,6 +24,8 @@ def render(told: ExplainResponse) -> RenderableType:
         parts.append(Text(f"{told.attempts_left_out} attempts in the middle are not kept"))
     if told.attempts:
         parts.append(_considered(told.attempts[-1]))
+        if told.attempts[-1].HasField("predicted"):
+            parts.append(_predicted(told))
     if told.others:
         parts.append(_choices([told, *told.others]))
     return Group(*parts)
@@ -118,14 +120,35 @@ def _end(attempt: AttemptReport) -> str:
 
 
 def _considered(attempt: AttemptReport) -> Table:
-    """Of the last attempt. The prefill node with the fewest tokens to compute is chosen, and the decode node with the
-    smallest share of its sequences taken, then the most room."""
+    """Of the last attempt. `predicted` is what the policy ranks by: seconds until a prefill node would have the prompt
+    computed and handed over, and what the whole answer would take on a decode node."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in (f"considered for attempt {attempt.number}", "role", "requests", "tokens to compute", "room", ""):
-        table.add_column(heading, justify="right" if heading in ("requests", "tokens to compute", "room") else "left")
+    numbers = ("requests", "tokens to compute", "room", "tokens held", "predicted ms")
+    for heading in (f"considered for attempt {attempt.number}", "role", *numbers, ""):
+        table.add_column(heading, justify="right" if heading in numbers else "left")
     for one in attempt.considered:
         to_compute = str(one.uncomputed_tokens) if one.role == "prefill" else "-"
-        table.add_row(one.node, one.role, str(one.attempts), to_compute, str(one.room), _verdict(one))
+        predicted = _ms(one.predicted_seconds) if one.HasField("predicted_seconds") else "-"
+        counts = (str(one.attempts), to_compute, str(one.room), str(one.held_tokens), predicted)
+        table.add_row(one.node, one.role, *counts, _verdict(one))
+    return table
+
+
+def _predicted(told: ExplainResponse) -> Table:
+    """What was expected of the last attempt, beside what came of it. Expected output is of the whole attempt."""
+    attempt, line = told.attempts[-1], told.timeline
+    expected = attempt.predicted
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in (f"expected of attempt {attempt.number}", "predicted", "real"):
+        table.add_column(heading, justify="left" if heading.startswith("expected") else "right")
+    computed = attempt.prefill_ended - attempt.placed if attempt.HasField("prefill_ended") else None
+    first = line.ttft - attempt.placed if told.output_tokens and line.ttft >= attempt.placed else None
+    step = told.decode / (told.output_tokens - 1) if told.output_tokens > 1 else None
+    prompt = expected.queue + expected.prefill
+    table.add_row("prompt computed, ms", _ms(prompt), "-" if computed is None else _ms(computed))
+    table.add_row("first token, ms", _ms(prompt + expected.transfer), "-" if first is None else _ms(first))
+    table.add_row("each step, ms", _ms(expected.step), "-" if step is None else _ms(step))
+    table.add_row("output, tokens", f"{expected.output_tokens:.0f}", str(told.output_tokens))
     return table
 
 

@@ -237,7 +237,7 @@ class PromptSources(_message.Message):
     def __init__(self, computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., pool: _Optional[int] = ..., received: _Optional[int] = ...) -> None: ...
 
 class AttemptReport(_message.Message):
-    __slots__ = ("number", "prefill_node", "decode_node", "placed", "reserved", "prefill_ended", "committed", "over", "context_tokens", "ended", "reason", "needed", "free", "computed_prefill", "computed_decode", "local_cache", "received", "handoff", "considered")
+    __slots__ = ("number", "prefill_node", "decode_node", "placed", "reserved", "prefill_ended", "committed", "over", "context_tokens", "ended", "reason", "needed", "free", "computed_prefill", "computed_decode", "local_cache", "received", "handoff", "considered", "predicted")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +257,7 @@ class AttemptReport(_message.Message):
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     CONSIDERED_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_FIELD_NUMBER: _ClassVar[int]
     number: int
     prefill_node: str
     decode_node: str
@@ -276,10 +277,11 @@ class AttemptReport(_message.Message):
     received: int
     handoff: _common_pb2.HandoffReport
     considered: _containers.RepeatedCompositeFieldContainer[Candidate]
-    def __init__(self, number: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., placed: _Optional[float] = ..., reserved: _Optional[float] = ..., prefill_ended: _Optional[float] = ..., committed: _Optional[float] = ..., over: _Optional[float] = ..., context_tokens: _Optional[int] = ..., ended: _Optional[str] = ..., reason: _Optional[str] = ..., needed: _Optional[int] = ..., free: _Optional[int] = ..., computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., received: _Optional[int] = ..., handoff: _Optional[_Union[_common_pb2.HandoffReport, _Mapping]] = ..., considered: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ...) -> None: ...
+    predicted: Prediction
+    def __init__(self, number: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., placed: _Optional[float] = ..., reserved: _Optional[float] = ..., prefill_ended: _Optional[float] = ..., committed: _Optional[float] = ..., over: _Optional[float] = ..., context_tokens: _Optional[int] = ..., ended: _Optional[str] = ..., reason: _Optional[str] = ..., needed: _Optional[int] = ..., free: _Optional[int] = ..., computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., received: _Optional[int] = ..., handoff: _Optional[_Union[_common_pb2.HandoffReport, _Mapping]] = ..., considered: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., predicted: _Optional[_Union[Prediction, _Mapping]] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("node", "role", "attempts", "uncomputed_tokens", "room", "able", "chosen")
+    __slots__ = ("node", "role", "attempts", "uncomputed_tokens", "room", "able", "chosen", "held_tokens", "predicted_seconds")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
@@ -287,6 +289,8 @@ class Candidate(_message.Message):
     ROOM_FIELD_NUMBER: _ClassVar[int]
     ABLE_FIELD_NUMBER: _ClassVar[int]
     CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREDICTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
     node: str
     role: str
     attempts: int
@@ -294,7 +298,23 @@ class Candidate(_message.Message):
     room: int
     able: bool
     chosen: bool
-    def __init__(self, node: _Optional[str] = ..., role: _Optional[str] = ..., attempts: _Optional[int] = ..., uncomputed_tokens: _Optional[int] = ..., room: _Optional[int] = ..., able: _Optional[bool] = ..., chosen: _Optional[bool] = ...) -> None: ...
+    held_tokens: int
+    predicted_seconds: float
+    def __init__(self, node: _Optional[str] = ..., role: _Optional[str] = ..., attempts: _Optional[int] = ..., uncomputed_tokens: _Optional[int] = ..., room: _Optional[int] = ..., able: _Optional[bool] = ..., chosen: _Optional[bool] = ..., held_tokens: _Optional[int] = ..., predicted_seconds: _Optional[float] = ...) -> None: ...
+
+class Prediction(_message.Message):
+    __slots__ = ("queue", "prefill", "transfer", "step", "output_tokens")
+    QUEUE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    queue: float
+    prefill: float
+    transfer: float
+    step: float
+    output_tokens: float
+    def __init__(self, queue: _Optional[float] = ..., prefill: _Optional[float] = ..., transfer: _Optional[float] = ..., step: _Optional[float] = ..., output_tokens: _Optional[float] = ...) -> None: ...
 
 class LedgerRequest(_message.Message):
     __slots__ = ()
@@ -435,20 +455,26 @@ class LogitBias(_message.Message):
     def __init__(self, token: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
 
 class Work(_message.Message):
-    __slots__ = ("key", "prompt", "emitted", "sampling", "timeout_seconds", "cache_salt")
+    __slots__ = ("key", "prompt", "emitted", "sampling", "timeout_seconds", "cache_salt", "tenant_class", "level", "prefill_payer")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     EMITTED_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_CLASS_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_PAYER_FIELD_NUMBER: _ClassVar[int]
     key: AttemptKey
     prompt: _common_pb2.TokenIds
     emitted: _common_pb2.TokenIds
     sampling: Sampling
     timeout_seconds: float
     cache_salt: bytes
-    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., prompt: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., emitted: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., cache_salt: _Optional[bytes] = ...) -> None: ...
+    tenant_class: str
+    level: int
+    prefill_payer: str
+    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., prompt: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., emitted: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., cache_salt: _Optional[bytes] = ..., tenant_class: _Optional[str] = ..., level: _Optional[int] = ..., prefill_payer: _Optional[str] = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("name", "incarnation", "host_id", "transfer_endpoint")
@@ -530,6 +556,10 @@ class LedgerQuery(_message.Message):
     query: int
     def __init__(self, query: _Optional[int] = ...) -> None: ...
 
+class CacheQuery(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class Arm(_message.Message):
     __slots__ = ("spec",)
     SPEC_FIELD_NUMBER: _ClassVar[int]
@@ -553,7 +583,7 @@ class Ping(_message.Message):
     def __init__(self) -> None: ...
 
 class CoordinatorMessage(_message.Message):
-    __slots__ = ("welcome", "refusal", "submit", "prefill", "ticket", "cancel", "peer_gone", "ledger_query", "arm", "ping", "set_role", "number", "checksum")
+    __slots__ = ("welcome", "refusal", "submit", "prefill", "ticket", "cancel", "peer_gone", "ledger_query", "arm", "ping", "cache_query", "set_role", "number", "checksum")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     REFUSAL_FIELD_NUMBER: _ClassVar[int]
     SUBMIT_FIELD_NUMBER: _ClassVar[int]
@@ -564,6 +594,7 @@ class CoordinatorMessage(_message.Message):
     LEDGER_QUERY_FIELD_NUMBER: _ClassVar[int]
     ARM_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
+    CACHE_QUERY_FIELD_NUMBER: _ClassVar[int]
     SET_ROLE_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
@@ -577,10 +608,11 @@ class CoordinatorMessage(_message.Message):
     ledger_query: LedgerQuery
     arm: Arm
     ping: Ping
+    cache_query: CacheQuery
     set_role: SetRole
     number: int
     checksum: int
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., ticket: _Optional[_Union[GiveTicket, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., peer_gone: _Optional[_Union[PeerGone, _Mapping]] = ..., ledger_query: _Optional[_Union[LedgerQuery, _Mapping]] = ..., arm: _Optional[_Union[Arm, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., set_role: _Optional[_Union[SetRole, _Mapping]] = ..., number: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ..., submit: _Optional[_Union[Submit, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., ticket: _Optional[_Union[GiveTicket, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., peer_gone: _Optional[_Union[PeerGone, _Mapping]] = ..., ledger_query: _Optional[_Union[LedgerQuery, _Mapping]] = ..., arm: _Optional[_Union[Arm, _Mapping]] = ..., ping: _Optional[_Union[Ping, _Mapping]] = ..., cache_query: _Optional[_Union[CacheQuery, _Mapping]] = ..., set_role: _Optional[_Union[SetRole, _Mapping]] = ..., number: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
 
 class Reserved(_message.Message):
     __slots__ = ("key", "ticket", "held_tokens")
@@ -633,24 +665,28 @@ class Tokens(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ...) -> None: ...
 
 class AttemptFailed(_message.Message):
-    __slots__ = ("key", "error")
+    __slots__ = ("key", "error", "caused_by")
     KEY_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    CAUSED_BY_FIELD_NUMBER: _ClassVar[int]
     key: AttemptKey
     error: _common_pb2.Error
-    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+    caused_by: str
+    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., caused_by: _Optional[str] = ...) -> None: ...
 
 class PrefillEnded(_message.Message):
-    __slots__ = ("key", "computed_tokens", "cached_tokens", "compute_seconds")
+    __slots__ = ("key", "computed_tokens", "cached_tokens", "compute_seconds", "share_seconds")
     KEY_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SHARE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     key: AttemptKey
     computed_tokens: int
     cached_tokens: int
     compute_seconds: float
-    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., compute_seconds: _Optional[float] = ...) -> None: ...
+    share_seconds: float
+    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., share_seconds: _Optional[float] = ...) -> None: ...
 
 class HandedOff(_message.Message):
     __slots__ = ("key", "report")
@@ -661,19 +697,21 @@ class HandedOff(_message.Message):
     def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., report: _Optional[_Union[_common_pb2.HandoffReport, _Mapping]] = ...) -> None: ...
 
 class Admitted(_message.Message):
-    __slots__ = ("key", "computed_tokens", "cached_tokens", "received_tokens")
+    __slots__ = ("key", "computed_tokens", "cached_tokens", "received_tokens", "share_seconds")
     KEY_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SHARE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     key: AttemptKey
     computed_tokens: int
     cached_tokens: int
     received_tokens: int
-    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., received_tokens: _Optional[int] = ...) -> None: ...
+    share_seconds: float
+    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., received_tokens: _Optional[int] = ..., share_seconds: _Optional[float] = ...) -> None: ...
 
 class NodeStats(_message.Message):
-    __slots__ = ("blocks_total", "blocks_free", "blocks_cached", "blocks_reserved", "blocks_writing", "blocks_in_use", "blocks_quarantined", "waiting", "running", "queued_tokens", "progress_age_seconds", "counters")
+    __slots__ = ("blocks_total", "blocks_free", "blocks_cached", "blocks_reserved", "blocks_writing", "blocks_in_use", "blocks_quarantined", "waiting", "running", "queued_tokens", "progress_age_seconds", "counters", "decode_steps", "decode_step_seconds", "decode_step_sequences", "decode_step_tokens")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -693,6 +731,10 @@ class NodeStats(_message.Message):
     QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_AGE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEP_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    DECODE_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     blocks_total: int
     blocks_free: int
     blocks_cached: int
@@ -705,7 +747,29 @@ class NodeStats(_message.Message):
     queued_tokens: int
     progress_age_seconds: float
     counters: _containers.ScalarMap[str, float]
-    def __init__(self, blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_reserved: _Optional[int] = ..., blocks_writing: _Optional[int] = ..., blocks_in_use: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., progress_age_seconds: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    decode_steps: int
+    decode_step_seconds: float
+    decode_step_sequences: int
+    decode_step_tokens: int
+    def __init__(self, blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., blocks_reserved: _Optional[int] = ..., blocks_writing: _Optional[int] = ..., blocks_in_use: _Optional[int] = ..., blocks_quarantined: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., progress_age_seconds: _Optional[float] = ..., counters: _Optional[_Mapping[str, float]] = ..., decode_steps: _Optional[int] = ..., decode_step_seconds: _Optional[float] = ..., decode_step_sequences: _Optional[int] = ..., decode_step_tokens: _Optional[int] = ...) -> None: ...
+
+class CacheEvents(_message.Message):
+    __slots__ = ("sequence", "inserted", "evicted")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    INSERTED_FIELD_NUMBER: _ClassVar[int]
+    EVICTED_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    inserted: _containers.RepeatedScalarFieldContainer[int]
+    evicted: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence: _Optional[int] = ..., inserted: _Optional[_Iterable[int]] = ..., evicted: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class CacheSnapshot(_message.Message):
+    __slots__ = ("sequence", "names")
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    sequence: int
+    names: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence: _Optional[int] = ..., names: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("stats",)
@@ -728,7 +792,7 @@ class Leaving(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class NodeMessage(_message.Message):
-    __slots__ = ("incarnation", "join", "heartbeat", "reserved", "refused", "tokens", "failed", "prefill_ended", "handed_off", "admitted", "ledger", "leaving", "prompt_scores", "number", "checksum")
+    __slots__ = ("incarnation", "join", "heartbeat", "reserved", "refused", "tokens", "failed", "prefill_ended", "handed_off", "admitted", "ledger", "leaving", "prompt_scores", "cache_events", "cache_snapshot", "number", "checksum")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
@@ -742,6 +806,8 @@ class NodeMessage(_message.Message):
     LEDGER_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     PROMPT_SCORES_FIELD_NUMBER: _ClassVar[int]
+    CACHE_EVENTS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
@@ -757,6 +823,8 @@ class NodeMessage(_message.Message):
     ledger: LedgerReply
     leaving: Leaving
     prompt_scores: PromptScores
+    cache_events: CacheEvents
+    cache_snapshot: CacheSnapshot
     number: int
     checksum: int
-    def __init__(self, incarnation: _Optional[str] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[AttemptFailed, _Mapping]] = ..., prefill_ended: _Optional[_Union[PrefillEnded, _Mapping]] = ..., handed_off: _Optional[_Union[HandedOff, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., ledger: _Optional[_Union[LedgerReply, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ..., number: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+    def __init__(self, incarnation: _Optional[str] = ..., join: _Optional[_Union[Join, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., reserved: _Optional[_Union[Reserved, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., failed: _Optional[_Union[AttemptFailed, _Mapping]] = ..., prefill_ended: _Optional[_Union[PrefillEnded, _Mapping]] = ..., handed_off: _Optional[_Union[HandedOff, _Mapping]] = ..., admitted: _Optional[_Union[Admitted, _Mapping]] = ..., ledger: _Optional[_Union[LedgerReply, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ..., cache_events: _Optional[_Union[CacheEvents, _Mapping]] = ..., cache_snapshot: _Optional[_Union[CacheSnapshot, _Mapping]] = ..., number: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...

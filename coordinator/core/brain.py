@@ -11,7 +11,6 @@ from baton.errors import (
     InvalidRequest,
     NodeGone,
     NotFound,
-    Overloaded,
     Rejected,
     TooLong,
     Unavailable,
@@ -20,11 +19,12 @@ from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import ExplainResponse
 from baton.pb.common_pb2 import Timeline
 from baton.ratio import Split
-from baton.types import FinishReason, Incarnation, NodeName, Request, RequestId
-from coordinator.core.counters import CLASS, INTERNAL, Counters
+from baton.types import FinishReason, Incarnation, NodeName, Request, RequestId, Standing
+from coordinator.core.counters import INTERNAL, Counters
 from coordinator.core.drains import Service, is_empty
 from coordinator.core.explain import MAX_AGE, explain
 from coordinator.core.identity import JoinInfo
+from coordinator.core.knowledge import Knowledge
 from coordinator.core.messages import Effect, Heartbeat, Lost, NodeInput, PeerGone, Send
 from coordinator.core.placement import Placement
 from coordinator.core.record import RequestState
@@ -33,6 +33,7 @@ from coordinator.core.reports import Reports
 from coordinator.core.requests import UNSERVED_PATIENCE, RequestTable
 from coordinator.core.settings import Settings
 from coordinator.core.switches import Switches
+from coordinator.core.tenants import Tenants
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +65,26 @@ class Brain:
         """Take all of them in, in this order, or none of them: `submit`'s errors, each counted once, and InvalidRequest
         if the queue could never hold so many."""
         try:
-            self._require_room(len(arrivals), now)
+            self._require_room([arrival.request for arrival in arrivals], now)
             for arrival in arrivals:
                 self._require_fit(arrival.request)
         except Rejected as error:
-            self.counters.rejected[error.code, INTERNAL if internal else CLASS] += 1
+            tenant_class = INTERNAL if internal else arrivals[0].request.standing.tenant_class
+            self.counters.rejected[error.code, tenant_class] += 1
             raise
         records = [self._table.add(one.request, now, internal=internal, after=one.after) for one in arrivals]
         records[0].others = tuple(record.request.id for record in records[1:])
+        return self._effects(now)
+
+    def require_admission(self, standing: Standing, count: int, timeout: float, now: float) -> None:
+        """Whether `count` requests would be let in, as far as can be said without a look at their prompts: before
+        anything is spent on them. Raises Draining, Overloaded or InvalidRequest; not counted."""
+        self._require(standing, count, 0, timeout, now)
+
+    def reload_tenants(self, tenants: Tenants, now: float) -> list[Effect]:
+        """Other tenants from now on. Requests that are here keep their standing."""
+        self._table.admission.reload(tenants, now)
+        self._table.placeable = True
         return self._effects(now)
 
     def join(self, info: JoinInfo, incarnation: Incarnation, now: float) -> list[Effect]:
@@ -84,6 +97,7 @@ class Brain:
         if replaced is not None:
             self._drop(replaced, NodeGone(f"node {info.name} has joined anew"), now)
         node = self.registry.add(info, incarnation, now)
+        self._table.knowledge.joined(node)
         self._table.loads.add_node(incarnation)
         self.switches.joined(node, now)
         self._table.placeable = True
@@ -175,6 +189,10 @@ class Brain:
         return self._table.counters
 
     @property
+    def knowledge(self) -> Knowledge:
+        return self._table.knowledge
+
+    @property
     def draining(self) -> bool:
         return self._draining
 
@@ -203,15 +221,16 @@ class Brain:
 
     def timeline(self, request: RequestId) -> Timeline | None:
         """Of a request that has ended not long ago."""
-        return self._table.ended.get(request)
+        return self._table.endings.timelines.get(request)
 
     def explain(self, request: RequestId, now: float) -> ExplainResponse:
         """Of a request that is here or has ended not long ago, with the others of its answer if it is the first. Raises
         NotFound."""
         told = self._told(request, now)
         if told is None:
+            most = self._table.endings.explanations.most
             raise NotFound(
-                f"there is no request {request[:64]!r}: the last {self._table.explanations.most} that have ended are "
+                f"there is no request {request[:64]!r}: the last {most} that have ended are "
                 f"kept (--explain-keep), for {MAX_AGE / 3600:g} h at most"
             )
         for other in told.others:
@@ -255,7 +274,7 @@ class Brain:
 
     def _told(self, request: RequestId, now: float) -> ExplainResponse | None:
         record = self._table.records.get(request)
-        return explain(record, now) if record else self._table.explanations.get(request, now)
+        return explain(record, now) if record else self._table.endings.explanations.get(request, now)
 
     def _effects(self, now: float) -> list[Effect]:
         self.switches.step(now)
@@ -265,26 +284,27 @@ class Brain:
 
     def _drop(self, node: Node, error: BatonError, now: float) -> None:
         self.registry.remove(node.incarnation)
-        self.counters.nodes_lost[error.code] += 1
-        self._table.out.append(Lost(node.incarnation, node.info.name, error))
+        self._table.knowledge.left(node.incarnation)
+        expected = self.switches.expects_end_of(node)
+        self.counters.nodes_lost[error.code] += not expected
+        self._table.out.append(Lost(node.incarnation, node.info.name, error, expected))
         self._table.out += [Send(other, PeerGone(node.incarnation)) for other in self.registry.nodes]
         self._table.lose_node(node.incarnation, error, now)
         self.switches.gone(node, now)
 
-    def _require_room(self, count: int, now: float) -> None:
+    def _require_room(self, requests: Sequence[Request], now: float) -> None:
+        first, tokens = requests[0], sum(len(request.prompt) for request in requests)
+        self._require(first.standing, len(requests), tokens, first.timeout, now)
+
+    def _require(self, standing: Standing, count: int, tokens: int, timeout: float, now: float) -> None:
         if self._draining:
             raise Draining("the cluster is stopping and takes no new requests")
-        waiting, limit = len(self._table.queue), self._settings.max_queue
+        limit = self._settings.max_queue
         if count > limit:
             raise InvalidRequest(
                 f"{count} outputs are asked for at once, the limit is {limit} (--max-queue)", param="n"
             )
-        if waiting + count > limit:
-            more = f", {count} more would come" if count > 1 else ""
-            raise Overloaded(
-                f"{waiting} requests are waiting{more}, the limit is {limit} (--max-queue)",
-                retry_after=self._table.queue.retry_after(now),
-            )
+        self._table.admission.require(standing, count, tokens, timeout, now)
 
     def _require_fit(self, request: Request) -> None:
         bounds = self.bounds()

@@ -4,7 +4,7 @@ doors write it. Tuple keys are label values in the order of the metric's labels.
 from collections import Counter
 from dataclasses import dataclass, field
 
-CLASS = "default"  # the tenant class of every client
+CLASS = "default"  # the class of clients that have no tenant
 INTERNAL = "internal"  # the class of warm-ups
 
 

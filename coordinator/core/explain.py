@@ -10,10 +10,12 @@ from dataclasses import dataclass
 
 from baton import wire
 from baton.errors import BatonError
+from baton.pb import cluster_pb2 as pb
 from baton.pb.cluster_pb2 import AttemptReport, Candidate, ExplainResponse, PromptSources
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import AttemptKey, FinishReason, RequestId
 from coordinator.core.notes import Considered
+from coordinator.core.prediction import Prediction
 from coordinator.core.record import Attempt, Record
 from coordinator.core.sources import split
 
@@ -64,12 +66,23 @@ def _attempt(attempt: Attempt, arrival: float) -> AttemptReport:
         received=attempt.admitted.received_tokens if attempt.admitted else 0,
         handoff=notes.handoff,
         considered=[_candidate(one) for one in notes.considered],
+        predicted=_prediction(notes.prediction),
     )
     for moment in ("reserved", "prefill_ended", "committed", "over"):
         at = getattr(notes, moment)
         if at is not None:
             setattr(report, moment, at - arrival)
     return report
+
+
+def _prediction(one: Prediction) -> pb.Prediction:
+    return pb.Prediction(
+        queue=one.queue,
+        prefill=one.prefill,
+        transfer=one.transfer,
+        step=one.step,
+        output_tokens=one.output_tokens,
+    )
 
 
 def _candidate(one: Considered) -> Candidate:
@@ -81,6 +94,8 @@ def _candidate(one: Considered) -> Candidate:
         room=max(0, one.room),
         able=one.able,
         chosen=one.chosen,
+        held_tokens=one.held_tokens,
+        predicted_seconds=one.seconds,
     )
 
 

@@ -29,11 +29,17 @@ class JoinInfo:
     engine: str
     rejoining: str = ""
 
+    @property
+    def digest(self) -> bytes:
+        """Of the model, as it goes into BlockHashes."""
+        return bytes.fromhex(self.model_digest)
+
 
 _EQUAL = ("engine", "model_digest", "vocab_size", "eos_token_ids")
 _POSITIVE = ("num_blocks", "max_num_seqs", "max_batched_tokens", "max_model_len", "vocab_size")
 _POSITIVE_OF_LAYOUT = ("num_layers", "num_kv_heads", "head_dim", "block_size")
 MAX_NAME = 128
+_HEX = frozenset("0123456789abcdef")
 
 
 def identity(info: JoinInfo) -> dict[str, object]:
@@ -51,6 +57,8 @@ def require_sane(info: JoinInfo) -> None:
         raise _mismatch(info, "protocol_version", info.protocol_version, PROTOCOL_VERSION)
     if not 0 < len(info.name) <= MAX_NAME or not info.name.isprintable():
         raise ConfigError(f"node name {info.name!r} must be 1 to {MAX_NAME} printable characters: set --name")
+    if len(info.model_digest) % 2 or set(info.model_digest) - _HEX:
+        raise ConfigError(f"node {info.name!r} has model_digest {info.model_digest[:64]!r}: it must be bytes in hex")
     sizes: dict[str, int] = {name: getattr(info, name) for name in _POSITIVE}
     sizes |= {f"layout.{name}": getattr(info.layout, name) for name in _POSITIVE_OF_LAYOUT}
     for name, size in sizes.items():

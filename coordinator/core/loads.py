@@ -13,17 +13,23 @@ from dataclasses import dataclass, field
 from baton.types import AttemptKey, Incarnation, Role
 from coordinator.core.messages import Refused
 from coordinator.core.placement import NodeView
+from coordinator.core.recent_work import RecentWork
 from coordinator.core.registry import Node
 
 
 @dataclass(slots=True)
 class Leg:
-    """`tokens` of context to compute there, `blocks` it will take. `known`: the node has spoken of it. `reported`: the
+    """`tokens` of context to compute there, `blocks` it will take, `seconds` of computing by prediction, `resident`
+    tokens that it will have in a cache there, on average. `known`: the node has spoken of it. `reported`: the
     node's last report includes it. `computed`: its prompt needs the node's arithmetic no more."""
 
     tokens: int
     blocks: int
     serial: int
+    first_class: bool = True
+    seconds: float = 0.0
+    resident: float = 0.0
+    placed_at: float = 0.0
     known: bool = False
     reported: bool = False
     computed: bool = False
@@ -47,12 +53,17 @@ class NodeLoad:
     closed: _Closed | None = None
     last_serial: int = 0
     quiet_reports: int = 0  # since work last came or ended
+    computed_at: float = 0.0  # when a prompt was last done there
+    view: NodeView | None = None  # of this state, if somebody has looked since it changed
 
 
 class Loads:
+    """Views are kept until something changes, because each placement looks at every node and changes two."""
+
     def __init__(self) -> None:
         self._nodes: dict[Incarnation, NodeLoad] = {}
         self._serial = 0
+        self._recent = RecentWork()
 
     def add_node(self, node: Incarnation) -> None:
         self._nodes[node] = NodeLoad()
@@ -60,12 +71,27 @@ class Loads:
     def remove_node(self, node: Incarnation) -> list[AttemptKey]:
         """The attempts that had a leg there."""
         load = self._nodes.pop(node, None)
+        self._recent.forget(node)
         return list(load.legs) if load else []
 
-    def place(self, node: Incarnation, key: AttemptKey, tokens: int, blocks: int) -> None:
+    def place(
+        self,
+        node: Incarnation,
+        key: AttemptKey,
+        tokens: int,
+        blocks: int,
+        *,
+        first_class: bool = True,
+        seconds: float = 0.0,
+        resident: float = 0.0,
+        now: float = 0.0,
+    ) -> None:
         self._serial += 1
-        load = self._nodes[node]
-        load.legs[key] = Leg(tokens, blocks, self._serial)
+        load = self._changing(node)
+        load.legs[key] = Leg(tokens, blocks, self._serial, first_class, seconds, resident, now)
+        if seconds:
+            self.keep_scale(now)
+            self._recent.add(node, seconds, now)
         load.last_serial = self._serial
         load.quiet_reports = 0
 
@@ -76,20 +102,24 @@ class Loads:
         if load is None or leg is None:
             return
         load.quiet_reports = 0
+        load.view = None
         if leg.reported:
             load.freed += leg.blocks
         if load.closed and leg.serial < load.closed.serial:
             load.closed = None
 
-    def heard_of(self, node: Incarnation, key: AttemptKey, *, computed: bool = False) -> None:
-        leg = self._nodes[node].legs.get(key)
+    def heard_of(self, node: Incarnation, key: AttemptKey, *, computed: bool = False, now: float | None = None) -> None:
+        load = self._changing(node)
+        leg = load.legs.get(key)
         if leg:
             leg.known = True
+            if computed and not leg.computed and now is not None:
+                load.computed_at = now
             leg.computed |= computed
 
     def report(self, node: Incarnation, room: int) -> None:
         """`room`: blocks free or evictable, by heartbeat."""
-        load = self._nodes[node]
+        load = self._changing(node)
         self._set_room(load, room)
         load.quiet_reports += 1
         if load.closed and room >= load.closed.needed:
@@ -97,13 +127,13 @@ class Loads:
 
     def refused(self, node: Incarnation, message: Refused, blocks: int) -> None:
         """A demand of `blocks` was refused, and its leg has ended."""
-        self._set_room(self._nodes[node], message.free)
+        self._set_room(self._changing(node), message.free)
         self.close(node, blocks, message.needed)
 
     def close(self, node: Incarnation, blocks: int, needed: int) -> None:
         """Place no demand of `blocks` or more there before it has room for `needed`."""
         self._serial += 1
-        load = self._nodes[node]
+        load = self._changing(node)
         lowest = min(blocks, load.closed.blocks) if load.closed else blocks
         load.closed = _Closed(lowest, needed, self._serial)
 
@@ -125,21 +155,53 @@ class Loads:
 
     def view(self, node: Node) -> NodeView:
         """A snapshot for placement. Room before the first report: everything, since a joining node holds no work."""
-        load, info = self._nodes[node.incarnation], node.info
+        load = self._nodes[node.incarnation]
+        if load.view is None:
+            load.view = self._view(node, load)
+        return load.view
+
+    def keep_scale(self, now: float) -> None:
+        """To be called before the views of a moment are looked at: see `RecentWork`."""
+        if self._recent.keep_scale(now):
+            for load in self._nodes.values():
+                load.view = None
+
+    def unit(self, now: float) -> float:
+        """What a second of work placed now adds to a node's recent work."""
+        return self._recent.unit(now)
+
+    def _changing(self, node: Incarnation) -> NodeLoad:
+        load = self._nodes[node]
+        load.view = None
+        return load
+
+    def _view(self, node: Node, load: NodeLoad) -> NodeView:
+        info = node.info
         room = info.num_blocks if load.room is None else load.room
         unseen = sum(leg.blocks for leg in load.legs.values() if not leg.reported)
-        to_compute = [leg.tokens for leg in load.legs.values() if not leg.computed]
+        waiting = [leg for leg in load.legs.values() if not leg.computed]
+        head = next((leg for leg in waiting if leg.seconds), None)
         return NodeView(
             incarnation=node.incarnation,
             role=info.role,
             max_num_seqs=info.max_num_seqs,
             max_batched_tokens=info.max_batched_tokens,
             attempts=len(load.legs),
-            computing=len(to_compute) if info.role is Role.PREFILL else 0,
-            uncomputed_tokens=sum(to_compute) if info.role is Role.PREFILL else 0,
+            computing=len(waiting) if info.role is Role.PREFILL else 0,
+            uncomputed_tokens=sum(leg.tokens for leg in waiting) if info.role is Role.PREFILL else 0,
             room=min(info.num_blocks, room - unseen + load.freed),
             closed_from=load.closed.blocks if load.closed else None,
             last_placed=load.last_serial,
+            window_tokens=sum(min(leg.tokens, info.max_batched_tokens) for leg in waiting),
+            blocks=info.num_blocks,
+            first_class_blocks=sum(leg.blocks for leg in load.legs.values() if leg.first_class),
+            name=info.name,
+            joined_at=node.joined_at,
+            queued_seconds=sum(leg.seconds for leg in waiting),
+            head_seconds=head.seconds if head else 0.0,
+            head_since=max(head.placed_at, load.computed_at) if head else 0.0,
+            resident_tokens=sum(leg.resident for leg in load.legs.values()),
+            recent_work=self._recent.of(node.incarnation),
         )
 
     @staticmethod

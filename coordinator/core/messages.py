@@ -61,17 +61,22 @@ class PromptScores:
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
+    """`caused_by`: of a preemption, the class that took the blocks."""
+
     key: AttemptKey
     error: BatonError
+    caused_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
-    """The prompt is computed on the prefill node; the hand-off is about to be sealed. In tokens."""
+    """The prompt is computed on the prefill node; the hand-off is about to be sealed. In tokens, and in seconds of its
+    steps: the prompt's share of them."""
 
     key: AttemptKey
     computed_tokens: int
     cached_tokens: int
+    share_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +89,35 @@ class HandedOff:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The attempt runs on decode; where its context came from there, in tokens."""
+    """The attempt runs on decode; where its context came from there, in tokens; seconds as in PrefillEnded."""
 
     key: AttemptKey
     computed_tokens: int
     cached_tokens: int
     received_tokens: int
+    share_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
     stats: NodeStats
+
+
+@dataclass(frozen=True, slots=True)
+class CacheEvents:
+    """What the node's prefix index has gained and lost: short names of BlockHashes."""
+
+    sequence: int
+    inserted: tuple[int, ...]
+    evicted: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSnapshot:
+    """What it has; all that was told before is void."""
+
+    sequence: int
+    names: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +135,8 @@ NodeInput = (
     | HandedOff
     | Admitted
     | Heartbeat
+    | CacheEvents
+    | CacheSnapshot
     | Leaving
 )
 
@@ -147,13 +172,18 @@ class PeerGone:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheQuery:
+    """Send a CacheSnapshot."""
+
+
+@dataclass(frozen=True, slots=True)
 class SetRole:
     """Take this role and join anew in it. The last thing that an incarnation is told."""
 
     role: Role
 
 
-NodeOrder = Submit | Prefill | GiveTicket | Cancel | PeerGone | SetRole
+NodeOrder = Submit | Prefill | GiveTicket | Cancel | PeerGone | CacheQuery | SetRole
 
 # what the shell is to do, in this order
 
@@ -199,7 +229,7 @@ class Finished:
 @dataclass(frozen=True, slots=True)
 class End:
     """The one terminal event. `tokens` is the number of tokens the client was sent; `ttft` is None without any;
-    `internal` marks a request that no client made."""
+    `internal` marks a request that no client made; `tenant_class` labels it."""
 
     request: RequestId
     result: Finished | BatonError
@@ -207,6 +237,7 @@ class End:
     timeline: Timeline
     ttft: float | None
     internal: bool
+    tenant_class: str = "default"
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +250,12 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The incarnation is a member no more: its stream is to end."""
+    """The incarnation is a member no more: its stream is to end. `expected`: it was told to join anew."""
 
     node: Incarnation
     name: NodeName
     error: BatonError
+    expected: bool = False
 
 
 @dataclass(frozen=True, slots=True)

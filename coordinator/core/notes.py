@@ -1,19 +1,22 @@
 """What is noted of each attempt while it runs, for whoever asks afterwards where a request's time went."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf
+from typing import NamedTuple
 
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import Incarnation, NodeName, Role
-from coordinator.core.placement import Choice, Demand, NodeView
+from coordinator.core.placement import needed
+from coordinator.core.prediction import Decision, Prediction
 
 MAX_CONSIDERED = 16  # nodes of each role; those chosen are always among them
 SERVED, REFUSED = "served", "refused"
 
 
-@dataclass(frozen=True, slots=True)
-class Considered:
-    """One node as placement saw it: attempts placed there, their uncomputed tokens, room in blocks."""
+class Considered(NamedTuple):
+    """One node as placement saw it: attempts placed there, their uncomputed tokens, room in blocks, tokens of the
+    context that its cache seems to have; `seconds` that its policy predicted, None if it predicts nothing."""
 
     node: NodeName
     role: Role
@@ -22,6 +25,8 @@ class Considered:
     room: int
     able: bool
     chosen: bool
+    held_tokens: int
+    seconds: float | None
 
 
 @dataclass(slots=True)
@@ -34,6 +39,7 @@ class Notes:
     placed: float
     context_tokens: int
     considered: tuple[Considered, ...]
+    prediction: Prediction
     reserved: float | None = None
     prefill_ended: float | None = None
     committed: float | None = None
@@ -57,31 +63,36 @@ class Notes:
 NameOf = Callable[[Incarnation | None], NodeName]
 
 
-def begin(demand: Demand, choice: Choice, views: Iterable[NodeView], name: NameOf, now: float) -> Notes:
+def begin(decision: Decision, name: NameOf, now: float) -> Notes:
     """Of an attempt that is placed at this moment."""
-    considered = _consider(demand, choice, views, name)
-    return Notes(name(choice.prefill), name(choice.decode), now, demand.tokens, considered)
+    choice = decision.choice
+    considered = tuple(one for role in needed(decision.demand) for one in _consider(decision, role))
+    return Notes(
+        name(choice.prefill), name(choice.decode), now, decision.demand.tokens, considered, decision.prediction
+    )
 
 
-def _consider(demand: Demand, choice: Choice, views: Iterable[NodeView], name: NameOf) -> tuple[Considered, ...]:
-    """What was known of the nodes that the demand could have gone to, at the moment when it was placed."""
-    found = [
-        Considered(
-            node=name(view.incarnation),
+def _consider(decision: Decision, role: Role) -> Iterator[Considered]:
+    """What was known of nodes that the demand could have gone to, when it was placed: the one chosen first, then those
+    that were predicted to be fastest."""
+    demand, scores = decision.demand, decision.choice.scores
+    chosen = {decision.choice.prefill, decision.choice.decode}
+    ranked = [
+        (view.incarnation not in chosen, scores.get(view.incarnation, inf), number)
+        for number, view in enumerate(decision.views)
+        if view.role is role
+    ]
+    ranked.sort()
+    for _, _, number in ranked[:MAX_CONSIDERED]:
+        view = decision.views[number]
+        yield Considered(
+            node=view.name,
             role=view.role,
             attempts=view.attempts,
             uncomputed_tokens=view.uncomputed_tokens,
             room=view.room,
-            able=view.takes_prefill(demand) if view.role is Role.PREFILL else view.takes_decode(demand),
-            chosen=view.incarnation in (choice.prefill, choice.decode),
+            able=view.takes(demand),
+            chosen=view.incarnation in chosen,
+            held_tokens=demand.held_by(view.incarnation),
+            seconds=scores.get(view.incarnation),
         )
-        for view in views
-        if (demand.prefill if view.role is Role.PREFILL else demand.decode)
-    ]
-    return tuple(one for role in (Role.PREFILL, Role.DECODE) for one in _some(found, role))
-
-
-def _some(found: Sequence[Considered], role: Role) -> list[Considered]:
-    """The chosen one first, then others, at most `MAX_CONSIDERED`."""
-    of_role = [one for one in found if one.role is role]
-    return sorted(of_role, key=lambda one: not one.chosen)[:MAX_CONSIDERED]

@@ -4,20 +4,24 @@ The window of a node is small on purpose: what waits, waits in the coordinator, 
 home and from where a dead node takes little with it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from baton.types import Incarnation, Role
+from baton.types import Incarnation, NodeName, Role
+from coordinator.core.cost_model import CostModel
 
+_NO_NAME = NodeName("")
 PREFILL_ATTEMPTS = 2  # one computes, the next is there when it ends
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What an attempt needs. `tokens` of context, `blocks` for them and a little growth. `avoid`: nodes of its last
-    failed attempt, taken only if there is no other. `holder`: a decode node whose cache has the whole context, so that
-    there it needs no prefill."""
+    """What an attempt needs. `tokens` of context, `blocks` for them and a little growth; about `output` tokens will
+    follow. `avoid`: nodes of its last failed attempt, taken only if there is no other. `holder`: a decode node whose
+    cache has the whole context, so that there it needs no prefill. `reserve`: share of a node's blocks that this demand
+    must leave to the first class. `held`: how many tokens of the context other caches seem to have, by the prefix
+    directory."""
 
     tokens: int
     blocks: int
@@ -25,12 +29,24 @@ class Demand:
     decode: bool
     avoid: frozenset[Incarnation] = frozenset()
     holder: Incarnation | None = None
+    reserve: float = 0.0
+    held: Mapping[Incarnation, int] = field(default_factory=dict)
+    output: float = 1.0
+
+    def held_by(self, node: Incarnation) -> int:
+        """At least the last token of a context is computed anew."""
+        return min(self.held.get(node, 0), self.tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
     """One node at this moment. `computing` attempts with `uncomputed_tokens` are placed on a prefill node and not
-    computed yet; `room` in blocks; `closed_from`: demands of so many blocks were refused."""
+    computed yet; `window_tokens` are those, but of one prompt at most a step's; `room` in blocks; `closed_from`:
+    demands of so many blocks were refused; `first_class_blocks` of `blocks` are taken by the first class.
+
+    By the coordinator's books: `queued_seconds` of computing are placed there and not done, `head_seconds` of them of
+    the prompt that it has been at since `head_since`; `resident_tokens` will be in the caches of its sequences;
+    `recent_work`: see `RecentWork`."""
 
     incarnation: Incarnation
     role: Role
@@ -42,62 +58,78 @@ class NodeView:
     room: int
     closed_from: int | None
     last_placed: int
+    window_tokens: int = 0
+    blocks: int = 0
+    first_class_blocks: int = 0
+    name: NodeName = _NO_NAME
+    joined_at: float = 0.0
+    queued_seconds: float = 0.0
+    head_seconds: float = 0.0
+    head_since: float = 0.0
+    resident_tokens: float = 0.0
+    recent_work: float = 0.0
 
     def takes_prefill(self, demand: Demand) -> bool:
-        """Two attempts, or two steps' worth of tokens, and always at least one. Blocks are the node's to refuse: what
-        it keeps until a hand-off has committed is not in the coordinator's books."""
+        """Two attempts, or two steps' worth of tokens, and always at least one. A long prompt takes one step's share of
+        that, so that short ones can come to the node and pass it. Blocks are the node's to refuse: what it keeps until
+        a hand-off has committed is not in the coordinator's books."""
         if self._is_closed_to(demand) or self.computing >= self.max_num_seqs:
             return False
-        fits = self.uncomputed_tokens + demand.tokens <= 2 * self.max_batched_tokens
-        return fits or self.computing < PREFILL_ATTEMPTS
+        share = min(demand.tokens, self.max_batched_tokens)
+        return self.window_tokens + share <= 2 * self.max_batched_tokens or self.computing < PREFILL_ATTEMPTS
 
     def takes_decode(self, demand: Demand) -> bool:
-        return self.attempts < self.max_num_seqs and demand.blocks <= self.room and not self._is_closed_to(demand)
+        kept = max(0, int(demand.reserve * self.blocks) - self.first_class_blocks)
+        return (
+            self.attempts < self.max_num_seqs and demand.blocks <= self.room - kept and not self._is_closed_to(demand)
+        )
+
+    def takes(self, demand: Demand) -> bool:
+        return self.takes_prefill(demand) if self.role is Role.PREFILL else self.takes_decode(demand)
+
+    def wait(self, now: float) -> float:
+        """Seconds until it has computed what is placed there."""
+        done = min(max(0.0, now - self.head_since), self.head_seconds)
+        return max(0.0, self.queued_seconds - done)
 
     def _is_closed_to(self, demand: Demand) -> bool:
         return self.closed_from is not None and demand.blocks >= self.closed_from
 
 
 @dataclass(frozen=True, slots=True)
+class Outlook:
+    """What predictions rest on. `unit`: what a second of work placed now adds to a node's `recent_work`. Sizes of the
+    cache: bytes of a token, tokens of a block."""
+
+    now: float
+    costs: CostModel
+    unit: float = 1.0
+    token_bytes: int = 0
+    block_size: int = 16
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
+    """`scores`: predicted seconds of every node that could have taken it, from policies that predict."""
+
     prefill: Incarnation | None
     decode: Incarnation | None
+    scores: Mapping[Incarnation, float] = field(default_factory=dict, compare=False)
 
 
 class Placement(Protocol):
-    def choose(self, demand: Demand, nodes: Sequence[NodeView]) -> Choice | None:
+    def choose(self, demand: Demand, nodes: Sequence[NodeView], outlook: Outlook) -> Choice | None:
         """Nodes for every role that the demand needs, or None to wait."""
         ...
 
 
-class LeastLoaded:
-    """The decode node that holds the context, alone, if it has room. Else the prefill node with the fewest tokens to
-    compute, and the decode node with the smallest share of its sequences taken, then the most room. Ties go to the node
-    that was given work longest ago."""
+def holds_all(demand: Demand, nodes: Sequence[NodeView]) -> Choice | None:
+    """The decode node whose cache has the whole context, alone, if it has room."""
+    if demand.holder is None:
+        return None
+    holder = next((node for node in nodes if node.incarnation == demand.holder), None)
+    return Choice(None, holder.incarnation) if holder is not None and holder.takes_decode(demand) else None
 
-    def choose(self, demand: Demand, nodes: Sequence[NodeView]) -> Choice | None:
-        prefill = decode = None
-        holder = next((node for node in nodes if node.incarnation == demand.holder), None)
-        if holder is not None and holder.takes_decode(demand):
-            return Choice(None, holder.incarnation)
-        if demand.prefill:
-            able = [node for node in nodes if node.role is Role.PREFILL and node.takes_prefill(demand)]
-            if not able:
-                return None
-            prefill = min(
-                able, key=lambda node: (node.incarnation in demand.avoid, node.uncomputed_tokens, node.last_placed)
-            ).incarnation
-        if demand.decode:
-            able = [node for node in nodes if node.role is Role.DECODE and node.takes_decode(demand)]
-            if not able:
-                return None
-            decode = min(
-                able,
-                key=lambda node: (
-                    node.incarnation in demand.avoid,
-                    node.attempts / node.max_num_seqs,
-                    -node.room,
-                    node.last_placed,
-                ),
-            ).incarnation
-        return Choice(prefill, decode)
+
+def needed(demand: Demand) -> tuple[Role, ...]:
+    return tuple(role for role, wanted in ((Role.PREFILL, demand.prefill), (Role.DECODE, demand.decode)) if wanted)

@@ -1,36 +1,46 @@
-"""Requests that wait to be placed: first in, first out, with bounded bypass.
+"""Requests that wait to be placed: strict order between classes, `FairOrder` within one, and bounded bypass.
 
 A request too big for the room there is now must not block small ones behind it, and must not be starved by them. So
 placement may look past it, at most `SCAN` places deep; each request placed over its head is counted, and after
-`MAX_BYPASS` of them nobody behind it is offered until it is placed. A request that is placed again goes to the head.
-One that is held keeps its place in line, is not offered, and nobody waits for it.
+`MAX_BYPASS` of them nobody behind it is offered until it is placed. A request that is placed again is the first of its
+class. One that is held keeps its place in line, is not offered, and nobody waits for it.
 """
 
-from collections import OrderedDict, deque
+from collections.abc import Iterator
 
 from baton.types import RequestId
+from coordinator.core.drain_rate import Ahead, DrainRate
+from coordinator.core.fair_order import OUTPUT_COST, Claim, FairOrder
 
 SCAN = 16
 MAX_BYPASS = 64
-_RECENT = 64  # departures from which the drain rate is estimated
+STRETCH = 4.0  # a prompt may be passed for so many times as long as it takes by itself
 _MIN_RETRY, _MAX_RETRY = 1.0, 60.0  # seconds
+_PLAIN = Claim()
 
 
 class WaitingQueue:
     def __init__(self) -> None:
-        self._bypassed: OrderedDict[RequestId, int] = OrderedDict()  # in order of the queue
+        self.rate = DrainRate()
+        self._classes: dict[int, FairOrder] = {}
+        self._claims: dict[RequestId, Claim] = {}  # also of those that were taken, until `forget`
+        self._bypassed: dict[RequestId, int] = {}  # of those that wait
         self._held: set[RequestId] = set()
-        self._departures: deque[float] = deque(maxlen=_RECENT)
 
     def __len__(self) -> int:
         return len(self._bypassed)
 
-    def push(self, request: RequestId) -> None:
+    def push(self, request: RequestId, claim: Claim = _PLAIN) -> None:
+        self._claims[request] = claim
         self._bypassed[request] = 0
+        self._class(claim.level).push(request, claim)
+        self.rate.backlogged(claim.arrived)
 
     def push_front(self, request: RequestId) -> None:
+        """One that was taken before is to be placed again."""
+        claim = self._claims.setdefault(request, _PLAIN)
         self._bypassed[request] = 0
-        self._bypassed.move_to_end(request, last=False)
+        self._class(claim.level).push_front(request, claim)
 
     def hold(self, request: RequestId) -> None:
         """Until `release`, or until it is removed."""
@@ -40,32 +50,84 @@ class WaitingQueue:
         self._held.discard(request)
 
     def remove(self, request: RequestId) -> None:
+        """It has ended, wherever it is. Idempotent."""
+        claim = self._claims.pop(request, None)
+        if claim is not None:
+            self._class(claim.level).remove(request)
         self._bypassed.pop(request, None)
         self._held.discard(request)
+        if not self._bypassed:
+            self.rate.empty()
 
     def candidates(self) -> list[RequestId]:
         """Who may be placed next, in order of preference."""
         found: list[RequestId] = []
-        for request, bypassed in self._bypassed.items():
+        for request in self._in_order():
             if request in self._held:
                 continue
             found.append(request)
-            if bypassed >= MAX_BYPASS or len(found) == SCAN:
+            if self._bypassed[request] >= MAX_BYPASS or len(found) == SCAN:
                 break
         return found
 
     def take(self, request: RequestId, now: float) -> None:
         """`request`, one of the candidates, is placed."""
-        for ahead in self._bypassed:
+        for ahead in self._in_order():
             if ahead == request:
                 break
             self._bypassed[ahead] += ahead not in self._held
+        claim = self._claims[request]
+        self._class(claim.level).take(request)
         del self._bypassed[request]
-        self._departures.append(now)
+        self._held.discard(request)
+        self.rate.departed(claim.tokens, now)
+        if not self._bypassed:
+            self.rate.empty()
 
-    def retry_after(self, now: float) -> float:
-        """Seconds until a queue of this length will have drained at the recent rate, 1 to 60."""
-        if not self._departures:
-            return _MIN_RETRY
-        seconds = len(self._bypassed) * (now - self._departures[0]) / len(self._departures)
-        return min(max(seconds, _MIN_RETRY), _MAX_RETRY)
+    def produced(self, request: RequestId, tokens: int) -> None:
+        """Tokens of output, which its tenant pays for."""
+        claim = self._claims.get(request)
+        if claim is not None:
+            self._class(claim.level).charge(claim, OUTPUT_COST * tokens)
+
+    def waiting(self, level: int, tenant: str | None = None) -> int:
+        """Requests that wait and that a class of this level has to wait for: its own and those above it; or those of
+        one tenant in the class."""
+        if tenant is not None:
+            return self._class(level).waiting(tenant)
+        return sum(len(order) for each, order in self._classes.items() if each <= level)
+
+    def ahead(self, claim: Claim, *, decode_full: bool) -> Ahead:
+        tokens, requests = self._class(claim.level).ahead(claim)
+        for level, order in self._classes.items():
+            if level < claim.level:
+                more = order.backlog()
+                tokens, requests = tokens + more[0], requests + more[1]
+        return Ahead(tokens, requests, decode_full)
+
+    def retry_after(self, level: int = 0) -> float:
+        """Seconds until what a class of this level waits for will have drained at the measured rate, 1 to 60."""
+        rate = self.rate.requests_per_second
+        seconds = self.waiting(level) / rate if rate else _MIN_RETRY
+        return clamp_retry(seconds)
+
+    def _in_order(self) -> Iterator[RequestId]:
+        for level in sorted(self._classes):
+            yield from self._classes[level]
+
+    def _class(self, level: int) -> FairOrder:
+        order = self._classes.get(level)
+        if order is None:
+            order = self._classes[level] = FairOrder()
+        return order
+
+
+def due(computing: float, arrived: float, deadline: float) -> float:
+    """When a prompt that takes `computing` seconds by itself is due: the later, the longer it is, so that short ones
+    pass it, but never later than its client's deadline."""
+    return min(deadline, arrived + STRETCH * computing)
+
+
+def clamp_retry(seconds: float) -> float:
+    """What a client is told to wait, 1 to 60 seconds."""
+    return min(max(seconds, _MIN_RETRY), _MAX_RETRY)

@@ -38,16 +38,21 @@ def other(role: Role) -> Role:
     return Role.DECODE if role is Role.PREFILL else Role.PREFILL
 
 
-def moves(target: Split, nodes: Iterable[Standing]) -> list[Move]:
+def moves(target: Split, nodes: Iterable[Standing], bare: Sequence[Role] = ()) -> list[Move]:
     """What to do now. The last node in service of a role that the target has stays; one that is leaving such a role is
     called back if nobody else serves. First those that are between two roles, then the least loaded in service, then
-    those out of service."""
+    those out of service. `bare`: roles that nobody has had for too long; one that can be spared takes such a role."""
     standings = list(nodes)
     for role in Role:
         if target.of(role) and not _serving(standings, role):
             back = [node for node in standings if node.leaving and node.role is other(role)]
             if back:
                 return [Move(min(back, key=_reluctance).name, role)]
+    for role in bare:
+        able = [node for node in standings if node.role is other(role) and not node.fixed]
+        for node in sorted(able, key=_reluctance):
+            if _serving(standings, other(role)) > node.serves:
+                return [Move(node.name, role)]
     have = Counter(node.role for node in standings)
     for role in Role:
         count = min(have[role] - target.of(role), target.of(other(role)) - have[other(role)])

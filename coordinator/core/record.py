@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.types import AttemptKey, Incarnation, Request, RequestId, TokenEvent, TokenScore
+from coordinator.core.counters import INTERNAL
 from coordinator.core.messages import Admitted, PrefillEnded
+from coordinator.core.names import PromptNames
 from coordinator.core.notes import Notes
 from coordinator.core.sources import Sources
 from coordinator.core.timeline import Marks
@@ -98,7 +100,14 @@ class Record:
     prompt_scores: tuple[TokenScore, ...] | None = None
     sources: Sources | None = None
     replaced_because: str = ""
+    prefill_payer: str = ""  # class that pays for computing the context again: who preempted the last attempt
     pin: Incarnation | None = None
+    names: PromptNames | None = None  # of the prompt's blocks, once placement has been tried
+
+    @property
+    def tenant_class(self) -> str:
+        """Its class in metrics."""
+        return INTERNAL if self.internal else self.request.standing.tenant_class
 
     @property
     def remaining(self) -> int:

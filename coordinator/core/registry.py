@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from baton.errors import NodeFailed, NodeGone, Stalled
+from baton.kv_layout import KVLayout
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import NodeStats
 from baton.types import Incarnation, NodeName, PeerAddress, Role
@@ -24,6 +25,7 @@ class Node:
     joined_at: float
     heard_at: float
     stats: NodeStats | None = None
+    stands_still: bool = False  # by its last heartbeat
     leaving: bool = False
 
     @property
@@ -64,13 +66,22 @@ class Registry:
             self._recompute_bounds()
         return node
 
+    def report(self, node: Node, stats: NodeStats) -> None:
+        """A heartbeat."""
+        node.stats = stats
+        node.stands_still = stats.progress_age_seconds > self._stall
+
     def bounds(self) -> ModelBounds | None:
         """Of the nodes that are here, or of the last that were. None before the first join."""
         return self._bounds
 
-    def serving(self, role: Role) -> list[Node]:
+    def serves(self, role: Role) -> bool:
+        """Is there a node of the role that may be given new work?"""
+        return any(node.info.role is role and self._may_serve(node) for node in self.nodes.values())
+
+    def in_service(self) -> list[Node]:
         """Nodes that may be given new work: not leaving, not drained, not changing role, not seen to stand still."""
-        return [node for node in self.nodes.values() if node.info.role is role and self._may_serve(node)]
+        return [node for node in self.nodes.values() if self._may_serve(node)]
 
     def named(self, prefix: str) -> list[Node]:
         return [node for node in self.nodes.values() if node.info.name.startswith(prefix)]
@@ -80,7 +91,7 @@ class Registry:
 
     def lacks(self, role: Role) -> str:
         """Why no node of the role can be given work, "" if one can."""
-        if self.serving(role):
+        if self.serves(role):
             return ""
         of_role = (node for node in self.nodes.values() if node.info.role is role)
         drained = sorted(node.info.name for node in of_role if self._is_drained(node))
@@ -95,7 +106,7 @@ class Registry:
                 found.append(
                     (node, NodeGone(f"node {name} was silent for {quiet:.1f} s (--silence {self._silence:g})"))
                 )
-            elif node.incarnation in busy and self._stands_still(node):
+            elif node.incarnation in busy and node.stands_still:
                 age = node.stats.progress_age_seconds if node.stats else 0.0
                 found.append((node, Stalled(f"node {name} made no progress for {age:.1f} s (--stall {self._stall:g})")))
         return found
@@ -113,10 +124,7 @@ class Registry:
         if node.stats is None:
             # A fresh process is idle. One that rejoins may have been given up because it stands still: it must speak.
             return not node.leaving and not node.info.rejoining
-        return not node.leaving and not self._stands_still(node)
-
-    def _stands_still(self, node: Node) -> bool:
-        return node.stats is not None and node.stats.progress_age_seconds > self._stall
+        return not node.leaving and not node.stands_still
 
     def _recompute_bounds(self) -> None:
         infos = [node.info for node in self.nodes.values()]
@@ -126,6 +134,6 @@ class Registry:
             cache_tokens=min(info.num_blocks * info.layout.block_size for info in infos),
         )
 
-    def block_size(self) -> int:
-        """Tokens of a block. Only while nodes are here."""
-        return next(iter(self.nodes.values())).info.layout.block_size
+    def layout(self) -> KVLayout:
+        """The cluster's. Only while nodes are here."""
+        return next(iter(self.nodes.values())).info.layout

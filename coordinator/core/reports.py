@@ -32,6 +32,8 @@ class Reports:
             m.HandedOff: self._handed_off,
             m.Admitted: self._admitted,
             m.Heartbeat: self._heartbeat,
+            m.CacheEvents: self._cache_events,
+            m.CacheSnapshot: self._cache_snapshot,
             m.Leaving: self._leaving,
         }
 
@@ -68,7 +70,7 @@ class Reports:
         record, attempt = found
         attempt.notes.needed, attempt.notes.free = message.needed, message.free
         self._table.close_leg(attempt, sender)
-        self._table.loads.refused(sender, message, self._table.demand(record).blocks)
+        self._table.loads.refused(sender, message, self._table.decisions.demand(record).blocks)
         self._table.replace(record, None, now)
 
     def _tokens(self, sender: Incarnation, message: m.Tokens, now: float) -> None:
@@ -108,7 +110,7 @@ class Reports:
                 finish = FinishReason.LENGTH
         if fresh:
             if record.state is not RequestState.STREAMING:
-                self._table.loads.heard_of(sender, attempt.key, computed=True)
+                self._table.loads.heard_of(sender, attempt.key, computed=True, now=now)
             if sender == attempt.decode and not attempt.committed:
                 self._table.committed(record, attempt)
             self._table.emit(record, attempt, fresh, tuple(fresh_scores), now)
@@ -147,7 +149,7 @@ class Reports:
         if sender == attempt.computes or len(attempt.held) > record.remaining:
             self._table.replace(record, self._without_scores(record, attempt), now)
             return
-        self._table.loads.heard_of(sender, attempt.key, computed=True)
+        self._table.loads.heard_of(sender, attempt.key, computed=True, now=now)
         self._table.committed(record, attempt)
         self._table.last_progress = now
 
@@ -165,8 +167,9 @@ class Reports:
             self._table.counters.handoffs[message.error.code, attempt.transport or "none"] += 1
         self._table.close_leg(attempt, sender)
         if isinstance(message.error, Preempted):
-            blocks = self._table.demand(record).blocks
+            blocks = self._table.decisions.demand(record).blocks
             self._table.loads.close(sender, blocks, needed=blocks)
+        record.prefill_payer = message.caused_by
         error = message.error
         if isinstance(error, Cancelled):  # only clients cancel, and they tell us
             error = NodeFailed(f"node {self._table.name(sender)} gave the request up: {error.message}")
@@ -185,7 +188,8 @@ class Reports:
         attempt.ended = message
         attempt.notes.prefill_ended = now
         record.marks.mark("prefill_ended", now)
-        self._table.loads.heard_of(sender, message.key, computed=True)
+        self._table.loads.heard_of(sender, message.key, computed=True, now=now)
+        self._table.knowledge.computed(sender, message.computed_tokens, message.cached_tokens, message.share_seconds)
         count_sources(record, attempt, self._table.counters)
         self._table.placeable = True
         self._table.last_progress = now
@@ -199,6 +203,8 @@ class Reports:
         if found is not None and found[1].prefill == sender:
             record, attempt = found
             news = not attempt.handed_off
+            if news:
+                table.knowledge.handed_off(sender, attempt.decode, report)
             attempt.handed_off = True
             record.marks.mark("committed", now)
             record.marks.handoff = attempt.notes.handoff = report
@@ -211,9 +217,9 @@ class Reports:
                     table.committed(record, attempt)
             table.last_progress = now
         else:
-            news = key.request not in table.records and table.ended.add_handoff(key, report)
+            news = key.request not in table.records and table.endings.timelines.add_handoff(key, report)
             if news:
-                table.explanations.add_handoff(key, report)
+                table.endings.explanations.add_handoff(key, report)
         if news:
             table.counters.handoffs["committed", report.transport] += 1
             table.counters.handoff_bytes[report.transport] += report.bytes
@@ -232,6 +238,7 @@ class Reports:
         attempt.notes.mark_committed(now)
         record.marks.mark("committed", now)
         self._table.loads.heard_of(sender, message.key)
+        self._table.knowledge.computed(sender, message.computed_tokens, message.cached_tokens, message.share_seconds)
         self._table.committed(record, attempt)
         count_sources(record, attempt, self._table.counters)
         self._table.last_progress = now
@@ -240,9 +247,17 @@ class Reports:
         node = self._registry.nodes[sender]
         if node.stats is not None and message.stats.queued_tokens < node.stats.queued_tokens:
             self._table.last_progress = now
-        node.stats = message.stats
+        self._table.knowledge.steps(node, node.stats, message.stats)
+        self._registry.report(node, message.stats)
         self._table.loads.report(sender, message.stats.blocks_free + message.stats.blocks_cached)
         self._table.placeable = True
+
+    def _cache_events(self, sender: Incarnation, message: m.CacheEvents, now: float) -> None:
+        if self._table.knowledge.cache_events(sender, message, now):
+            self._table.out.append(m.Send(sender, m.CacheQuery()))
+
+    def _cache_snapshot(self, sender: Incarnation, message: m.CacheSnapshot, now: float) -> None:
+        self._table.knowledge.cache_snapshot(sender, message)
 
     def _leaving(self, sender: Incarnation, message: m.Leaving, now: float) -> None:
         self._registry.nodes[sender].leaving = True

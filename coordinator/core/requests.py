@@ -13,16 +13,17 @@ from baton.errors import (
     Drained,
     NodeGone,
     Preempted,
-    Rejected,
     Stalled,
     Unavailable,
 )
-from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, Role, TokenScore, Work
-from coordinator.core.counters import CLASS, INTERNAL, Counters
+from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, TokenScore, Work
+from coordinator.core.admission import Admission
+from coordinator.core.counters import Counters
 from coordinator.core.counting import count_sources
-from coordinator.core.demand import demand_of, offered
-from coordinator.core.explain import Explanations, explain
+from coordinator.core.decisions import Decisions
+from coordinator.core.endings import Endings
 from coordinator.core.followers import Followers
+from coordinator.core.knowledge import Knowledge
 from coordinator.core.loads import Loads
 from coordinator.core.messages import (
     Admit,
@@ -30,8 +31,6 @@ from coordinator.core.messages import (
     Effect,
     Emit,
     EmitPromptScores,
-    End,
-    Finished,
     GiveTicket,
     Prefill,
     Replaced,
@@ -39,12 +38,14 @@ from coordinator.core.messages import (
     Submit,
 )
 from coordinator.core.notes import REFUSED, SERVED, begin
-from coordinator.core.placement import Choice, Demand, NodeView, Placement
+from coordinator.core.placement import Placement
+from coordinator.core.prediction import Decision
+from coordinator.core.prospects import Prospects
 from coordinator.core.queue import WaitingQueue
 from coordinator.core.record import Attempt, Record, RequestState
 from coordinator.core.registry import Registry
 from coordinator.core.settings import Settings, rest_after
-from coordinator.core.timeline import Marks, Ring
+from coordinator.core.timeline import Marks
 from coordinator.core.timers import Timers
 
 UNSERVED_PATIENCE = 1.0  # seconds a new request waits for nodes that could serve it
@@ -59,14 +60,18 @@ class RequestTable:
         self.loads = Loads()
         self.timers = Timers()
         self.counters = Counters()
-        self.ended = Ring()
-        self.explanations = Explanations(settings.explain_keep)
+        self.endings = Endings(self.counters, settings.explain_keep)
         self.out: list[Effect] = []
         self.probed: list[tuple[RequestId, FinishReason | BatonError]] = []  # probes that have ended
         self.last_progress = 0.0
         self.placeable = False  # something has changed since placement was last tried
+        self.knowledge = Knowledge(registry)
+        self.prospects = Prospects(registry, self.loads, self.knowledge.costs)
+        self.admission = Admission(self.queue, settings.max_queue, self.prospects)
+        self.decisions = Decisions(
+            registry, self.loads, placement, self.knowledge, self.admission, self.prospects, settings.mode
+        )
         self._registry = registry
-        self._placement = placement
         self._settings = settings
         self._followers = Followers(self.records, self.queue)
         self.resting: set[RequestId] = set()  # failed more than once: out of the queue until their time has come
@@ -77,7 +82,7 @@ class RequestTable:
         if len(request.prompt) == 1:
             record.prompt_scores = ()
         self.records[request.id] = record
-        self.queue.push(request.id)
+        self.queue.push(request.id, self.admission.let_in(request, now))
         leader = self.records.get(after) if after is not None else None
         if leader is not None:
             self._followers.add(record, leader)
@@ -135,39 +140,34 @@ class RequestTable:
         self._unadmitted.clear()
 
     def _place_one(self, now: float) -> bool:
-        serving = [node for role in (Role.PREFILL, Role.DECODE) for node in self._registry.serving(role)]
-        views = [self.loads.view(node) for node in serving]
+        views = self.decisions.views(now)
         for request in self.queue.candidates() if self._registry.nodes else ():
             record = self.records[request]
-            demand = self.demand(record)
-            nodes = offered(record, self._registry, self.loads, views)
-            choice = self._placement.choose(demand, nodes) if nodes else None
-            if choice is not None:
+            if (late := self.decisions.too_late(record, now)) is not None:
+                self.end(record, late, now)
+                return True
+            decision = self.decisions.decide(record, views, now)
+            if decision is not None:
                 self.queue.take(request, now)
-                self._place(record, demand, choice, nodes, now)
+                self._place(record, decision, now)
                 return True
         return False
 
-    def demand(self, record: Record) -> Demand:
-        """What the next attempt needs."""
-        return demand_of(record, self._registry, self._settings.mode)
-
-    def _place(self, record: Record, demand: Demand, choice: Choice, views: list[NodeView], now: float) -> None:
+    def _place(self, record: Record, decision: Decision, now: float) -> None:
         record.attempts += 1
-        request, prefill, decode = record.request, choice.prefill, choice.decode
+        request, prefill, decode = record.request, decision.choice.prefill, decision.choice.decode
         key = AttemptKey(request.id, record.attempts, request.choice)
-        attempt = Attempt(key, prefill, decode, begin(demand, choice, views, self.name, now))
+        attempt = Attempt(key, prefill, decode, begin(decision, self.name, now))
         record.begin(attempt)
-        for node in filter(None, (decode, prefill)):
-            attempt.legs.add(node)
-            self.loads.place(node, key, demand.tokens, demand.blocks)
+        attempt.legs.update(filter(None, (decode, prefill)))
+        self.decisions.book(record, key, decision, now)
         record.to(RequestState.PLACED)
         record.marks.placed_at(now, self.name(prefill), self.name(decode))
         sampling = request.sampling
         if sampling.prompt_logprobs is not None and not record.awaits_scores:
             sampling = replace(sampling, prompt_logprobs=None)  # so that it may use caches
         left = replace(request, sampling=sampling, timeout=record.deadline - now)
-        work = Work(key, left, tuple(record.emitted))
+        work = Work(key, left, tuple(record.emitted), record.prefill_payer)
         if decode is not None:
             writer = self._registry.nodes[prefill].address if prefill is not None else None
             self.out.append(Send(decode, Submit(work, writer)))
@@ -211,8 +211,12 @@ class RequestTable:
                 record.prompt_scores = ()
             record.to(RequestState.STREAMING)
             record.marks.mark("first_token", now)
+            self.knowledge.first_token(attempt.notes.prediction, now - attempt.notes.placed)
             attempt.answer_by = None
+            record.prefill_payer = ""
         record.emitted += tokens
+        self.queue.produced(record.request.id, len(tokens))
+        self.admission.produced(record.request.standing.tenant, len(tokens), now)
         self.counters.generated_tokens += 0 if record.internal else len(tokens)
         self.last_progress = now
         self.out.append(Emit(record.request.id, tuple(tokens), scores))
@@ -277,21 +281,9 @@ class RequestTable:
         self.resting.discard(request)
         if record.pin is not None:
             self.probed.append((request, result))
-        timeline = record.marks.timeline(now, record.attempts)
-        self.ended.add(request, timeline)
-        outcome: Finished | BatonError
         if isinstance(result, FinishReason):
-            record.to(RequestState.FINISHED)
-            label = result.value
-            outcome = Finished(result, record.sources.cached if record.sources else 0)
-        else:
-            record.to(RequestState.FAILED)
-            label, outcome = result.code, result
-        self.explanations.add(explain(record, now, result), now)
-        refused = record.admit_by is not None and isinstance(result, Rejected)
-        counter = self.counters.rejected if refused else self.counters.requests
-        counter[label, INTERNAL if record.internal else CLASS] += 1
-        self.out.append(End(request, outcome, len(record.emitted), timeline, record.marks.ttft, record.internal))
+            self.knowledge.answered(record.request, len(record.emitted))
+        self.out.append(self.endings.add(record, result, now))
 
     def lose_node(self, node: Incarnation, error: BatonError, now: float) -> None:
         """The node is no more, and off the registry: what had a leg there goes on elsewhere, the oldest first."""

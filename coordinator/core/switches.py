@@ -15,11 +15,14 @@ from coordinator.core.messages import Send, SetRole, Switched
 from coordinator.core.ratio import Standing, moves, other
 from coordinator.core.registry import Node, Registry
 from coordinator.core.requests import RequestTable
+from coordinator.core.tenants import OURS
 
 KEPT = 64  # reports of changes that are over
 MOST_AT_ONCE = 64  # nodes between two roles
+BARE_PATIENCE = 5.0  # seconds that a role may have nobody before a node of the other one takes it
 _FIRST_REST, _LONGEST_REST = 1.0, 30.0  # seconds after a change of a node that failed
 _OUTPUT_TOKENS = 2  # of a probe: one by prefill, one by decode
+_PROBE_BLOCKS = 2
 
 Drop = Callable[[Node, BatonError, float], None]
 
@@ -40,6 +43,7 @@ class Switches:
         self._patience = 0.0
         self._failures: Counter[NodeName] = Counter()
         self._rests: dict[NodeName, float] = {}
+        self._bare: dict[Role, float | None] = {}  # roles that nobody has: how long that is borne, None: no longer
         self._stale = False
 
     # inputs
@@ -100,10 +104,13 @@ class Switches:
         for name in [name for name, until in self._rests.items() if until <= now]:
             del self._rests[name]
             self._stale = True
+        for role in [role for role, until in self._bare.items() if until is not None and until <= now]:
+            self._bare[role] = None
+            self._stale = True
 
     def next(self) -> float | None:
         dues = (flip.due for flip in self.flips.values())
-        times = (self._registry.switching.next(), *dues, *self._rests.values())
+        times = (self._registry.switching.next(), *dues, *self._rests.values(), *self._bare.values())
         return min((time for time in times if time is not None), default=None)
 
     def step(self, now: float) -> None:
@@ -121,6 +128,11 @@ class Switches:
             self._send_probe(flip, now)
 
     # views
+
+    def expects_end_of(self, node: Node) -> bool:
+        """The node was told to end its stream and join anew."""
+        flip = self.flips.get(node.info.name)
+        return flip is not None and flip.phase is Phase.ORDERED and flip.incarnation == node.incarnation
 
     @property
     def settled(self) -> bool:
@@ -145,7 +157,13 @@ class Switches:
     # inside
 
     def _reconcile(self, target: Split, now: float) -> None:
-        wanted = moves(target, self._standings(now))
+        standings = self._standings(now)
+        for role in Role:
+            if target.of(role) and all(node.role is not role for node in standings):
+                self._bare.setdefault(role, now + BARE_PATIENCE)
+            else:
+                self._bare.pop(role, None)
+        wanted = moves(target, standings, [role for role, until in self._bare.items() if until is None])
         self._stale = bool(wanted)  # what follows from it is seen at the next input
         for move in wanted[: max(0, MOST_AT_ONCE - len(self.flips))]:
             flip = self.flips.get(move.name)
@@ -159,7 +177,7 @@ class Switches:
             self._begin(node, move.to, now)
 
     def _standings(self, now: float) -> list[Standing]:
-        serving = {node.incarnation for role in Role for node in self._registry.serving(role)}
+        serving = {node.incarnation for node in self._registry.in_service()}
         found = [self._standing(node, node.incarnation in serving) for node in self._registry.nodes.values()]
         away = [flip for flip in self.flips.values() if self._registry.called(flip.node) is None]
         return [
@@ -222,15 +240,17 @@ class Switches:
 
     def _send_probe(self, flip: Flip, now: float) -> None:
         """A prompt of more than a block, salted so that no cache has it: it must be computed, and handed off if the
-        mode has hand-offs."""
+        mode has hand-offs. A new prefill node answers alone where no decode node has room: it is needed all the same,
+        and there is nobody to hand off to."""
         bounds = self._registry.bounds()
         assert bounds is not None, "a node has joined"
         request = RequestId(f"probe-{flip.incarnation}-{flip.probes}")
-        length = max(1, min(self._registry.block_size() + 1, bounds.max_context - _OUTPUT_TOKENS))
+        length = max(1, min(self._registry.layout().block_size + 1, bounds.max_context - _OUTPUT_TOKENS))
         prompt = tuple(token % bounds.vocab_size for token in range(1, length + 1))
-        sampling = SamplingParams(_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+        alone = flip.to is Role.PREFILL and self._table.prospects.decode_full(blocks=_PROBE_BLOCKS)
+        sampling = SamplingParams(1 if alone else _OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
         flip.begin_probe(request)
-        probe = Request(request, prompt, sampling, PROBE_TIMEOUT, cache_salt=request.encode())
+        probe = Request(request, prompt, sampling, PROBE_TIMEOUT, cache_salt=request.encode(), standing=OURS)
         self._table.add_probe(probe, flip.incarnation, now)
 
     def _take_probed(self, now: float) -> None:

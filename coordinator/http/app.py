@@ -7,9 +7,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from baton.errors import BatonError
-from coordinator.auth import BearerKey
+from coordinator.auth import Clients
 from coordinator.http import errors, openapi
-from coordinator.http.boundary import Boundary, authorization
+from coordinator.http.boundary import TENANT, Boundary, authorization
 from coordinator.http.information import add_information
 from coordinator.http.routes import add_routes
 from coordinator.intake import Intake
@@ -18,12 +18,10 @@ from coordinator.readiness import Readiness
 PUBLIC = frozenset({"/health", "/version", "/docs", "/openapi.json"})
 
 
-def build(intake: Intake, readiness: Readiness, api_key: str) -> FastAPI:
-    key = BearerKey(api_key, "--api-key")
-
+def build(intake: Intake, readiness: Readiness, who: Clients) -> FastAPI:
     def guard(request: Request) -> None:
         if request.scope["path"] not in PUBLIC:  # not request.url, which the Host header has a part in
-            key.check(authorization(request))
+            request.scope["state"][TENANT] = who.identify(authorization(request))
 
     app = FastAPI(
         title="Baton",
@@ -35,7 +33,7 @@ def build(intake: Intake, readiness: Readiness, api_key: str) -> FastAPI:
     app.add_middleware(Boundary, guard=guard, refusals=intake.refusals)
     app.add_exception_handler(BatonError, errors.on_baton_error)
     app.add_exception_handler(HTTPException, errors.on_http_exception)
-    add_routes(app, intake)
+    add_routes(app, intake, who)
     add_information(app, intake, readiness, app.version)
     app.openapi = lambda: openapi.document(app.version)  # type: ignore[method-assign]
     return app

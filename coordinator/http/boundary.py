@@ -15,6 +15,7 @@ from coordinator.defects import internal
 from coordinator.http import errors
 from coordinator.refusals import Refusals
 
+TENANT = "tenant"  # where the guard leaves who calls
 REQUEST_ID = "request_id"  # where a route leaves the id that the response shall carry, whether it ends well or not
 Guard = Callable[[Request], None]  # raises Unauthenticated
 

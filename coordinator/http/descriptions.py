@@ -17,6 +17,7 @@ REQUESTS = {
     "top_k": "Draw among so many of the likeliest tokens; 0 is off, the default",
     "top_p": "Draw among the likeliest tokens that together have this probability. Default: 1",
     "min_p": "Draw no token less likely than this share of the likeliest. Default: 0",
+    "priority": "Place in the order of classes, 0 first, capped by the key's own class; smaller goes earlier.",
     "seed": "Same seed, same request: same noise. Default: a fresh one",
     "min_tokens": "No end token and no stop token before so many. Default: 0",
     "ignore_eos": "The model's end tokens do not end an answer. Default: false",

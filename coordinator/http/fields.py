@@ -1,7 +1,7 @@
 """The fields that completions and chat completions share, and their way into an `Ask`."""
 
 import re
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -21,7 +21,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Shared(Body, frozen=True, kw_only=True):
     """`user` and the like identify the client's own users and have no effect."""
 
-    no_ops: ClassVar[dict[str, tuple[object, ...]]] = {"priority": (0,)}
+    no_ops: ClassVar[dict[str, tuple[object, ...]]] = {}
 
     model: str | None = None
     max_tokens: int | None = None
@@ -44,7 +44,7 @@ class Shared(Body, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     user: str | None = None
-    priority: Any = None
+    priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
 
     @property
     def include_usage(self) -> bool:
@@ -72,6 +72,7 @@ class Shared(Body, frozen=True, kw_only=True):
             "logit_bias": _biases(self.logit_bias or {}),
             "n": 1 if self.n is None else self.n,
             "first_choice": self.first_choice or 0,
+            "priority": self.priority or 0,
         }
 
 

@@ -1,5 +1,7 @@
 """The routes that take a body: generation, tokenizing, detokenizing."""
 
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 from fastapi import FastAPI
@@ -8,7 +10,11 @@ from starlette.responses import Response
 
 from baton.clock import steady
 from baton.errors import InvalidRequest
+from coordinator.ask import Ask
+from coordinator.auth import Clients
+from coordinator.core.tenants import Tenant
 from coordinator.http.answering import AnswerResponse
+from coordinator.http.boundary import TENANT
 from coordinator.http.chat_schema import ChatRequest
 from coordinator.http.chat_shape import ChatShape
 from coordinator.http.completion_schema import CompletionRequest
@@ -22,24 +28,31 @@ from coordinator.intake import Intake
 TIMEOUT_HEADER = "x-request-timeout"
 
 
-def add_routes(app: FastAPI, intake: Intake) -> None:
+def add_routes(app: FastAPI, intake: Intake, who: Clients) -> None:
     completion, chat = Decoder(CompletionRequest), Decoder(ChatRequest)
     tokenizing, detokenizing = Decoder(TokenizeRequest), Decoder(DetokenizeRequest)
 
+    def on_account(ask: Ask, request: Request) -> Ask:
+        tenant: Tenant = request.scope["state"][TENANT]
+        return replace(ask, standing=who.standing(tenant, ask.priority), cache_salt=tenant.salt)
+
+    def counted(request: Request) -> AbstractContextManager[None]:
+        return intake.refusals.counted(request.scope["state"][TENANT].tenant_class)
+
     async def completions(request: Request) -> Response:
-        with intake.refusals.counted():
+        with counted(request):
             body, left = await _read(request, intake, completion)
-            ask = body.to_ask(left, request.headers.get("x-request-id"))
+            ask = on_account(body.to_ask(left, request.headers.get("x-request-id")), request)
         return AnswerResponse(intake, ask, partial(CompletionShape, body), stream=bool(body.stream))
 
     async def chat_completions(request: Request) -> Response:
-        with intake.refusals.counted():
+        with counted(request):
             body, left = await _read(request, intake, chat)
-            ask = body.to_ask(left, request.headers.get("x-request-id"))
+            ask = on_account(body.to_ask(left, request.headers.get("x-request-id")), request)
         return AnswerResponse(intake, ask, partial(ChatShape, body), stream=bool(body.stream))
 
     async def tokenize(request: Request) -> Response:
-        with intake.refusals.counted():
+        with counted(request):
             body, left = await _read(request, intake, tokenizing)
             intake.check_model(body.model)
             text, tokens = await intake.tokenize(body.wording, body.add_special_tokens, left)
@@ -47,7 +60,7 @@ def add_routes(app: FastAPI, intake: Intake) -> None:
         return json_response(Tokens(len(tokens), intake.served()[1], tokens, pieces))
 
     async def detokenize(request: Request) -> Response:
-        with intake.refusals.counted():
+        with counted(request):
             body, left = await _read(request, intake, detokenizing)
             intake.check_model(body.model)
             if body.tokens is None:

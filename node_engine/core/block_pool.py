@@ -19,14 +19,15 @@ until its parent is computed again.)
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from baton.block_hash import block_hash
+from baton.block_hash import BlockHash, block_hash
+from baton.hash_chain import HashChain
 from baton.types import BlockIndex, TicketId
 from node_engine.core.block_accounts import BlockAccounts
-from node_engine.core.hash_chain import HashChain
+from node_engine.core.cache_journal import CacheJournal
 from node_engine.core.ledger import BlockState, Ledger, LedgerEntry, LedgerError, require
 from node_engine.core.prefix_index import IndexedBlock, PrefixIndex
 
@@ -67,7 +68,8 @@ class BlockPool:
     def __init__(self, num_blocks: int, block_size: int, clock: Callable[[], float]) -> None:
         self.total = num_blocks
         self.block_size = block_size
-        self.index = PrefixIndex()
+        self.journal = CacheJournal()
+        self.index = PrefixIndex(self._gained, self._lost)
         self._clock = clock
         self._accounts = BlockAccounts(num_blocks, clock)
         self._free = [BlockIndex(block) for block in range(num_blocks)]  # a heap: lowest first keeps runs together
@@ -160,6 +162,10 @@ class BlockPool:
             self._evict(twins[0])
         self.index.add(block, IndexedBlock(name, chain.parent(number), tokens))
 
+    def full_blocks(self) -> Iterator[BlockHash]:
+        """Of every full block that can be found, each content once."""
+        return (entry.hash for entry in self.index.contents() if len(entry.tokens) == self.block_size)
+
     # hand-offs
 
     def reserve(self, count: int, ticket: TicketId, owner: str) -> tuple[BlockIndex, ...] | None:
@@ -233,6 +239,14 @@ class BlockPool:
         require(not promised, "a ticket names blocks of another state")
 
     # the steps underneath
+
+    def _gained(self, entry: IndexedBlock) -> None:
+        if len(entry.tokens) == self.block_size:
+            self.journal.gained(entry.hash)
+
+    def _lost(self, entry: IndexedBlock) -> None:
+        if len(entry.tokens) == self.block_size:
+            self.journal.lost(entry.hash)
 
     def _find_blocks(self, chain: HashChain, max_tokens: int) -> list[BlockIndex]:
         blocks: list[BlockIndex] = []

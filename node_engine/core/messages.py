@@ -57,6 +57,11 @@ class LedgerQuery:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheQuery:
+    """Tell everything that the prefix index has."""
+
+
+@dataclass(frozen=True, slots=True)
 class SetRole:
     """Take this role as soon as nothing is held here any more, and join anew in it. Nothing is given to this
     incarnation after it; a new one makes it void."""
@@ -64,4 +69,6 @@ class SetRole:
     role: Role
 
 
-Command = Joined | CoordinatorLost | Submit | Prefill | GiveTicket | Cancel | PeerGone | LedgerQuery | SetRole
+Command = (
+    Joined | CoordinatorLost | Submit | Prefill | GiveTicket | Cancel | PeerGone | LedgerQuery | CacheQuery | SetRole
+)

@@ -45,10 +45,12 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The sequence is FINISHED without an answer and holds nothing: Preempted, OutOfBlocks or TooLong."""
+    """The sequence is FINISHED without an answer and holds nothing: Preempted, OutOfBlocks or TooLong. `caused_by` is
+    the class of whoever took a preempted one's blocks."""
 
     sequence: Sequence
     error: BatonError
+    caused_by: str = ""
 
 
 Outcome = Emitted | PromptScored | PrefillCompleted | Dropped | Failed

@@ -7,7 +7,7 @@ the child with the longest common beginning is then a neighbour of the place whe
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.block_hash import BlockHash
@@ -22,11 +22,19 @@ class IndexedBlock:
     tokens: tuple[int, ...]
 
 
+def _ignore(entry: IndexedBlock) -> None:
+    """For an index that nobody follows."""
+
+
 class PrefixIndex:
     """Blocks by content. Several blocks may hold the same content (*twins*); the first one is found, the others
-    follow when it is removed."""
+    follow when it is removed. `gained` and `lost` are called with each content that becomes findable or ceases to be
+    so."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, gained: Callable[[IndexedBlock], None] = _ignore, lost: Callable[[IndexedBlock], None] = _ignore
+    ) -> None:
+        self._gained, self._lost = gained, lost
         self._entries: dict[BlockIndex, IndexedBlock] = {}
         self._twins: dict[BlockHash, list[BlockIndex]] = {}
         self._children: dict[BlockHash, list[tuple[tuple[int, ...], BlockHash]]] = {}  # by parent, sorted
@@ -51,6 +59,7 @@ class PrefixIndex:
             return
         if not twins:
             insort(self._children.setdefault(entry.parent, []), (entry.tokens, entry.hash))
+            self._gained(entry)
         twins.append(block)
         self._entries[block] = entry
 
@@ -65,6 +74,11 @@ class PrefixIndex:
         del siblings[bisect_left(siblings, (entry.tokens, entry.hash))]
         if not siblings:
             del self._children[entry.parent]
+        self._lost(entry)
+
+    def contents(self) -> Iterator[IndexedBlock]:
+        """Each content once."""
+        return (self._entries[twins[0]] for twins in self._twins.values())
 
     def find(self, name: BlockHash, parent: BlockHash, tokens: Sequence[int]) -> BlockIndex | None:
         """The block that holds exactly `tokens` after `parent`."""

@@ -1,9 +1,8 @@
 """Which sequences have blocks: admission with prefix reuse, growth, and who gives way when blocks run out.
 
-When a block is missing, speculative prefills (no ticket yet) give theirs first, newest first, and wait again; then
-the newest running or locally prefilling sequence is preempted, which may be the one that asks. Age is the order of
-arrival and never changes: the oldest sequence is nobody's victim and goes on, so there is no livelock. Blocks under a
-ticket or read by a sender are never taken; they come back by themselves, and whoever needs them waits.
+When a block is missing, speculative prefills (no ticket yet) give theirs first, the lowest class and then the newest
+first, and wait again; then a running or locally prefilling sequence is preempted (victims.py says which). Blocks under
+a ticket or read by a sender are never taken; they come back by themselves, and whoever needs them waits.
 """
 
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from node_engine.core.outcome import Dropped, Failed, Outcome
 from node_engine.core.sequence import Sequence, SequenceState, pin_label
 from node_engine.core.sequence_table import SequenceTable
 from node_engine.core.step import SequenceId
+from node_engine.core.victims import VictimPolicy, victim_for
 
 WAITING, PREFILLING, HANDING_OFF = SequenceState.WAITING, SequenceState.PREFILLING, SequenceState.HANDING_OFF
 RUNNING, AWAITING_KV, FINISHED = SequenceState.RUNNING, SequenceState.AWAITING_KV, SequenceState.FINISHED
@@ -33,11 +33,12 @@ class Refusal:
 class Residency:
     """Blocks given to sequences and taken back. `outcomes` collects what happened to those that gave way."""
 
-    def __init__(self, pool: BlockPool, table: SequenceTable, max_num_seqs: int) -> None:
+    def __init__(self, pool: BlockPool, table: SequenceTable, max_num_seqs: int, victims: VictimPolicy) -> None:
         self.outcomes: list[Outcome] = []
         self._pool = pool
         self._table = table
         self._max_num_seqs = max_num_seqs
+        self._victims = victims
         self._computing: frozenset[SequenceId] = frozenset()
         self._returning: list[tuple[str, list[BlockIndex]]] = []
         self._dropped: set[AttemptKey] = set()  # whose senders may still hold blocks
@@ -155,21 +156,21 @@ class Residency:
                 return False
             if (victim := self._newest_speculative()) is not None:
                 self.drop(victim)
-            elif (victim := self._newest_preemptible()) is not sequence:
-                self._fail(victim, Preempted(f"{victim.key} gave its blocks to older work"))
+            elif (victim := victim_for(sequence, self._preemptible(), self._victims)) is not sequence:
+                self._fail(victim, Preempted(f"{victim.key} gave its blocks to other work"), sequence.tenant_class)
             else:
                 return self._stall(sequence)
         sequence.block_table.extend(fresh)
         return True
 
     def _stall(self, sequence: Sequence) -> bool:
-        """Nobody younger can give way to `sequence`: older work goes on instead, or what is pinned comes back."""
+        """Nobody else gives way to `sequence`: others go on instead, or what is pinned comes back."""
         held, total = len(sequence.block_table), self._pool.total
         if held >= total:
             message = f"{sequence.key} needs {held + 1} blocks, the cache has {total}: raise --kv-memory"
             self._fail(sequence, OutOfBlocks(message))
         elif len(self._preemptible()) > 1:
-            self._fail(sequence, Preempted(f"{sequence.key} gave its blocks to older work"))
+            self._fail(sequence, Preempted(f"{sequence.key} gave its blocks to other work"))
         return False
 
     # blocks back
@@ -224,7 +225,7 @@ class Residency:
         victims = [each for state in (PREFILLING, HANDING_OFF) for each in self._speculative(state)]
         if needed > room + sum(len(victim.block_table) for victim in victims):
             return
-        for victim in sorted(victims, key=lambda each: each.id, reverse=True):
+        for victim in sorted(victims, key=lambda each: (each.level, each.id), reverse=True):
             if needed <= room:
                 return
             self.drop(victim)
@@ -235,18 +236,15 @@ class Residency:
 
     def _newest_speculative(self) -> Sequence | None:
         victims = (*self._speculative(PREFILLING), *self._speculative(HANDING_OFF))
-        return max(victims, key=lambda each: each.id, default=None)
+        return max(victims, key=lambda each: (each.level, each.id), default=None)
 
     def _preemptible(self) -> list[Sequence]:
         local = (each for each in self._table.within(PREFILLING).values() if not each.hand_off)
         return [*self._table.within(RUNNING).values(), *local]
 
-    def _newest_preemptible(self) -> Sequence:
-        return max(self._preemptible(), key=lambda each: each.id)
-
-    def _fail(self, sequence: Sequence, error: NodeFailed) -> None:
+    def _fail(self, sequence: Sequence, error: NodeFailed, caused_by: str = "") -> None:
         self.finish(sequence)
-        self.outcomes.append(Failed(sequence, error))
+        self.outcomes.append(Failed(sequence, error, caused_by))
 
     def _give_back(self, sequence: Sequence) -> None:
         blocks = sequence.block_table

@@ -1,7 +1,10 @@
 """One scheduler for both roles: which sequences compute what in the next step.
 
 A step has a budget of tokens. Running sequences take one each; the rest goes to prompts in chunks that end on block
-boundaries (except a prompt's last), the firm before the speculative, first come first served. All blocks of a context
+boundaries (except a prompt's last), the firm before the speculative, higher classes first, then whoever is due first. A
+prompt is due when, since its arrival, `STRETCH` times as many tokens have been computed as it has itself: so short ones
+pass long ones, and none is passed for ever. The one that has been at it longest gets a block in every step, so that a
+hand-off under way never stands still. All blocks of a context
 are allocated at admission, so that a half-computed prompt never waits for memory; a running sequence grows block by
 block.
 
@@ -17,19 +20,21 @@ from itertools import count
 
 from baton.block_hash import BlockHash
 from baton.errors import ConfigError, OutOfBlocks, TooLong
+from baton.hash_chain import HashChain
 from baton.types import AttemptKey, TicketId, TokenEvent, TokenScore, Work
 from node_engine.core.block_pool import BlockPool
 from node_engine.core.finish import finish_reason, forbidden_ids
-from node_engine.core.hash_chain import HashChain
 from node_engine.core.ledger import LedgerError
 from node_engine.core.outcome import Emitted, Outcome, PrefillCompleted, PromptScored, StepPlan
 from node_engine.core.residency import Refusal, Residency
 from node_engine.core.sequence import Sequence, SequenceState
 from node_engine.core.sequence_table import SequenceTable
 from node_engine.core.step import Computed, SampleSpec, SequenceId, Slice, StepBatch
+from node_engine.core.victims import MostBlocks, VictimPolicy
 
 WAITING, PREFILLING, HANDING_OFF = SequenceState.WAITING, SequenceState.PREFILLING, SequenceState.HANDING_OFF
 AWAITING_KV, RUNNING = SequenceState.AWAITING_KV, SequenceState.RUNNING
+STRETCH = 4  # tokens of others that may go before a prompt's own, for each of these
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,13 @@ class Load:
 class Scheduler:
     """Called on the compute thread only. At most one live sequence per attempt key."""
 
-    def __init__(self, pool: BlockPool, limits: SchedulerLimits, eos_token_ids: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        limits: SchedulerLimits,
+        eos_token_ids: tuple[int, ...] = (),
+        victims: VictimPolicy | None = None,
+    ) -> None:
         least = limits.max_num_seqs - 1 + pool.block_size
         if limits.max_num_seqs < 1 or limits.max_batched_tokens < least:
             raise ConfigError(
@@ -74,7 +85,8 @@ class Scheduler:
         self._eos = eos_token_ids
         self._ids = count()
         self._table = SequenceTable()
-        self._residency = Residency(pool, self._table, limits.max_num_seqs)
+        self._residency = Residency(pool, self._table, limits.max_num_seqs, victims or MostBlocks())
+        self._prefilled = 0  # tokens of prompts computed so far: the time by which prompts are due
         self._in_flight: StepBatch | None = None
         self._computing: dict[SequenceId, Sequence] = {}  # of the step in flight
 
@@ -184,8 +196,15 @@ class Scheduler:
         chosen = [(sequence, 1) for sequence in self._growing()]
         budget -= len(chosen)
         self._admit(budget)
-        for sequence in sorted(self._table.within(PREFILLING).values(), key=lambda each: each.rank):
-            length = self._chunk(sequence, budget)
+        prefilling = sorted(self._table.within(PREFILLING).values(), key=lambda each: each.rank)
+        oldest = min(
+            (each for each in prefilling if each.begun and not each.speculative),
+            key=lambda each: each.turn,
+            default=None,
+        )
+        for sequence in prefilling:
+            oldest = None if sequence is oldest else oldest
+            length = self._chunk(sequence, budget - (self.pool.block_size if oldest else 0))
             if length:
                 chosen.append((sequence, length))
                 budget -= length
@@ -200,6 +219,7 @@ class Scheduler:
             sequence = self._computing[piece.sequence]
             if sequence.state not in (PREFILLING, RUNNING):
                 continue  # cancelled or stopped meanwhile
+            self._prefilled += len(piece.tokens) if sequence.state is PREFILLING else 0
             sequence.num_computed += len(piece.tokens)
             self._residency.copy_done(sequence)
             self._residency.seal(sequence)
@@ -232,17 +252,19 @@ class Scheduler:
         if needed > self.pool.total:
             raise OutOfBlocks(f"{work.key} needs {needed} blocks, the cache has {self.pool.total}: raise --kv-memory")
         chain = HashChain(root, tokens, self.pool.block_size)
-        return Sequence(SequenceId(next(self._ids)), work, tokens, chain, hand_off)
+        sequence = Sequence(SequenceId(next(self._ids)), work, tokens, chain, hand_off)
+        sequence.due = self._prefilled + STRETCH * len(tokens)
+        return sequence
 
     def _growing(self) -> list[Sequence]:
-        """The running sequences that have room for their next token, oldest first; younger ones may be preempted."""
+        """The running sequences that have room for their next token, oldest first; others may be preempted for it."""
         running = self._table.within(RUNNING)
         ready: list[Sequence] = []
         for sequence_id in sorted(running):
             sequence = running.get(sequence_id)
             if sequence is not None and self._residency.grow(sequence):
                 ready.append(sequence)
-        return ready
+        return [sequence for sequence in ready if sequence.state is RUNNING]
 
     def _admit(self, budget: int) -> None:
         """Admit waiting sequences in order, as long as the work before the next one leaves it a share of the step."""

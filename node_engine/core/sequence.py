@@ -15,8 +15,8 @@ ends its prefill in HANDING_OFF and keeps its blocks until the shell releases th
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.hash_chain import HashChain
 from baton.types import AttemptKey, BlockIndex, TicketId, Work
-from node_engine.core.hash_chain import HashChain
 from node_engine.core.ledger import LedgerError
 from node_engine.core.step import ScoreSpec, SequenceId
 from node_engine.core.token_counts import TokenCounts, penalizes
@@ -77,6 +77,7 @@ class Sequence:
     copy: tuple[BlockIndex, BlockIndex] | None = None  # copy on write that the next step has to make
     owner: str = ""
     turn: int = 0  # counts arrivals and tickets in one order
+    due: int = 0  # in the scheduler's own time: whoever is due earlier computes first
     penalized: bool = False
     scored: bool = False  # its prompt is
     counts: TokenCounts | None = None  # as of the last token drawn, of a sequence that is penalized
@@ -111,10 +112,28 @@ class Sequence:
         return self.hand_off and not self.has_ticket and not self.stopped
 
     @property
-    def rank(self) -> tuple[bool, int]:
-        """Who goes first: the firm before the speculative, each in the order in which they became so. A ticket that
-        comes late overtakes nobody who writes already: decode counts on those to go on."""
-        return self.speculative, self.turn
+    def rank(self) -> tuple[bool, int, int, int]:
+        """Who goes first: the firm before the speculative, higher classes before lower ones, then who is due first."""
+        return self.speculative, self.level, self.due, self.turn
+
+    @property
+    def level(self) -> int:
+        """Place of its class in the strict order: 0 goes first."""
+        return self.work.request.standing.level
+
+    @property
+    def tenant_class(self) -> str:
+        return self.work.request.standing.tenant_class
+
+    @property
+    def remaining(self) -> int:
+        """Tokens of output that may still come."""
+        return self.work.request.sampling.max_tokens - self.num_generated
+
+    @property
+    def begun(self) -> bool:
+        """Some of its context has been computed here."""
+        return self.num_computed > self.num_cached
 
     @property
     def reusable_tokens(self) -> int:

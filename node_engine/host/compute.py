@@ -10,8 +10,10 @@ from baton import log
 from baton.clock import Clock
 from baton.errors import BatonError
 from baton.failpoints import FAILPOINTS
-from node_engine.core.messages import Command, LedgerQuery
+from node_engine.core.device_time import DeviceTime
+from node_engine.core.messages import CacheQuery, Command, Joined, LedgerQuery
 from node_engine.core.step import StepBatch
+from node_engine.core.step_meter import StepTotals
 from node_engine.host.inbox import Inbox
 from node_engine.role import NodeParts, RolePolicy
 
@@ -38,8 +40,11 @@ class ComputeThread:
         self._clock = clock
         self._role: RolePolicy | None = None
         self.load = parts.scheduler.load()  # a snapshot for other threads, made anew in every turn of the loop
+        self.steps = StepTotals()  # likewise
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._log = log.get("compute")
+        self._device_time = DeviceTime()
+        self.device_seconds: dict[str, float] = {}  # likewise a snapshot
         self._when_idle: list[Callable[[], None]] = []
         self._progress_at: float | None = None  # of a thread at work; None while it waits for something to do
 
@@ -69,12 +74,25 @@ class ComputeThread:
         assert self._role is not None
         idle = True
         while self._receive(wait=idle):
+            self._tell_cache(resting=False)
             plan = self._parts.scheduler.next_step()
             if plan.outcomes:
                 self._role.deliver(plan.outcomes)
             if plan.batch is not None:
                 self._step(plan.batch)
             idle = plan.batch is None and not plan.outcomes
+            if idle:
+                self._tell_cache(resting=True)
+
+    def _tell_cache(self, *, resting: bool) -> None:
+        """Now and then while at work, and before a rest, so that nothing is left untold meanwhile."""
+        journal, now = self._parts.pool.journal, self._clock()
+        if resting or journal.is_due(now):
+            self._parts.report.cache(journal.take(now))
+
+    def _tell_whole_cache(self) -> None:
+        pool = self._parts.pool
+        self._parts.report.cache(pool.journal.take_snapshot(pool.full_blocks(), self._clock()))
 
     def _receive(self, *, wait: bool) -> bool:
         """Handle what has arrived; False once the thread is to end."""
@@ -96,6 +114,12 @@ class ComputeThread:
                     self._when_idle.append(call)
                 case LedgerQuery(query):
                     self._parts.report.ledger(query, self._parts.pool.ledger())
+                case CacheQuery():
+                    self._tell_whole_cache()
+                case Joined():
+                    self._role.handle(item)
+                    self._parts.pool.journal.restart()
+                    self._tell_whole_cache()
                 case _:
                     self._role.handle(item)
         return True
@@ -109,8 +133,16 @@ class ComputeThread:
             computed = self._parts.engine.run(batch, self._role.on_layer)
             FAILPOINTS.hit("decode.step.after")
         except (BatonError, RuntimeError) as error:
+            self._account(batch, self._clock() - started)
             self._log.error("step failed", error=str(error), kind=type(error).__name__)
             self._role.step_failed(batch, error)
             return
+        seconds = self._clock() - started
+        self._account(batch, seconds)
+        self.steps = self.steps.plus(batch, seconds)
         outcomes = self._parts.scheduler.update(batch, computed)
-        self._role.after_step(batch, outcomes, self._clock() - started)
+        self._role.after_step(batch, outcomes, seconds)
+
+    def _account(self, batch: StepBatch, seconds: float) -> None:
+        self._device_time.add(batch, self._parts.scheduler.computing, seconds)
+        self.device_seconds = self._device_time.counters()

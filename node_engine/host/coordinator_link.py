@@ -218,6 +218,8 @@ def command_from_pb(message: cluster_pb2.CoordinatorMessage) -> messages.Command
             return messages.PeerGone(Incarnation(message.peer_gone.incarnation))
         case "ledger_query":
             return messages.LedgerQuery(message.ledger_query.query)
+        case "cache_query":
+            return messages.CacheQuery()
         case "set_role":
             return messages.SetRole(Role(message.set_role.role))
         case "arm":

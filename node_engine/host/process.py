@@ -24,6 +24,7 @@ from node_engine.core.messages import Command
 from node_engine.core.scheduler import Scheduler, SchedulerLimits
 from node_engine.core.sequence import SequenceState
 from node_engine.core.step import Engine
+from node_engine.core.victims import POLICIES
 from node_engine.host.advertise import advertised
 from node_engine.host.compute import ComputeThread, WhenIdle
 from node_engine.host.coordinator_link import CoordinatorLink
@@ -91,7 +92,7 @@ class _Node:
             engine=engine,
             arena=arena,
             pool=self._pool,
-            scheduler=Scheduler(self._pool, limits, engine.eos_token_ids),
+            scheduler=Scheduler(self._pool, limits, engine.eos_token_ids, POLICIES[config.preemption]()),
             report=Reporter(name, lambda message: _soon(loop, self._link.send, message)),
             clock=steady,
             emit=self._inbox.put,
@@ -160,7 +161,7 @@ class _Node:
 
     def _stats(self) -> cluster_pb2.NodeStats:
         """Read on the event loop without a lock: every figure is one that was true, at most a step ago."""
-        load = self._compute.load
+        load, steps = self._compute.load, self._compute.steps
         live = load.sequences
         counts = {f"blocks_{state.value}": count for state, count in self._pool.counts().items()}
         return cluster_pb2.NodeStats(
@@ -169,7 +170,11 @@ class _Node:
             running=live[SequenceState.RUNNING],
             queued_tokens=load.queued_tokens,
             progress_age_seconds=self._compute.progress_age,
-            counters=self._role.counters(),
+            counters=self._role.counters() | self._compute.device_seconds,
+            decode_steps=steps.steps,
+            decode_step_seconds=steps.seconds,
+            decode_step_sequences=steps.sequences,
+            decode_step_tokens=steps.tokens,
             **counts,
         )
 

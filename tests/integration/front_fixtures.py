@@ -19,8 +19,10 @@ from baton.pb.cluster_pb2 import DrainResponse, ExplainResponse, LedgerResponse,
 from baton.pb.common_pb2 import Ledger, Timeline
 from baton.pb.generation_pb2_grpc import GenerationStub
 from baton.ratio import Split
-from baton.types import FinishReason, RequestId, mint_id
+from baton.types import FinishReason, RequestId, Standing, mint_id
 from coordinator import admin
+from coordinator.auth import Clients
+from coordinator.core.tenants import Tenants
 from coordinator.generation import Delta, Done, Event, PromptScores, Submission
 from coordinator.grpc_port import GrpcPort
 from coordinator.http import app
@@ -98,6 +100,7 @@ class FakeBrain:
     refusal: Exception | None = None
     no_nodes: bool = False
     submissions: list[Submission] = field(default_factory=list)
+    asked: list[Standing] = field(default_factory=list)
     generations: "asyncio.Queue[FakeGeneration]" = field(default_factory=asyncio.Queue)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
@@ -112,6 +115,9 @@ class FakeBrain:
         if self.no_nodes:
             raise Unavailable("no node has joined", retry_after=1.5)
         return BOUNDS
+
+    def require_admission(self, standing: Standing, count: int, timeout: float) -> None:
+        self.asked.append(standing)
 
     async def submit(self, submission: Submission) -> FakeGeneration:
         (generation,) = await self.submit_all([submission])
@@ -224,18 +230,20 @@ async def serving(
     *,
     text: Text | None = None,
     api_key: str = "",
+    tenants: Tenants | None = None,
     admin_token: str = "",
     longest: float = 60.0,
     defaults: GenerationDefaults | None = None,
 ) -> AsyncIterator[Front]:
     brain, readiness, refused = FakeBrain(), FakeReadiness(), []
-    refusals = Refusals(lambda error: refused.append(error.code))
+    refusals = Refusals(lambda error, _: refused.append(error.code))
     loaded: asyncio.Future[Text] = asyncio.get_running_loop().create_future()
     loaded.set_result(text or NoTokenizer("demo has no tokenizer files"))
     intake = Intake(brain, loaded, model="demo", longest=longest, refusals=refusals, defaults=defaults)
-    apps = app.build(intake, readiness, api_key), admin.build(brain, readiness, admin_token, refusals)
+    who = Clients(api_key, tenants)
+    apps = app.build(intake, readiness, who), admin.build(brain, readiness, admin_token, refusals)
     listeners = [Listener(one, bind("127.0.0.1", 0, "--port")) for one in apps]
-    port = GrpcPort(intake, readiness, api_key)
+    port = GrpcPort(intake, readiness, who)
     port.bind("127.0.0.1", 0)
     await port.start()
     key = {"authorization": f"Bearer {api_key}".encode()} if api_key else {}

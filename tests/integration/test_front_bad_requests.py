@@ -147,7 +147,7 @@ HTTP_ONLY = [
     field("logit_bias", {"5": "1"}, "logit_bias is"),
     field("stop", [5], "stop is [5]"),
     field("suffix", "", "suffix is"),
-    field("priority", 5, "priority is 5: not available, it must be null or 0"),
+    field("priority", "high", "priority is"),
 ]
 
 # What only protobuf can say: JSON has no such numbers.

@@ -59,7 +59,6 @@ BAD: list[tuple[str, Any, str, str]] = [
     ("GenerateOnce", pb.GenerateRequest(text="x", n=0), "n", "n is 0: it must be 1 to 16"),
     ("GenerateOnce", pb.GenerateRequest(text="x", n=17), "n", "n is 17"),
     ("GenerateOnce", pb.GenerateRequest(text="x", stop=[""]), "stop", "0 characters"),
-    ("GenerateOnce", pb.GenerateRequest(text="x", priority=1), "priority", "priority is 1: not available"),
     ("GenerateOnce", pb.GenerateRequest(text="x", logprobs=21), "logprobs", "logprobs is 21"),
     ("GenerateOnce", pb.GenerateRequest(text="x", presence_penalty=float("nan")), "presence_penalty", "is nan"),
     ("GenerateOnce", pb.GenerateRequest(text="x", logit_bias={5: 200.0}), "logit_bias", "logit_bias is 200.0"),

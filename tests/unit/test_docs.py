@@ -227,8 +227,9 @@ def test_messages_of_the_node_link_are_documented(message: str) -> None:
 
 
 def test_the_protocols_versions_are_documented() -> None:
-    (told,) = re.findall(r"Both planes speak version (\d+) ", PROTOCOL)
-    assert int(told) == wire.PROTOCOL_VERSION == frames.PROTOCOL_VERSION
+    (link,) = re.findall(r"The node link speaks version (\d+) ", PROTOCOL)
+    (plane,) = re.findall(r"the transfer plane version (\d+)\n", PROTOCOL)
+    assert (int(link), int(plane)) == (wire.PROTOCOL_VERSION, frames.PROTOCOL_VERSION)
 
 
 def test_frames_and_events_are_documented() -> None:
@@ -293,9 +294,9 @@ def test_what_is_not_built_is_said() -> None:
 def test_options_that_the_pages_name_exist() -> None:
     """Of any command or process of ours, or of a tool that the page is about."""
     known = {"--" + field.replace("_", "-") for field in Config.__struct_fields__}
-    known |= {
-        option for command in get_command(app).commands.values() for each in command.params for option in each.opts
-    }  # type: ignore[attr-defined]
+    commands = list(get_command(app).commands.values())  # type: ignore[attr-defined]
+    commands += [inner for command in commands for inner in getattr(command, "commands", {}).values()]
+    known |= {option for command in commands for each in command.params for option in each.opts}
     parsers = [_parser({name: importlib.import_module(module)}) for name, module in BENCHMARKS.items()]
     known |= {option for parser in parsers for option in options_of(parser)}
     for page in PAGES:

@@ -19,14 +19,24 @@ Capture = pytest.CaptureFixture[str]
 
 def explanation() -> pb.ExplainResponse:
     considered = [
-        pb.Candidate(node="decode-0", role="decode", attempts=2, room=9, able=True, chosen=True),
+        pb.Candidate(
+            node="decode-0",
+            role="decode",
+            attempts=2,
+            room=9,
+            able=True,
+            chosen=True,
+            held_tokens=32,
+            predicted_seconds=0.25,
+        ),
         pb.Candidate(node="decode-1", role="decode", attempts=4, room=1),
         pb.Candidate(node="prefill-0", role="prefill", uncomputed_tokens=300, room=3, able=True, chosen=True),
     ]
     refused = pb.AttemptReport(number=1, decode_node="decode-1", over=0.01, ended="refused", needed=8, free=1)
     served = pb.AttemptReport(
         number=2, prefill_node="prefill-0", decode_node="decode-0", placed=0.01, over=0.5, ended="served",
-        context_tokens=512, considered=considered,
+        context_tokens=512, considered=considered, prefill_ended=0.11,
+        predicted=pb.Prediction(queue=0.01, prefill=0.08, transfer=0.005, step=0.03, output_tokens=8),
     )  # fmt: skip
     return pb.ExplainResponse(
         request_id="r1", state="finished", finish_reason=common_pb2.FINISH_REASON_LENGTH, prompt_tokens=512,
@@ -53,8 +63,12 @@ def test_explain_shows_the_waterfall(front: FakeFront, run: Run, capsys: Capture
         "512 tokens (496 computed on prefill, 16 from a node's cache; 512 of them by hand-off)",
         "75% landed before the last layer",
         "refused: needed 8 blocks, 1 were free",
-        "decode-0 decode 2 - 9 chosen",
-        "decode-1 decode 4 - 1 had no room",
+        "decode-0 decode 2 - 9 32 250.0 chosen",
+        "decode-1 decode 4 - 1 0 - had no room",
+        "prompt computed, ms 90.0 100.0",
+        "first token, ms 95.0 125.0",
+        "each step, ms 30.0 36.5",
+        "output, tokens 8 11",
     ):
         assert expected in out
 

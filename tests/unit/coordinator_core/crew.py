@@ -108,7 +108,7 @@ class Crew:
         return {str(name): flip.phase for name, flip in self.world.brain.switches.flips.items()}
 
     def in_service(self, role: Role) -> set[str]:
-        return {str(node.info.name) for node in self.world.brain.registry.serving(role)}
+        return {str(node.info.name) for node in self.world.brain.registry.in_service() if node.info.role is role}
 
     def attempts(self, name: str) -> int:
         return self.world.brain.placed_on(self.members[name].incarnation)

@@ -6,9 +6,11 @@ import pytest
 
 from baton.types import AttemptKey, Incarnation, RequestId
 from coordinator.core import messages as m
+from coordinator.core.cost_model import CostModel
 from coordinator.core.loads import Loads
-from coordinator.core.placement import Choice, Demand, LeastLoaded, NodeView
+from coordinator.core.placement import Choice, Demand, NodeView, Outlook
 from coordinator.core.registry import Node
+from coordinator.core.simple_policies import LeastLoaded
 from tests.unit.coordinator_core.world import DECODE, PREFILL, World, join_info
 
 P = NodeView(Incarnation("p"), PREFILL, 4, 64, 0, 0, 0, 32, None, 0)
@@ -17,7 +19,7 @@ BOTH = Demand(tokens=20, blocks=2, prefill=True, decode=True)
 
 
 def choose(demand: Demand, *nodes: NodeView) -> Choice | None:
-    return LeastLoaded().choose(demand, nodes)
+    return LeastLoaded().choose(demand, nodes, Outlook(0.0, CostModel()))
 
 
 @pytest.mark.parametrize(
@@ -32,7 +34,7 @@ def choose(demand: Demand, *nodes: NodeView) -> Choice | None:
     ],
 )
 def test_prefill_window(computing: int, uncomputed: int, tokens: int, takes: bool) -> None:
-    node = replace(P, computing=computing, uncomputed_tokens=uncomputed)
+    node = replace(P, computing=computing, uncomputed_tokens=uncomputed, window_tokens=uncomputed)
     assert node.takes_prefill(replace(BOTH, tokens=tokens)) is takes
 
 

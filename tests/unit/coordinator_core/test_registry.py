@@ -9,6 +9,7 @@ from baton.errors import ConfigError, NodeGone, Stalled, Unavailable
 from baton.kv_layout import KVLayout
 from baton.limits import ModelBounds
 from baton.types import AttemptKey, Incarnation, RequestId
+from baton.wire import PROTOCOL_VERSION
 from coordinator.core import messages as m
 from coordinator.core.record import RequestState
 from tests.unit.coordinator_core.world import DECODE, LAYOUT, PREFILL, SILENCE, STALL, World, join_info
@@ -20,7 +21,7 @@ def layout(**changes: Any) -> KVLayout:
 
 
 MISMATCHES: dict[str, tuple[dict[str, Any], str, str]] = {
-    "protocol_version": ({"protocol_version": 2}, "2", "1"),
+    "protocol_version": ({"protocol_version": PROTOCOL_VERSION + 1}, str(PROTOCOL_VERSION + 1), str(PROTOCOL_VERSION)),
     "engine": ({"engine": "model"}, "'model'", "'paced'"),
     "model_digest": ({"model_digest": "cd"}, "'cd'", "'ab'"),
     "vocab_size": ({"vocab_size": 999}, "999", "1000"),

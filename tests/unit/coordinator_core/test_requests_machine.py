@@ -29,6 +29,7 @@ from baton.errors import BatonError, HandoffFailed, InvalidRequest, LeaseExpired
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, RequestId, TokenEvent, TokenScore
 from coordinator.core import messages as m
+from coordinator.core.prefix_aware import PrefixAware
 from coordinator.core.record import RequestState
 from tests.unit.coordinator_core.world import DECODE, PREFILL, World, ticket_for
 
@@ -80,7 +81,7 @@ class RequestTableMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(max_queue=6, max_attempts=3, explain_keep=64)
+        self.world = World(max_queue=6, max_attempts=3, explain_keep=64, placement=PrefixAware())
         self.clients: defaultdict[RequestId, Client] = defaultdict(Client)
         self.asked: dict[RequestId, Asked] = {}
         self.computes: dict[AttemptKey, Incarnation] = {}

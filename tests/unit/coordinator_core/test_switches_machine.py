@@ -96,7 +96,7 @@ class SwitchesMachine(RuleBasedStateMachine):
         if target is None or brain.switches._stale:
             return
         for role in Role:
-            if target.of(role) and not brain.registry.serving(role):
+            if target.of(role) and not brain.registry.serves(role):
                 leaving = [flip for flip in brain.switches.flips.values() if flip.source is role]
                 assert all(flip.phase is not Phase.DRAINING for flip in leaving)
 

@@ -27,9 +27,10 @@ from baton.wire import PROTOCOL_VERSION
 from coordinator.core import messages as m
 from coordinator.core.brain import Arrival, Brain
 from coordinator.core.identity import JoinInfo
-from coordinator.core.placement import LeastLoaded
+from coordinator.core.placement import Placement
 from coordinator.core.registry import Registry
 from coordinator.core.settings import Settings
+from coordinator.core.simple_policies import LeastLoaded
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
 SILENCE, STALL = 5.0, 15.0
@@ -63,10 +64,15 @@ def stats(room: int = 32, **fields: Any) -> NodeStats:
 
 class World:
     def __init__(
-        self, mode: str = "disaggregated", max_queue: int = 8, max_attempts: int = 3, explain_keep: int = 16
+        self,
+        mode: str = "disaggregated",
+        max_queue: int = 8,
+        max_attempts: int = 3,
+        explain_keep: int = 16,
+        placement: Placement | None = None,
     ) -> None:
         settings = Settings(mode, max_queue, max_attempts, STALL, explain_keep)  # type: ignore[arg-type]
-        self.brain = Brain(Registry(SILENCE, STALL), LeastLoaded(), settings)
+        self.brain = Brain(Registry(SILENCE, STALL), placement or LeastLoaded(), settings)
         self.now = 100.0
         self.effects: list[m.Effect] = []
         self._joins = 0

@@ -16,9 +16,9 @@ from hypothesis.stateful import (
 
 from baton.block_hash import BlockHash
 from baton.clock import FakeClock
+from baton.hash_chain import HashChain
 from baton.types import BlockIndex, TicketId
 from node_engine.core.block_pool import BlockPool, PartialHit
-from node_engine.core.hash_chain import HashChain
 from node_engine.core.ledger import BlockState, LedgerError
 from node_engine.core.prefix_index import common_beginning
 

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.block_hash import BlockHash
+from baton.hash_chain import HashChain
 from baton.types import BlockIndex
-from node_engine.core.hash_chain import HashChain
 from node_engine.core.prefix_index import IndexedBlock, PrefixIndex, common_beginning
 
 SIZE = 3

@@ -1,0 +1,175 @@
+"""`routing`: what one placement costs the coordinator, by the size of the cluster and of its prefix directory.
+
+The real brain with the default policy, in this process, and nodes that exist on paper. Half of the prompts begin with
+blocks that some node has, as deep as `--depth`. CPU time of this thread, the median over `--decisions`:
+
+    decision   hashing the prompt as far as it is held, looking it up, scoring every node, choosing
+    request    all that the brain does to take a request in, place it and end it
+    event      a block that a node's cache gains or loses
+
+and how `decision` grows from a sixteenth of the directory to all of it, and from a sixteenth of the nodes.
+"""
+
+import argparse
+import random
+import time
+from collections.abc import Iterator
+from statistics import median
+
+from rich.console import Console
+
+from baton.block_hash import BlockHash, chain, root_hash, short_name
+from baton.errors import Cancelled
+from baton.kv_layout import KVLayout
+from baton.pb.cluster_pb2 import NodeStats
+from baton.types import Incarnation, NodeName, Request, RequestId, Role, SamplingParams
+from baton.wire import PROTOCOL_VERSION
+from benchmarks.report import Row, print_rows, row
+from coordinator.core import messages as m
+from coordinator.core.brain import Brain
+from coordinator.core.identity import JoinInfo
+from coordinator.core.prefix_aware import PrefixAware
+from coordinator.core.registry import Registry
+from coordinator.core.settings import Settings
+
+HELP = "what one placement costs, over many nodes and a large prefix directory"
+LIMIT = 1000.0  # microseconds of CPU for a decision
+_LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
+_PROMPT = 2048  # tokens
+_SMALLER = 16  # times
+_DIGEST = "00" * 32
+_NOW = 100.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--nodes", type=int, default=256, help="half of each role (default 256)")
+    parser.add_argument("--blocks", type=int, default=1_000_000, help="in the directory (default 1000000)")
+    parser.add_argument("--depth", type=int, default=64, help="blocks of a prompt that are held (default 64)")
+    parser.add_argument("--decisions", type=int, default=400, help="that are timed (default 400)")
+
+
+class Paper:
+    """A brain with nodes on paper, `blocks` in its directory in all."""
+
+    def __init__(self, nodes: int, blocks: int, depth: int) -> None:
+        self.brain = Brain(Registry(1e9, 1e9), PrefixAware(), Settings("disaggregated", 1024, 8, 1e9))
+        self.nodes = [Incarnation(f"{number:016x}") for number in range(nodes)]
+        self._random = random.Random(0)
+        self._serial = 0
+        share = blocks // nodes
+        for number, node in enumerate(self.nodes):
+            self.brain.join(_info(number, share + 1), node, 0.0)
+            self.brain.receive(node, m.Heartbeat(NodeStats(blocks_total=share + 1, blocks_free=share + 1)), _NOW)
+        self.prompts = [tuple(self._random.randrange(32000) for _ in range(_PROMPT)) for _ in range(64)]
+        self._fill(share, depth)
+
+    def _fill(self, share: int, depth: int) -> None:
+        root = root_hash(bytes.fromhex(_DIGEST), _LAYOUT, b"")
+        held: list[list[int]] = [[] for _ in self.nodes]
+        for prompt in self.prompts[::2]:
+            names = [short_name(name) for name in _first(chain(root, prompt, _LAYOUT.block_size), depth)]
+            for place in self._random.sample(range(len(self.nodes)), min(8, len(self.nodes))):
+                held[place] += names
+        for node, names in zip(self.nodes, held, strict=True):
+            rest = (self._random.getrandbits(64) for _ in range(max(0, share - len(names))))
+            self.brain.receive(node, m.CacheSnapshot(1, (*names[:share], *rest)), _NOW)
+
+    def request(self) -> Request:
+        """A prompt that shares a beginning with one of the known ones, and goes on in a way of its own."""
+        self._serial += 1
+        known = self.prompts[self._serial % len(self.prompts)]
+        own = tuple(self._random.randrange(32000) for _ in range(_LAYOUT.block_size))
+        sampling = SamplingParams(128)
+        return Request(RequestId(f"{self._serial:032x}"), known[: -len(own)] + own, sampling, 600.0)
+
+    def decide(self, count: int) -> list[float]:
+        """Microseconds of each decision; every request is placed and ended before the next."""
+        table = self.brain._table  # the decision itself, without what surrounds it
+        decide = table.decisions.decide
+
+        def timed(*arguments: object) -> object:
+            began = time.thread_time_ns()
+            decision = decide(*arguments)  # type: ignore[arg-type]
+            took.append((time.thread_time_ns() - began) / 1e3)
+            return decision
+
+        took: list[float] = []
+        table.decisions.decide = timed  # type: ignore[method-assign,assignment]
+        self.serve(count)
+        table.decisions.decide = decide  # type: ignore[method-assign]
+        return took
+
+    def serve(self, count: int) -> list[float]:
+        """Microseconds of each request from arrival to end."""
+        took: list[float] = []
+        for _ in range(count):
+            request = self.request()
+            began = time.thread_time_ns()
+            self.brain.submit(request, _NOW)
+            self.brain.cancel(request.id, Cancelled("measured"), _NOW)
+            took.append((time.thread_time_ns() - began) / 1e3)
+        return took
+
+    def events(self, count: int) -> list[float]:
+        """Microseconds for each name, in messages that insert and evict 64 each."""
+        took: list[float] = []
+        node, before = self.nodes[0], tuple[int, ...]()
+        for sequence in range(2, 2 + count // 64):
+            names = tuple(self._random.getrandbits(64) for _ in range(64))
+            began = time.thread_time_ns()
+            self.brain.receive(node, m.CacheEvents(sequence, names, before), _NOW)
+            took.append((time.thread_time_ns() - began) / 1e3 / 128)
+            before = names
+        return took
+
+
+def run(nodes: int, blocks: int, depth: int, decisions: int, command: str) -> list[Row]:
+    whole = Paper(nodes, blocks, depth)
+    decision = median(whole.decide(decisions))
+    rows = [
+        row("routing/decision", decision, "us", command, LIMIT),
+        row("routing/request", median(whole.serve(decisions)), "us", command),
+        row("routing/event", median(whole.events(64 * 64)), "us/block", command),
+    ]
+    del whole
+    fewer_blocks = Paper(nodes, blocks // _SMALLER, min(depth, blocks // _SMALLER // nodes))
+    rows.append(_growth("blocks", decision, fewer_blocks, decisions, command, limit=1.5))
+    fewer_nodes = Paper(max(2, nodes // _SMALLER), blocks // _SMALLER, depth)
+    rows.append(_growth("nodes", decision, fewer_nodes, decisions, command, limit=float(_SMALLER)))
+    return rows
+
+
+def _growth(of: str, decision: float, smaller: Paper, decisions: int, command: str, limit: float) -> Row:
+    """How many times longer for 16 times as much. For blocks the limit is above what a logarithm would allow."""
+    return row(f"routing/growth_16x_{of}", decision / median(smaller.decide(decisions)), "times", command, limit)
+
+
+def _first(names: Iterator[BlockHash], count: int) -> Iterator[BlockHash]:
+    return (name for name, _ in zip(names, range(count), strict=False))
+
+
+def _info(number: int, num_blocks: int) -> JoinInfo:
+    role = Role.PREFILL if number % 2 else Role.DECODE
+    return JoinInfo(
+        protocol_version=PROTOCOL_VERSION,
+        name=NodeName(f"{role.value}-{number}"),
+        role=role,
+        host_id="h",
+        transfer_endpoint="tcp://127.0.0.1:1",
+        pid=1,
+        model_digest=_DIGEST,
+        layout=_LAYOUT,
+        num_blocks=num_blocks,
+        max_num_seqs=64,
+        max_batched_tokens=8192,
+        max_model_len=32768,
+        vocab_size=32000,
+        eos_token_ids=(2,),
+        engine="paced",
+    )
+
+
+def main(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
+    rows = run(options.nodes, options.blocks, options.depth, options.decisions, command)
+    print_rows(console, f"routing: {options.nodes} nodes, {options.blocks:,} blocks", rows)
+    return rows

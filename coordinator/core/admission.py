@@ -1,0 +1,155 @@
+"""Who is let in. Asked before anything is spent on a request, and cheap: a few sums over what waits.
+
+- A tenant's own limits on requests and tokens (`TokenBucket`).
+- A bounded queue. The bound holds for what a class has to wait for, so that lower classes fill no place of a higher
+  one; and among tenants of a class each may take its weight's worth of the places that are still free (Choudhury,
+  Hahne: "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", IEEE/ACM Transactions on Networking,
+  1998), so that one that floods the queue leaves room for the others.
+- The predicted wait against what the request's deadline leaves beside computing its prompt, or the class's `max_wait`
+  if that is shorter: what is ahead in the queue over the rate at which it drains, and what nodes have still to compute.
+
+Every refusal says when to come back.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.errors import Overloaded
+from baton.types import Request, Standing
+from coordinator.core.fair_order import Claim
+from coordinator.core.queue import WaitingQueue, clamp_retry, due
+from coordinator.core.tenants import Tenant, Tenants
+from coordinator.core.token_bucket import TokenBucket
+
+
+class Expectations(Protocol):
+    """See `Prospects`."""
+
+    def computing(self, tokens: int) -> float: ...
+
+    def node_wait(self, now: float) -> float: ...
+
+    def decode_full(self) -> bool: ...
+
+
+@dataclass(slots=True)
+class _Account:
+    requests: TokenBucket | None
+    tokens: TokenBucket | None
+
+
+class Admission:
+    def __init__(self, queue: WaitingQueue, max_queue: int, prospects: Expectations) -> None:
+        self.tenants = Tenants()
+        self._queue = queue
+        self._max_queue = max_queue
+        self._prospects = prospects
+        self._accounts: dict[str, _Account] = {}
+
+    def reload(self, tenants: Tenants, now: float) -> None:
+        """Debts stay; whoever is no tenant any more is forgotten."""
+        self.tenants = tenants
+        for name in list(self._accounts):
+            tenant = tenants.tenants.get(name)
+            if tenant is None:
+                del self._accounts[name]
+                continue
+            old, new = self._accounts[name], _account(tenant, now)
+            self._accounts[name] = _Account(
+                _carried(old.requests, new.requests, now), _carried(old.tokens, new.tokens, now)
+            )
+
+    def require(self, standing: Standing, count: int, tokens: int, timeout: float, now: float) -> None:
+        """Let in `count` requests of `tokens` prompt tokens together, that have `timeout` seconds. Nothing is paid.
+        Raises Overloaded."""
+        tenant = self.tenants.get(standing.tenant)
+        self._require_rate(tenant, now)
+        self._require_place(standing, tenant, count)
+        self._require_patience(Claim(tenant.name, standing.level, tenant.weight, tokens), standing, timeout, now)
+
+    def let_in(self, request: Request, now: float) -> Claim:
+        """One request: it and its prompt are paid for. What it brings into the queue."""
+        standing, tokens = request.standing, len(request.prompt)
+        account = self._account(standing.tenant, now)
+        if account.requests is not None:
+            account.requests.pay(1.0, now)
+        self.produced(standing.tenant, tokens, now)
+        when = due(self._prospects.computing(tokens), now, now + request.timeout)
+        weight = self.tenants.get(standing.tenant).weight
+        return Claim(standing.tenant, standing.level, weight, tokens, when, now)
+
+    def reserve_against(self, standing: Standing) -> float:
+        """The share of a node's blocks that a request must leave to the first class."""
+        return self.tenants.reserve if standing.level > 0 else 0.0
+
+    def produced(self, tenant: str, tokens: int, now: float) -> None:
+        account = self._account(tenant, now)
+        if account.tokens is not None:
+            account.tokens.pay(tokens, now)
+
+    def _require_rate(self, tenant: Tenant, now: float) -> None:
+        account = self._account(tenant.name, now)
+        for bucket, unit in ((account.requests, "requests"), (account.tokens, "tokens")):
+            wait = bucket.wait(now) if bucket is not None else 0.0
+            if bucket is not None and wait > 0:
+                raise Overloaded(
+                    f"tenant {tenant.name} has used up its {bucket.rate:g} {unit} a second ({unit}_per_second)",
+                    retry_after=clamp_retry(wait),
+                )
+
+    def _require_place(self, standing: Standing, tenant: Tenant, count: int) -> None:
+        limit, waiting = self._max_queue, self._queue.waiting(standing.level)
+        more = f", {count} more would come" if count > 1 else ""
+        if waiting + count > limit:
+            raise Overloaded(
+                f"{waiting} requests are waiting{more}, the limit is {limit} (--max-queue)",
+                retry_after=self._queue.retry_after(standing.level),
+            )
+        if len(self.tenants.tenants) > 1:
+            own, share = self._queue.waiting(standing.level, tenant.name), tenant.weight * (limit - waiting)
+            if own + count > max(share, 1.0) and own:
+                raise Overloaded(
+                    f"{own} requests of tenant {tenant.name} are waiting{more}, its share of the free places is"
+                    f" {share:.0f} (--max-queue)",
+                    retry_after=self._queue.retry_after(standing.level),
+                )
+
+    def _require_patience(self, claim: Claim, standing: Standing, timeout: float, now: float) -> None:
+        """A prompt that takes longer to compute than it has is no reason to come back later: it is let in, and ends
+        with DeadlineExceeded when its turn comes."""
+        left = timeout - self._prospects.computing(claim.tokens)
+        limit = min(left, self.tenants.max_wait.get(standing.tenant_class, left))
+        ahead = self._queue.ahead(claim, decode_full=self._prospects.decode_full())
+        wait = self._queue.rate.predict_wait(ahead) + self._prospects.node_wait(now)
+        if left > 0 and wait > limit:
+            raise Overloaded(
+                f"the prompt would wait {wait:.1f} s to be computed, the limit is {limit:.3g} s (what its deadline"
+                f" leaves, or max_wait of class {standing.tenant_class!r})",
+                retry_after=clamp_retry(wait - limit),
+            )
+
+    def _account(self, name: str, now: float) -> _Account:
+        account = self._accounts.get(name)
+        if account is None:
+            account = _account(self.tenants.get(name), now)
+            if name in self.tenants.tenants:
+                self._accounts[name] = account
+        return account
+
+
+def _account(tenant: Tenant, now: float) -> _Account:
+    return _Account(
+        _bucket(tenant.requests_per_second, tenant.request_burst, now),
+        _bucket(tenant.tokens_per_second, tenant.token_burst, now),
+    )
+
+
+def _bucket(rate: float | None, burst: float, now: float) -> TokenBucket | None:
+    return None if rate is None else TokenBucket.full(rate, burst, now)
+
+
+def _carried(old: TokenBucket | None, new: TokenBucket | None, now: float) -> TokenBucket | None:
+    if old is None or new is None:
+        return new
+    old.change(new.rate, new.burst, now)
+    return old

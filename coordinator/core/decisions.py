@@ -1,0 +1,117 @@
+"""One placement: what an attempt needs, what is known of the nodes, what the policy chose and what it expects."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from baton.errors import DeadlineExceeded
+from baton.types import AttemptKey, Incarnation, Role
+from coordinator.core.admission import Admission
+from coordinator.core.knowledge import Knowledge
+from coordinator.core.loads import Loads
+from coordinator.core.placement import Demand, NodeView, Outlook, Placement
+from coordinator.core.prediction import Decision, predict
+from coordinator.core.prospects import Prospects
+from coordinator.core.record import Record
+from coordinator.core.registry import Registry
+
+Mode = Literal["disaggregated", "colocated", "auto"]
+
+
+class Decisions:
+    def __init__(
+        self,
+        registry: Registry,
+        loads: Loads,
+        placement: Placement,
+        knowledge: Knowledge,
+        admission: Admission,
+        prospects: Prospects,
+        mode: Mode,
+    ) -> None:
+        self._registry = registry
+        self._loads = loads
+        self._placement = placement
+        self._knowledge = knowledge
+        self._admission = admission
+        self._prospects = prospects
+        self._mode = mode
+
+    def views(self, now: float) -> list[NodeView]:
+        """Every node that may be given work."""
+        self._loads.keep_scale(now)
+        return [self._loads.view(node) for node in self._registry.in_service()]
+
+    def decide(self, record: Record, views: Sequence[NodeView], now: float) -> Decision | None:
+        """None: wait."""
+        views = self._offered(record, views)
+        if not views:
+            return None
+        demand = self.demand(record, look_up=True)
+        layout = self._registry.layout()
+        unit = self._loads.unit(now)
+        outlook = Outlook(now, self._knowledge.costs, unit, layout.token_bytes, layout.block_size)
+        choice = self._placement.choose(demand, views, outlook)
+        return Decision(demand, choice, predict(demand, choice, views, outlook), views) if choice else None
+
+    def too_late(self, record: Record, now: float) -> DeadlineExceeded | None:
+        """Why the request cannot be served any more, if so. Caches are looked at only when the deadline is near."""
+        tokens, left = record.context_tokens, record.deadline - now
+        if self._prospects.too_late(tokens, 0, left) is None:
+            return None
+        held = min(max(self._held(record).values(), default=0), tokens - 1)
+        return self._prospects.too_late(tokens, tokens - 1 if record.holder else held, left)
+
+    def demand(self, record: Record, *, look_up: bool = False) -> Demand:
+        """What the next attempt needs; with `look_up`, also whose caches have its prompt. The last token of an output
+        needs no decode node where there is prefill."""
+        prefill = self._mode == "disaggregated" or (self._mode == "auto" and self._may_prefill(record))
+        block_size = self._registry.layout().block_size
+        tokens = record.context_tokens + min(record.remaining, block_size)
+        return Demand(
+            tokens=record.context_tokens,
+            blocks=-(-tokens // block_size),
+            prefill=prefill,
+            decode=not prefill or record.remaining > 1,
+            avoid=record.avoid,
+            holder=record.holder,
+            held=self._held(record) if look_up else {},
+            reserve=self._admission.reserve_against(record.request.standing),
+            output=max(1.0, self._knowledge.output_of(record.request) - len(record.emitted)),
+        )
+
+    def book(self, record: Record, key: AttemptKey, decision: Decision, now: float) -> None:
+        """Write the legs into the books. Who computes the prompt has its seconds."""
+        demand, choice, prediction = decision.demand, decision.choice, decision.prediction
+        for node in filter(None, (choice.decode, choice.prefill)):
+            computes = node == (choice.prefill or choice.decode)
+            self._loads.place(
+                node,
+                key,
+                demand.tokens,
+                demand.blocks,
+                first_class=not record.request.standing.level,
+                seconds=prediction.prefill if computes else 0.0,
+                resident=prediction.resident,
+                now=now,
+            )
+
+    def _offered(self, record: Record, in_service: Sequence[NodeView]) -> Sequence[NodeView]:
+        """Nodes in service; for a probe its own node as the only one of its role."""
+        if record.pin is None:
+            return in_service
+        node = self._registry.nodes.get(record.pin)
+        if node is None:
+            return []
+        return [*(view for view in in_service if view.role is not node.info.role), self._loads.view(node)]
+
+    def _may_prefill(self, record: Record) -> bool:
+        pinned = self._registry.nodes.get(record.pin) if record.pin else None
+        return self._registry.serves(Role.PREFILL) or (pinned is not None and pinned.info.role is Role.PREFILL)
+
+    def _held(self, record: Record) -> dict[Incarnation, int]:
+        """By the directory. A prompt that is to be scored is computed without a look at any cache."""
+        if record.awaits_scores:
+            return {}
+        if record.names is None:
+            record.names = self._knowledge.names_of(record.request)
+        return self._knowledge.held(record.names)

@@ -1,0 +1,149 @@
+"""The order of one class: which waiting request is next.
+
+Between tenants, start-time fair queueing (Goyal, Vin, Cheng: "Start-time Fair Queueing", SIGCOMM 1996) over the cost in
+tokens divided by the tenant's weight. As in the Virtual Token Counter of Sheng et al. ("Fairness in Serving Large
+Language Models", OSDI 2024) a tenant pays for its prompt when it is placed and for its output as that is made, because
+nobody knows the length of an answer beforehand. One that was idle saves up at most `CREDIT`, so that the bursts of
+those who ask for less than their share are not spread out by those who ask for more (Duda, Cheriton: "Borrowed-virtual-
+time scheduling", SOSP 1999).
+
+Within a tenant, by the time at which a request is due: a moment fixed at its arrival, so that whoever comes later than
+that never passes it. Before them all go requests that are to be placed again, the last one first.
+"""
+
+import heapq
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from baton.types import RequestId
+
+CREDIT = 2048.0  # of virtual time: tokens, for a weight of 1
+OUTPUT_COST = 2.0  # of an output token, in prompt tokens: the ratio that Sheng et al. use
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a request brings into the queue. `tokens` are those of its prompt; `due` and `arrived` in seconds."""
+
+    tenant: str = "default"
+    level: int = 0
+    weight: float = 1.0
+    tokens: int = 0
+    due: float = 0.0
+    arrived: float = 0.0
+
+
+@dataclass(slots=True)
+class _Flow:
+    """A tenant's line. `start` is the virtual time at which its next request begins; `backlog` in prompt tokens."""
+
+    start: float
+    weight: float
+    entries: list[tuple[float, int, RequestId]] = field(default_factory=list)
+    backlog: int = 0
+
+
+class FairOrder:
+    """Not thread-safe. A request is here at most once."""
+
+    def __init__(self) -> None:
+        self._flows: dict[str, _Flow] = {}
+        self._again: dict[RequestId, Claim] = {}  # the last one is first
+        self._places: dict[RequestId, tuple[Claim, tuple[float, int, RequestId]]] = {}
+        self._virtual = 0.0
+        self._serial = count()
+
+    def __len__(self) -> int:
+        return len(self._places) + len(self._again)
+
+    def push(self, request: RequestId, claim: Claim) -> None:
+        place = (claim.due, next(self._serial), request)
+        flow = self._flow(claim)
+        if not flow.entries:
+            flow.start = max(flow.start, self._virtual - CREDIT)
+        insort(flow.entries, place)
+        flow.backlog += claim.tokens
+        self._places[request] = (claim, place)
+
+    def push_front(self, request: RequestId, claim: Claim) -> None:
+        self._again[request] = claim
+
+    def remove(self, request: RequestId) -> None:
+        """Idempotent. Nothing is paid."""
+        if self._again.pop(request, None) is not None or request not in self._places:
+            return
+        claim, place = self._places.pop(request)
+        flow = self._flows[claim.tenant]
+        flow.entries.remove(place)
+        flow.backlog -= claim.tokens
+
+    def take(self, request: RequestId) -> None:
+        """It is placed. Its prompt is paid for, once: not by one that is placed again."""
+        if request not in self._places:
+            self.remove(request)
+            return
+        claim = self._places[request][0]
+        starts = [flow.start for flow in self._flows.values() if flow.entries]
+        self._virtual = max(self._virtual, min(starts))
+        self.remove(request)
+        self.charge(claim, claim.tokens)
+        self._forget_idle()
+
+    def charge(self, claim: Claim, tokens: float) -> None:
+        """`tokens` more of cost for this tenant."""
+        flow = self._flow(claim)
+        flow.start += tokens / claim.weight
+
+    def __iter__(self) -> Iterator[RequestId]:
+        """In the order in which they would be taken."""
+        yield from reversed(self._again)
+        lines = [(flow.start, name) for name, flow in self._flows.items() if flow.entries]
+        heapq.heapify(lines)
+        heads = {name: 0 for _, name in lines}
+        while lines:
+            start, name = heapq.heappop(lines)
+            flow = self._flows[name]
+            _, _, request = flow.entries[heads[name]]
+            yield request
+            heads[name] += 1
+            if heads[name] < len(flow.entries):
+                claim = self._places[request][0]
+                heapq.heappush(lines, (start + claim.tokens / claim.weight, name))
+
+    def waiting(self, tenant: str) -> int:
+        """Requests of the tenant that were not placed yet."""
+        flow = self._flows.get(tenant)
+        return len(flow.entries) if flow else 0
+
+    def backlog(self) -> tuple[int, int]:
+        """Prompt tokens, and requests."""
+        again = sum(claim.tokens for claim in self._again.values())
+        return again + sum(flow.backlog for flow in self._flows.values()), len(self)
+
+    def ahead(self, claim: Claim) -> tuple[float, float]:
+        """Prompt tokens, and requests, that go before one that came now, at the most: its own tenant's line, and of
+        every other as much as its weight gives it meanwhile. Those that come later are not counted."""
+        mine = self._flows.get(claim.tenant)
+        own = mine.backlog if mine else 0
+        tokens = float(own + sum(again.tokens for again in self._again.values()))
+        requests = float((len(mine.entries) if mine else 0) + len(self._again))
+        for flow in self._flows.values():
+            if flow is not mine and flow.backlog:
+                part = min(1.0, (own + claim.tokens) * flow.weight / claim.weight / flow.backlog)
+                tokens += part * flow.backlog
+                requests += part * len(flow.entries)
+        return tokens, requests
+
+    def _flow(self, claim: Claim) -> _Flow:
+        flow = self._flows.get(claim.tenant)
+        if flow is None:
+            flow = self._flows[claim.tenant] = _Flow(self._virtual - CREDIT, claim.weight)
+        flow.weight = claim.weight
+        return flow
+
+    def _forget_idle(self) -> None:
+        idle = [name for name, flow in self._flows.items() if not flow.entries and flow.start <= self._virtual - CREDIT]
+        for name in idle:
+            del self._flows[name]

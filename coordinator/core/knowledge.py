@@ -1,0 +1,99 @@
+"""What the coordinator has learned of its nodes and their work, and what follows from it for the next placement: one
+object, so that the request table and the reports that feed it need to know one."""
+
+from baton.block_hash import root_hash
+from baton.hash_chain import HashChain
+from baton.pb.cluster_pb2 import NodeStats
+from baton.pb.common_pb2 import HandoffReport
+from baton.types import Incarnation, Request
+from coordinator.core.cost_model import CostModel, StepsSeen
+from coordinator.core.mean_error import MeanError
+from coordinator.core.messages import CacheEvents, CacheSnapshot
+from coordinator.core.names import PromptNames
+from coordinator.core.output_length import OutputLengths
+from coordinator.core.prediction import Prediction
+from coordinator.core.prefix_directory import PrefixDirectory
+from coordinator.core.registry import Node, Registry
+
+
+class Knowledge:
+    def __init__(self, registry: Registry) -> None:
+        self.costs = CostModel()
+        self.lengths = OutputLengths()
+        self.directory = PrefixDirectory()
+        self._registry = registry
+        self._first_token = MeanError()
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Mean relative errors of predictions, by what was predicted."""
+        others = {"first_token": self._first_token, "output_tokens": self.lengths.error}
+        return self.costs.errors | {name: error.value for name, error in others.items() if error.count}
+
+    def joined(self, node: Node) -> None:
+        self.directory.join(node.incarnation, node.info.num_blocks)
+
+    def left(self, node: Incarnation) -> None:
+        self.directory.leave(node)
+
+    # what is known of a prompt
+
+    def names_of(self, request: Request) -> PromptNames:
+        """Only while nodes are here."""
+        info = next(iter(self._registry.nodes.values())).info
+        root = root_hash(info.digest, info.layout, request.cache_salt)
+        return PromptNames(HashChain(root, request.prompt, info.layout.block_size))
+
+    def held(self, names: PromptNames) -> dict[Incarnation, int]:
+        """Tokens of the prompt that each node's cache seems to have."""
+        found = self.directory.match(names)
+        return {node: blocks * names.block_size for node, blocks in found.items()}
+
+    def output_of(self, request: Request) -> float:
+        """Tokens that its answer is expected to have."""
+        return self.lengths.expect(request.standing.tenant, request.sampling.max_tokens)
+
+    # what came of it
+
+    def answered(self, request: Request, tokens: int) -> None:
+        """It ended well."""
+        self.lengths.took(request.standing.tenant, request.sampling.max_tokens, tokens)
+
+    def first_token(self, prediction: Prediction, seconds: float) -> None:
+        """`seconds` after it was placed."""
+        self._first_token.add(prediction.queue + prediction.prefill + prediction.transfer, seconds)
+
+    # what nodes report
+
+    def cache_events(self, node: Incarnation, message: CacheEvents, now: float) -> bool:
+        """Whether the node is to be asked for a snapshot."""
+        return self.directory.events(node, message.sequence, message.inserted, message.evicted, now)
+
+    def cache_snapshot(self, node: Incarnation, message: CacheSnapshot) -> None:
+        self.directory.snapshot(node, message.sequence, message.names)
+
+    def steps(self, node: Node, before: NodeStats | None, after: NodeStats) -> None:
+        """Between two heartbeats, or from the node's start to the first."""
+        before = before or NodeStats()
+        count = after.decode_steps - before.decode_steps
+        if count <= 0:
+            return
+        seen = StepsSeen(
+            seconds=(after.decode_step_seconds - before.decode_step_seconds) / count,
+            sequences=(after.decode_step_sequences - before.decode_step_sequences) / count,
+            resident=(after.decode_step_tokens - before.decode_step_tokens) / count,
+        )
+        if seen.sequences > 0 and seen.resident >= 0:
+            self.costs.steps_took(node.info.name, seen)
+
+    def computed(self, node: Incarnation | None, new: int, cached: int, seconds: float) -> None:
+        """A prompt, or the part of one that was not cached."""
+        found = self._registry.nodes.get(node) if node else None
+        if found is not None:
+            self.costs.prefill_took(found.info.name, new, cached, seconds)
+
+    def handed_off(self, writer: Incarnation | None, decode: Incarnation | None, report: HandoffReport) -> None:
+        nodes = self._registry.nodes
+        if writer in nodes and decode in nodes and report.bytes:
+            seconds = report.exposed_seconds + report.commit_seconds
+            self.costs.transfer_took(nodes[writer].info.name, nodes[decode].info.name, report.bytes, seconds)

@@ -1,0 +1,136 @@
+"""Which node's cache has which block, as far as the nodes have told: a hint that may be stale and is never trusted.
+
+A node looks into its own index before it uses anything, so a block that is missing costs a computation and nothing
+else. Names are the first 8 bytes of BlockHashes, which name a whole prefix each. For every name there is one integer,
+a bit for each node that has it; so a prompt is looked up for all nodes at once, block by block, until the last of them
+has dropped out. An event costs O(1) a name, a look-up O(blocks found + nodes), whatever the size of the directory.
+
+Events of a node are numbered. When one is missing, what is known of the node is kept (stale, as it may be), events are
+left aside, and the caller is told to ask for a snapshot; it is told again if none has come after `PATIENCE`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from baton.types import Incarnation
+
+PATIENCE = 1.0  # seconds
+
+
+@dataclass(slots=True)
+class _Cache:
+    """What one node has told. `last` is the number of its last event; `asked_at`: a snapshot is being waited for."""
+
+    slot: int
+    capacity: int
+    names: set[int] = field(default_factory=set)
+    last: int = 0
+    in_step: bool = False  # nothing counts before the first snapshot
+    asked_at: float | None = None
+
+
+class PrefixDirectory:
+    def __init__(self) -> None:
+        self.resyncs = 0  # snapshots that were asked for
+        self._holders: dict[int, int] = {}  # name -> a bit for each node, by slot
+        self._caches: dict[Incarnation, _Cache] = {}
+        self._by_slot: list[Incarnation | None] = []
+        self._all = 0  # the bits of all nodes
+
+    def __len__(self) -> int:
+        """Different blocks."""
+        return len(self._holders)
+
+    def blocks_of(self, node: Incarnation) -> frozenset[int]:
+        return frozenset(self._caches[node].names)
+
+    def join(self, node: Incarnation, capacity: int) -> None:
+        """`capacity` in blocks: more than so many are not believed."""
+        slot = self._by_slot.index(None) if None in self._by_slot else len(self._by_slot)
+        self._by_slot[slot : slot + 1] = [node]
+        self._caches[node] = _Cache(slot, capacity)
+        self._all |= 1 << slot
+
+    def leave(self, node: Incarnation) -> None:
+        cache = self._caches.pop(node, None)
+        if cache is not None:
+            self._evict(cache, cache.names)
+            self._by_slot[cache.slot] = None
+            self._all &= ~(1 << cache.slot)
+
+    def events(
+        self, node: Incarnation, sequence: int, inserted: Iterable[int], evicted: Iterable[int], now: float
+    ) -> bool:
+        """Whether to ask the node for a snapshot. Of names that stand in both, the insertion counts."""
+        cache = self._caches[node]
+        if sequence <= cache.last and cache.in_step:  # again
+            return False
+        if not cache.in_step or sequence != cache.last + 1:
+            cache.in_step = False
+            return self._is_to_ask(cache, now)
+        cache.last = sequence
+        self._evict(cache, cache.names.intersection(evicted))
+        self._insert(cache, inserted)
+        return False
+
+    def snapshot(self, node: Incarnation, sequence: int, names: Iterable[int]) -> None:
+        """All that the node has; late ones are dropped."""
+        cache = self._caches[node]
+        if sequence <= cache.last:
+            return
+        cache.last, cache.in_step, cache.asked_at = sequence, True, None
+        self._evict(cache, cache.names)
+        cache.names = set()
+        self._insert(cache, names)
+
+    def match(self, names: Iterable[int]) -> dict[Incarnation, int]:
+        """How many of `names`, the blocks of a prompt in order, each node has, from the first one on without a gap.
+        Nodes that lack the first are left out. `names` is read no further than somebody has it."""
+        found: dict[Incarnation, int] = {}
+        depth, holders, have = 0, self._holders, self._all
+        for name in names:
+            still = have & holders.get(name, 0)
+            if depth and still != have:
+                self._add(found, have & ~still, depth)
+            have = still
+            if not have:
+                return found
+            depth += 1
+        if depth:
+            self._add(found, have, depth)
+        return found
+
+    def _add(self, found: dict[Incarnation, int], bits: int, depth: int) -> None:
+        while bits:
+            lowest = bits & -bits
+            node = self._by_slot[lowest.bit_length() - 1]
+            if node is not None:
+                found[node] = depth
+            bits ^= lowest
+
+    def _insert(self, cache: _Cache, names: Iterable[int]) -> None:
+        bit, holders, mine = 1 << cache.slot, self._holders, cache.names
+        for name in names:
+            if len(mine) >= cache.capacity:
+                return
+            mine.add(name)
+            holders[name] = holders.get(name, 0) | bit
+
+    def _evict(self, cache: _Cache, names: Iterable[int]) -> None:
+        """`names` are the node's; a set of its own, or `cache.names` when that is given up."""
+        bit, holders = 1 << cache.slot, self._holders
+        for name in names:
+            left = holders[name] & ~bit
+            if left:
+                holders[name] = left
+            else:
+                del holders[name]
+        if names is not cache.names:
+            cache.names.difference_update(names)
+
+    def _is_to_ask(self, cache: _Cache, now: float) -> bool:
+        if cache.asked_at is not None and now - cache.asked_at < PATIENCE:
+            return False
+        cache.asked_at = now
+        self.resyncs += 1
+        return True

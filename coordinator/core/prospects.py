@@ -1,0 +1,45 @@
+"""What a request that comes now may expect of the nodes, by the cost model and the books: asked before anything is
+spent on it."""
+
+from baton.errors import DeadlineExceeded
+from baton.types import Role
+from coordinator.core.cost_model import CostModel
+from coordinator.core.loads import Loads
+from coordinator.core.registry import Node, Registry
+
+_MARGIN = 0.5  # of the fastest prediction: who is near the edge is given the chance
+
+
+class Prospects:
+    def __init__(self, registry: Registry, loads: Loads, costs: CostModel) -> None:
+        self._registry = registry
+        self._loads = loads
+        self._costs = costs
+
+    def computing(self, tokens: int) -> float:
+        """Seconds that a prompt of so many tokens takes by itself, none of it cached."""
+        return self._costs.fleet.prefill(tokens, 0)
+
+    def node_wait(self, now: float) -> float:
+        """Seconds until the first of the nodes that compute prompts will have computed what it holds."""
+        return min((self._loads.view(node).wait(now) for node in self._that_compute()), default=0.0)
+
+    def decode_full(self, blocks: int = 0) -> bool:
+        """Does every decode node serve as many as it can, or have no room for so many blocks more?"""
+        decode = (self._loads.view(node) for node in self._registry.in_service() if node.info.role is Role.DECODE)
+        return all(view.attempts >= view.max_num_seqs or view.room < blocks for view in decode)
+
+    def too_late(self, tokens: int, held: int, left: float) -> DeadlineExceeded | None:
+        """Why a context that was not placed yet, of which a cache seems to have `held`, cannot be computed in the
+        seconds that are left to its deadline, if so."""
+        least = _MARGIN * self._costs.least_prefill(tokens - held, held)
+        if least < left:
+            return None
+        return DeadlineExceeded(
+            f"{left:.3g} s are left to the deadline of a prompt of {tokens} tokens, which takes {least:.3g} s at least"
+        )
+
+    def _that_compute(self) -> list[Node]:
+        """Prefill nodes; where there are none, decode nodes."""
+        serving = self._registry.in_service()
+        return [node for node in serving if node.info.role is Role.PREFILL] or serving

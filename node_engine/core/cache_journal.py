@@ -1,0 +1,73 @@
+"""What the prefix index has gained and lost since the coordinator was last told.
+
+The coordinator keeps a directory of who holds what (coordinator/core/prefix_directory.py), and this is its source. A
+change and its opposite cancel each other out before anybody hears of them, so what is pending is never more than the
+blocks there are, twice. Messages are numbered from 1 for each incarnation, and the first is a snapshot. They are a
+hint: the node itself looks into its index before it uses anything.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from baton.block_hash import BlockHash, short_name
+
+INTERVAL = 0.05  # seconds between messages of a node at work
+MAX_NAMES = 32768  # in one message: 256 KiB
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChange:
+    """One message. `fresh`: what was told before is void."""
+
+    sequence: int
+    inserted: tuple[int, ...]
+    evicted: tuple[int, ...]
+    fresh: bool
+
+
+class CacheJournal:
+    def __init__(self) -> None:
+        self._pending: dict[int, bool] = {}  # True: gained, False: lost; in order
+        self._sequence = 0
+        self._told_at: float | None = None
+
+    def gained(self, name: BlockHash) -> None:
+        self._note(short_name(name), present=True)
+
+    def lost(self, name: BlockHash) -> None:
+        self._note(short_name(name), present=False)
+
+    def is_due(self, now: float) -> bool:
+        """Is there something to tell, and has enough time passed?"""
+        return bool(self._pending) and (self._told_at is None or now - self._told_at >= INTERVAL)
+
+    def take(self, now: float) -> Iterator[CacheChange]:
+        """Everything that is pending, in messages of bounded size."""
+        changes, self._pending, self._told_at = self._pending, {}, now
+        names = list(changes)
+        for start in range(0, len(names), MAX_NAMES):
+            part = names[start : start + MAX_NAMES]
+            inserted = tuple(name for name in part if changes[name])
+            evicted = tuple(name for name in part if not changes[name])
+            yield self._numbered(inserted, evicted, fresh=False)
+
+    def take_snapshot(self, names: Iterable[BlockHash], now: float) -> Iterator[CacheChange]:
+        """`names` is all there is; what is pending is in it."""
+        self._pending, self._told_at = {}, now
+        every = [short_name(name) for name in names]
+        for start in range(0, max(1, len(every)), MAX_NAMES):
+            yield self._numbered(tuple(every[start : start + MAX_NAMES]), (), fresh=start == 0)
+
+    def restart(self) -> None:
+        """For a new incarnation, which begins with a snapshot."""
+        self._sequence = 0
+
+    def _note(self, name: int, *, present: bool) -> None:
+        if self._pending.get(name) is (not present):
+            del self._pending[name]
+        else:
+            self._pending[name] = present
+
+    def _numbered(self, inserted: tuple[int, ...], evicted: tuple[int, ...], *, fresh: bool) -> CacheChange:
+        self._sequence += 1
+        return CacheChange(self._sequence, inserted, evicted, fresh)

@@ -1,0 +1,38 @@
+"""Where the device's time went: seconds per phase and tenant class, which add up to the time that it was busy.
+
+A step's time is divided by its tokens. That is what a token costs when a step is bound by arithmetic; for a step bound
+by memory it charges prompts, which come many at a time, more than they add to it.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+
+from node_engine.core.sequence import Sequence
+from node_engine.core.step import SequenceId, StepBatch
+
+
+class DeviceTime:
+    def __init__(self) -> None:
+        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)  # phase, class
+        self.busy = 0.0
+
+    def add(self, batch: StepBatch, sequence_of: Callable[[SequenceId], Sequence], seconds: float) -> None:
+        """A step took `seconds`, whether it succeeded or not. Computing a context is prefill, and is charged to
+        whoever made it necessary."""
+        self.busy += seconds
+        for piece in batch.slices:
+            sequence = sequence_of(piece.sequence)
+            share = seconds * len(piece.tokens) / batch.num_tokens
+            own = sequence.tenant_class
+            if piece.start < sequence.context_len:
+                self._seconds["prefill", sequence.work.prefill_payer or own] += share
+            else:
+                self._seconds["decode", own] += share
+
+    def counters(self) -> dict[str, float]:
+        """As a node reports them."""
+        found = {
+            f'baton_device_seconds_total{{phase="{phase}",class="{tenant_class}"}}': seconds
+            for (phase, tenant_class), seconds in self._seconds.items()
+        }
+        return found | {"baton_device_busy_seconds_total": self.busy}

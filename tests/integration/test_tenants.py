@@ -1,0 +1,122 @@
+"""Tenants on real processes: who is let in, who goes first, what is kept apart, and how the file is read again."""
+
+import asyncio
+import signal
+import statistics
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from coordinator.core.tenants import hash_key
+from tests.cluster import Cluster
+
+FILE = """
+[[tenants]]
+name = "gold"
+class = "premium"
+keys = ["sha256:{gold}"]
+
+[[tenants]]
+name = "bulk"
+class = "standard"
+keys = ["sha256:{bulk}"]
+"""
+MORE = """
+[[tenants]]
+name = "late"
+keys = ["sha256:{late}"]
+requests_per_second = 0.01
+"""
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(
+        text.format(**{name: hash_key(f"key-of-{name}".encode()).hex() for name in ("gold", "bulk", "late")})
+    )
+
+
+def key(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer key-of-{name}"}
+
+
+async def test_classes_shares_and_salts(tmp_path: Path) -> None:
+    tenants = tmp_path / "tenants.toml"
+    write(tenants, FILE)
+    settings: dict[str, Any] = {"tenants": str(tenants), "max_num_seqs": 4, "max_queue": 32, "paced_step_ms": 10.0}
+    async with Cluster(tmp_path, engine="paced", model="", **settings) as cluster:
+        async with httpx.AsyncClient(base_url=cluster.http, timeout=60) as client:
+
+            async def ask(name: str, prompt: list[int], max_tokens: int = 8) -> httpx.Response:
+                body = {"prompt": prompt, "max_tokens": max_tokens}
+                return await client.post("/v1/completions", json=body, headers=key(name))
+
+            assert (await client.post("/v1/completions", json={"prompt": [1]})).status_code == 401
+            assert (await ask("late", [1, 2])).status_code == 401
+
+            # equal prompts of two tenants share nothing, those of one do
+            prompt = list(range(1, 65))
+            cached = [
+                (await ask(name, prompt)).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+                for name in ("gold", "bulk", "gold")
+            ]
+            assert cached[:2] == [0, 0]
+            assert cached[2] > 0
+
+            # a crowd of one class; the other one passes it, and takes no place from it
+            order: list[str] = []
+
+            async def run(name: str, number: int) -> int:
+                answer = await ask(name, [number] * 40, 16)
+                if answer.status_code == 200:
+                    order.append(name)
+                return answer.status_code
+
+            crowd = [asyncio.create_task(run("bulk", 100 + number)) for number in range(60)]
+            while cluster_queue(await metrics(cluster)) < 8:
+                await asyncio.sleep(0.02)
+            first = await asyncio.gather(*(run("gold", 300 + number) for number in range(4)))
+            assert first == [200] * 4
+            ended = Counter(await asyncio.gather(*crowd))
+            assert set(ended) == {200, 429}
+            places = {name: [place for place, each in enumerate(order) if each == name] for name in ("gold", "bulk")}
+            assert statistics.median(places["gold"]) < statistics.median(places["bulk"])
+
+            seen = await metrics(cluster)
+            assert 'baton_requests_total{class="premium",outcome="length"}' in seen
+            assert f'baton_rejected_total{{class="standard",reason="overloaded"}} {ended[429]}.0' in seen
+            seconds = figures(seen, "baton_device_seconds_total")
+            busy = sum(figures(seen, "baton_device_busy_seconds_total"))
+            assert busy > 0
+            assert abs(sum(seconds) - busy) <= 0.02 * busy
+
+            # read again, a good file and a bad one
+            write(tenants, FILE + MORE)
+            cluster.signal("coordinator", signal.SIGHUP)
+            while (await ask("late", [1, 2])).status_code == 401:
+                await asyncio.sleep(0.02)
+            limited = await ask("late", [1, 2])
+            assert limited.status_code == 429
+            assert int(limited.headers["retry-after"]) >= 1
+            tenants.write_text("tenants = 5")
+            cluster.signal("coordinator", signal.SIGHUP)
+            while "tenants not reloaded" not in cluster.tail("coordinator"):
+                await asyncio.sleep(0.02)
+            assert (await ask("gold", [1, 2])).status_code == 200
+            await cluster.wait_quiet()
+    cluster.assert_clean()
+
+
+async def metrics(cluster: Cluster) -> str:
+    async with httpx.AsyncClient() as client:
+        return (await client.get(f"{cluster.admin}/metrics")).text
+
+
+def figures(text: str, name: str) -> list[float]:
+    return [float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name + "{")]
+
+
+def cluster_queue(text: str) -> float:
+    line = next(line for line in text.splitlines() if line.startswith('baton_queue_depth{role="coordinator"}'))
+    return float(line.rpartition(" ")[2])

@@ -1,0 +1,217 @@
+"""Overload and fairness, on the virtual clock. A node here serves about 25 requests of 64 + 16 tokens a second."""
+
+from collections.abc import Callable
+
+import pytest
+
+from coordinator.core.tenants import Tenant, Tenants, salt_of
+from node_engine.paced import PacedCosts
+from tests.virtual_cluster import Served, VirtualCluster, percentile
+
+SLOW = PacedCosts(prefill_per_token=400.0, decode_base=4000.0, decode_per_sequence=500.0)
+SHAPE = {"prompt": 64, "output": 16}
+
+
+def tenants(reserve: float = 0.3, max_wait: float | None = None, **classes: str) -> Tenants:
+    made = {name: Tenant(name, tenant_class, salt=salt_of(name)) for name, tenant_class in classes.items()}
+    waits = {} if max_wait is None else dict.fromkeys(("premium", "standard", "batch"), max_wait)
+    return Tenants(("premium", "standard", "batch"), made, (), reserve, waits)
+
+
+def cluster(known: Tenants | None = None, **settings: object) -> VirtualCluster:
+    return VirtualCluster(tenants=known, max_num_seqs=16, costs=SLOW, **settings)  # type: ignore[arg-type]
+
+
+def rate_of(world: VirtualCluster, since: float, until: float) -> float:
+    done = [each for each in world.served.values() if each.done and each.ended and since <= each.ended < until]
+    return len(done) / (until - since)
+
+
+@pytest.fixture(scope="module")
+def capacity() -> float:
+    """Requests a second that a saturated node ends."""
+    world = cluster(max_queue=64)
+    world.load(100.0, 20.0, **SHAPE)
+    world.run(20.0)
+    return rate_of(world, 5.0, 20.0)
+
+
+@pytest.mark.parametrize("retries", [False, True])
+def test_five_times_the_load(capacity: float, retries: bool) -> None:
+    world = cluster(max_queue=64)
+    if retries:
+        world.on_end = again(world)
+    world.load(5 * capacity, 20.0, **SHAPE)
+    world.run(20.0)
+    assert rate_of(world, 5.0, 20.0) >= 0.9 * capacity
+    assert world.most_waiting <= 64, "what waits is bounded"
+    assert all(each.error is not None and each.error.retry_after for each in world.refused)
+    world.on_end = lambda _: None
+    world.run(30.0)
+    assert world.brain.queued == world.brain.running == 0, "it has recovered"
+    late = world.ask(**SHAPE)
+    world.run(31.0)
+    assert late.ttft < 0.2
+
+
+def again(world: VirtualCluster) -> Callable[[Served], None]:
+    """Clients that come back when they are told to, a little later, five times."""
+    tries: dict[float, int] = {}
+
+    def ended(served: Served) -> None:
+        if served.error is not None and served.error.retry_after and tries.get(served.arrived, 0) < 5:
+            delay = served.error.retry_after * (1 + world.random.random())
+            when = world.now + delay
+            tries[when] = tries.get(served.arrived, 0) + 1
+            world.at(when, lambda: world.ask(served.tenant, **SHAPE))
+
+    return ended
+
+
+def test_clients_that_retry_without_waiting_do_not_bring_it_down(capacity: float) -> None:
+    world = cluster(max_queue=32)
+
+    def at_once(served: Served) -> None:
+        if served.error is not None and world.now < 15.0:
+            world.at(world.now + 0.25, lambda: world.ask(**SHAPE))
+
+    world.on_end = at_once
+    world.load(3 * capacity, 5.0, **SHAPE)
+    world.run(15.0)
+    assert rate_of(world, 3.0, 15.0) >= 0.9 * capacity
+    world.run(25.0)
+    assert world.brain.queued == world.brain.running == 0
+
+
+def test_a_thousand_at_once(capacity: float) -> None:
+    world = cluster(max_queue=1024)
+    asked = [world.ask(**SHAPE) for _ in range(1000)]
+    world.run(2 * 1000 / capacity)
+    assert all(each.done for each in asked)
+    assert max(each.ended or 0.0 for each in asked) <= 1.15 * 1000 / capacity
+    assert world.longest_silence < 1.0
+
+
+def test_one_huge_request_among_small_ones(capacity: float) -> None:
+    world = cluster(blocks=128)
+    world.load(0.7 * capacity, 40.0, **SHAPE)
+    huge: list[Served] = []
+    world.at(5.0, lambda: huge.append(world.ask(prompt=1600, output=16)))
+    world.run(60.0)
+    assert huge[0].done
+    assert huge[0].ttft < 20.0, "small ones do not starve it"
+    assert len(world.done()) == len(world.served)
+    assert world.longest_silence < 5.0
+
+
+def test_short_prompts_pass_a_long_one() -> None:
+    def shorts(*, behind: bool) -> tuple[list[float], Served | None]:
+        world = VirtualCluster(max_num_seqs=64, costs=SLOW)
+        long = world.ask(prompt=1600, output=4) if behind else None
+        asked = [world.ask(prompt=32, output=4) for _ in range(50)]
+        world.run(60.0)
+        return [each.ttft for each in asked], long
+
+    alone, _ = shorts(behind=False)
+    passed, long = shorts(behind=True)
+    assert percentile(passed, 0.95) <= 2 * percentile(alone, 0.95)
+    assert long is not None
+    assert long.done
+
+
+def test_a_long_prompt_is_not_starved_by_short_ones(capacity: float) -> None:
+    world = cluster()
+    world.load(2 * capacity, 30.0, prompt=32, output=4)
+    long: list[Served] = []
+    world.at(1.0, lambda: long.append(world.ask(prompt=1600, output=4)))
+    world.run(30.0)
+    assert long[0].done
+    alone = 1600 * SLOW.prefill_per_token * 1e-6
+    assert long[0].ttft <= 10 * alone
+
+
+def test_premium_keeps_its_latency_while_standard_offers_three_times_the_capacity(capacity: float) -> None:
+    known = tenants(gold="premium", bulk="standard")
+    alone = cluster(known)
+    alone.load(0.2 * capacity, 30.0, tenant="gold", **SHAPE)
+    alone.run(35.0)
+    world = cluster(known, max_queue=64)
+    world.load(0.2 * capacity, 30.0, tenant="gold", **SHAPE)
+    world.load(3 * capacity, 30.0, tenant="bulk", **SHAPE)
+    world.run(35.0)
+    slo = percentile([each.ttft for each in alone.done("gold")], 0.95) + 0.5
+    assert not [each for each in world.refused if each.tenant == "gold"]
+    assert percentile([each.ttft for each in world.done("gold")], 0.95) <= slo
+    assert rate_of(world, 5.0, 30.0) >= 0.85 * capacity, "and standard has the rest"
+
+
+@pytest.mark.parametrize(("limited", "most"), [(True, 1.1), (False, 2.5)])
+def test_one_tenant_at_ten_times_its_share_costs_the_others_little(capacity: float, limited: bool, most: float) -> None:
+    """Its share is a limit of its own, or follows from weights alone: then it takes whatever the others leave, and they
+    wait for a place where there was one free before."""
+    limit = {"requests_per_second": capacity / 5, "request_burst": 2.0} if limited else {}
+    made = {name: Tenant(name, "standard", salt=salt_of(name), **limit) for name in ("a", "b", "c", "greedy")}
+    known = Tenants(("premium", "standard"), made)
+
+    def p95(greed: float) -> float:
+        world = VirtualCluster(tenants=known, max_num_seqs=16, max_batched_tokens=128, max_queue=256, costs=SLOW)
+        for name in ("a", "b", "c"):
+            world.load(capacity / 8, 40.0, tenant=name, vary=True, **SHAPE)
+        world.load(greed * capacity / 5, 40.0, tenant="greedy", vary=True, **SHAPE)
+        world.run(45.0)
+        if not limited:
+            assert not [each for each in world.refused if each.tenant != "greedy"]
+        return percentile([each.ttft for each in world.done(since=5.0) if each.tenant != "greedy"], 0.95)
+
+    fair, greedy = p95(1.0), p95(10.0)
+    assert greedy <= most * fair, f"{greedy} against {fair}"
+
+
+def test_shares_follow_weights(capacity: float) -> None:
+    made = {name: Tenant(name, "standard", weight) for name, weight in (("one", 1.0), ("three", 3.0))}
+    world = cluster(Tenants(("premium", "standard"), made), max_queue=512)
+    for name in made:
+        world.load(3 * capacity, 30.0, tenant=name, **SHAPE)
+    world.run(30.0)
+    three, one = (sum(5.0 < (each.ended or 0.0) for each in world.done(name)) for name in ("three", "one"))
+    ratio = three / one
+    assert 2.4 <= ratio <= 3.6
+
+
+def test_device_seconds_add_up_and_recomputing_is_charged_to_who_caused_it(capacity: float) -> None:
+    world = cluster(tenants(gold="premium", bulk="standard", reserve=0.0), blocks=96)
+    world.load(0.6 * capacity, 30.0, tenant="bulk", prompt=64, output=128)
+    world.load(0.2 * capacity, 30.0, start=3.0, tenant="gold", prompt=64, output=128)
+    world.run(60.0)
+    seconds = world.device_seconds()
+    busy = seconds.pop("baton_device_busy_seconds_total")
+    assert sum(seconds.values()) == pytest.approx(busy, rel=0.001)
+    assert {name.partition("{")[2] for name in seconds} == {
+        f'phase="{phase}",class="{tenant_class}"}}'
+        for phase in ("prefill", "decode")
+        for tenant_class in ("premium", "standard")
+    }
+    assert world.brain.counters.replaced["preempted"] > 0
+    once = sum(each.prompt for each in world.served.values() if each.tenant == "gold" and each.first is not None)
+    assert seconds['baton_device_seconds_total{phase="prefill",class="premium"}'] > 0
+    assert once > 0
+
+
+def test_work_that_cannot_meet_its_deadline_is_not_begun(capacity: float) -> None:
+    world = cluster()
+    world.load(0.5 * capacity, 5.0, **SHAPE)
+    world.run(10.0)
+    hopeless = world.ask(prompt=1600, output=4, timeout=0.05)
+    world.run(11.0)
+    assert hopeless.error is not None
+    assert hopeless.error.code == "deadline_exceeded"
+    assert hopeless.ended == hopeless.arrived
+
+
+def test_the_predicted_wait_turns_requests_away(capacity: float) -> None:
+    world = cluster(tenants(bulk="standard", max_wait=1.0), max_queue=1024)
+    world.load(3 * capacity, 30.0, tenant="bulk", **SHAPE)
+    world.run(40.0)
+    settled = [each.ttft for each in world.done(since=8.0)]
+    assert percentile(settled, 0.95) <= 2.0
+    assert rate_of(world, 5.0, 30.0) >= 0.9 * capacity

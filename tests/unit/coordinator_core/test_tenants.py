@@ -1,0 +1,322 @@
+"""Tenants, their limits, the fair order and who is let in."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.errors import DeadlineExceeded, Overloaded, Preempted
+from baton.types import NodeName, Request, RequestId, SamplingParams, Standing
+from coordinator.core import messages as m
+from coordinator.core.admission import Admission
+from coordinator.core.cost_model import CostModel
+from coordinator.core.drain_rate import Ahead, DrainRate
+from coordinator.core.fair_order import CREDIT, Claim, FairOrder
+from coordinator.core.loads import Loads
+from coordinator.core.prospects import Prospects
+from coordinator.core.queue import WaitingQueue, due
+from coordinator.core.registry import Registry
+from coordinator.core.tenants import Tenant, Tenants, hash_key, salt_of
+from coordinator.core.token_bucket import TokenBucket
+from tests.unit.coordinator_core.world import DECODE, PREFILL, World
+
+CLASSES = ("premium", "standard", "batch")
+GOLD, BULK = Standing("gold", "premium", 0), Standing("bulk", "standard", 1)
+
+
+def known(*made: Tenant, reserve: float = 0.0, **waits: float) -> Tenants:
+    keys = tuple((hash_key(f"key of {one.name}".encode()), one.name) for one in made)
+    return Tenants(CLASSES, {one.name: one for one in made}, keys, reserve, waits)
+
+
+class Idle:
+    """Nodes that have nothing to do and compute at once."""
+
+    seconds = wait = 0.0
+
+    def computing(self, tokens: int) -> float:
+        return self.seconds
+
+    def node_wait(self, now: float) -> float:
+        return self.wait
+
+    def decode_full(self) -> bool:
+        return False
+
+
+class Busy(Idle):
+    seconds, wait = 1.0, 2.0
+
+
+def name(number: int) -> RequestId:
+    return RequestId(f"r{number}")
+
+
+# who they are
+
+
+def test_a_key_is_found_and_no_other() -> None:
+    tenants = known(Tenant("a", "standard"), Tenant("b", "batch"))
+    found = tenants.find(b"key of b")
+    assert found is not None
+    assert found.name == "b"
+    assert tenants.find(b"key of c") is None
+    assert Tenants().find(b"") is None
+
+
+@pytest.mark.parametrize(
+    ("tenant_class", "priority", "level"),
+    [("premium", 0, 0), ("premium", 2, 2), ("standard", 0, 1), ("standard", -5, 1), ("batch", 0, 2), ("batch", 99, 2)],
+)
+def test_priority_is_capped_by_the_class(tenant_class: str, priority: int, level: int) -> None:
+    standing = known().standing(Tenant("t", tenant_class), priority)
+    assert (standing.level, standing.tenant_class) == (level, CLASSES[level])
+
+
+def test_without_a_file_priority_changes_nothing() -> None:
+    assert Tenants().standing(Tenant(), 7) == Standing()
+
+
+def test_salts_differ_by_tenant() -> None:
+    assert len({salt_of("a"), salt_of("b"), b""}) == 3
+
+
+# limits
+
+
+@given(
+    asks=st.lists(st.tuples(st.floats(0, 2), st.floats(0.1, 30)), max_size=60),
+    rate=st.floats(0.5, 20),
+    burst=st.floats(1, 50),
+)
+def test_a_bucket_lets_in_its_rate_and_one_burst(asks: list[tuple[float, float]], rate: float, burst: float) -> None:
+    bucket, now, paid = TokenBucket.full(rate, burst, 0.0), 0.0, 0.0
+    for passed, amount in asks:
+        now += passed
+        if bucket.wait(now) == 0.0:
+            assert paid < burst + rate * now + 1e-6, "nothing is let in on credit"
+            bucket.pay(amount, now)
+            paid += amount
+        else:
+            now += bucket.wait(now) + 1e-6
+            assert bucket.wait(now) == 0.0
+
+
+def test_debts_survive_a_reload() -> None:
+    queue = WaitingQueue()
+    admission = Admission(queue, 10, Idle())
+    admission.reload(known(Tenant("bulk", "standard", tokens_per_second=10, token_burst=10)), 0.0)
+    admission.let_in(request(prompt=100), 0.0)
+    admission.reload(known(Tenant("bulk", "standard", tokens_per_second=20, token_burst=10)), 0.0)
+    with pytest.raises(Overloaded, match="tokens_per_second") as refused:
+        admission.require(BULK, 1, 10, 60.0, 0.0)
+    assert refused.value.retry_after == pytest.approx(91 / 20)
+    admission.require(BULK, 1, 10, 60.0, 4.6)
+    admission.reload(known(Tenant("other", "standard")), 5.0)
+    admission.require(BULK, 1, 10, 60.0, 5.0)
+
+
+def request(prompt: int = 10, standing: Standing = BULK) -> Request:
+    return Request(RequestId("r"), tuple(range(1, prompt + 1)), SamplingParams(4), 60.0, standing=standing)
+
+
+# the order
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2, max_size=4),
+    sizes=st.lists(st.integers(1, 100), min_size=4, max_size=12),
+)
+def test_shares_converge_to_weights(weights: list[float], sizes: list[int]) -> None:
+    order, claims, served, serial = FairOrder(), dict[RequestId, Claim](), Counter[str](), 0
+
+    def more(tenant: int) -> None:
+        nonlocal serial
+        serial += 1
+        claim = Claim(f"t{tenant}", 1, weights[tenant], sizes[serial % len(sizes)])
+        claims[name(serial)] = claim
+        order.push(name(serial), claim)
+
+    for tenant in range(len(weights)):
+        for _ in range(3):
+            more(tenant)
+    for _ in range(600):
+        request = next(iter(order))
+        order.take(request)
+        served[claims[request].tenant] += claims[request].tokens
+        more(int(claims[request].tenant[1:]))
+    shares = [served[f"t{tenant}"] / weight for tenant, weight in enumerate(weights)]
+    bound = max(sizes) * (1 / min(weights) + 1 / max(weights)) * 2
+    assert max(shares) - min(shares) <= bound, "no tenant is ever further ahead than a request"
+
+
+def test_who_was_idle_saves_up_no_more_than_the_credit() -> None:
+    order, tokens = FairOrder(), int(CREDIT) // 4
+    for number in range(40):
+        order.push(name(number), Claim("busy", tokens=tokens))
+    for _ in range(20):
+        order.take(next(iter(order)))
+    for number in range(100, 120):
+        order.push(name(number), Claim("late", tokens=tokens))
+    turns = []
+    for _ in range(14):
+        request = next(iter(order))
+        order.take(request)
+        turns.append(int(request[1:]) >= 100)
+    assert turns[:4] == [True] * 4, "its credit"
+    assert 8 <= turns.count(True) <= 10, "and then turn by turn"
+
+
+@given(st.lists(st.tuples(st.integers(1, 2000), st.floats(0, 1)), min_size=1, max_size=60))
+def test_nobody_is_passed_by_who_comes_after_it_was_due(arrivals: list[tuple[int, float]]) -> None:
+    queue, now, came = WaitingQueue(), 0.0, dict[RequestId, tuple[float, float]]()
+    for number, (tokens, passed) in enumerate(arrivals):
+        now += passed
+        when = due(tokens / 1e4, now, now + 600.0)
+        came[name(number)] = (now, when)
+        queue.push(name(number), Claim(tokens=tokens, due=when, arrived=now))
+    taken: list[RequestId] = []
+    while queue:
+        taken.append(queue.candidates()[0])
+        queue.take(taken[-1], now)
+    for place, first in enumerate(taken):
+        for other in taken[place + 1 :]:
+            assert came[first][0] <= came[other][1], f"{first} came after {other} was due and went first"
+
+
+def test_higher_classes_go_first_and_who_is_placed_again_is_first_of_its_class() -> None:
+    queue = WaitingQueue()
+    for number, level in enumerate((2, 1, 0, 1, 2)):
+        queue.push(name(number), Claim(f"t{level}", level))
+    queue.take(name(3), 1.0)
+    queue.push_front(name(3))
+    assert queue.candidates() == [name(2), name(3), name(1), name(0), name(4)]
+    assert [queue.waiting(level) for level in range(3)] == [1, 3, 5]
+
+
+def test_what_is_ahead_counts_others_by_their_weight() -> None:
+    order = FairOrder()
+    for number in range(10):
+        order.push(name(number), Claim("flood", tokens=100))
+    assert order.ahead(Claim("late", tokens=100)) == (100.0, 1.0)
+    assert order.ahead(Claim("flood", tokens=100)) == (1000.0, 10.0)
+    assert order.ahead(Claim("late", weight=0.1, tokens=100)) == (1000.0, 10.0)
+
+
+# who is let in
+
+
+def test_lower_classes_take_no_place_of_higher_ones_and_no_tenant_takes_all() -> None:
+    queue = WaitingQueue()
+    admission = Admission(queue, 8, Idle())
+    admission.reload(known(Tenant("gold", "premium"), Tenant("bulk", "standard"), Tenant("meek", "standard")), 0.0)
+    for number in range(4):
+        admission.require(BULK, 1, 10, 60.0, 0.0)
+        queue.push(name(number), admission.let_in(request(), 0.0))
+    with pytest.raises(Overloaded, match="its share of the free places is 4"):
+        admission.require(BULK, 1, 10, 60.0, 0.0)
+    admission.require(Standing("meek", "standard", 1), 2, 10, 60.0, 0.0)
+    admission.require(GOLD, 4, 10, 60.0, 0.0)
+
+
+def test_the_wait_is_what_is_ahead_over_what_drains() -> None:
+    rate = DrainRate()
+    assert rate.predict_wait(Ahead(1e9, 1e9, True)) == 0.0
+    rate.backlogged(0.0)
+    for second in range(0, 20):
+        rate.departed(100, second / 2)
+    assert rate.predict_wait(Ahead(1000, 100, False)) == pytest.approx(5.0)
+    assert rate.predict_wait(Ahead(1000, 100, True)) == pytest.approx(50.0)
+    rate.empty()
+    rate.backlogged(1000.0)
+    rate.departed(100, 1000.5)
+    assert rate.predict_wait(Ahead(1000, 100, False)) == pytest.approx(5.0), "idle time says nothing"
+
+
+def test_a_wait_beyond_the_deadline_is_refused_with_the_time_to_come_back() -> None:
+    queue = WaitingQueue()
+    admission = Admission(queue, 1000, Idle())
+    admission.reload(known(Tenant("bulk", "standard"), standard=3.0), 0.0)
+    for number in range(60):
+        queue.push(name(number), Claim("bulk", 1, tokens=100))
+    for number in range(10):
+        queue.take(name(number), (number + 1) / 2)
+    with pytest.raises(Overloaded, match="the limit is 3 s") as refused:
+        admission.require(BULK, 1, 100, 60.0, 5.0)
+    assert refused.value.retry_after == pytest.approx(22.0)
+    admission.require(GOLD, 1, 100, 60.0, 5.0)
+
+
+def test_a_wait_that_leaves_no_time_for_the_prompt_is_refused_and_a_hopeless_prompt_is_not() -> None:
+    admission = Admission(WaitingQueue(), 1000, Busy())
+    admission.require(BULK, 1, 100, 3.1, 0.0)
+    with pytest.raises(Overloaded, match="would wait 2") as refused:
+        admission.require(BULK, 1, 100, 2.9, 0.0)
+    assert refused.value.retry_after == pytest.approx(1.0)
+    admission.require(BULK, 1, 100, 0.9, 0.0)
+
+
+def test_what_cannot_be_served_in_time_is_known() -> None:
+    costs = CostModel()
+    prospects = Prospects(Registry(1.0, 1.0), Loads(), costs)
+    assert prospects.too_late(10_000, 0, 0.001) is None, "nothing is known yet"
+    for _ in range(50):
+        costs.prefill_took(NodeName("p0"), 1000, 0, 1.0)
+    assert isinstance(prospects.too_late(1000, 0, 0.4), DeadlineExceeded)
+    assert prospects.too_late(1000, 0, 0.6) is None
+    assert prospects.too_late(1000, 900, 0.4) is None, "a cache has most of it"
+
+
+# in the brain
+
+
+def test_a_share_of_the_blocks_is_kept_for_the_first_class() -> None:
+    world = World(mode="colocated")
+    tenants = known(Tenant("gold", "premium"), Tenant("bulk", "standard"), reserve=0.5)
+    world.brain.reload_tenants(tenants, world.now)
+    node = world.join("d0", DECODE, max_num_seqs=16)  # 32 blocks
+    for _ in range(5):
+        submit(world, BULK, prompt=64)  # 5 blocks with room to grow
+    assert world.brain.placed_on(node) == 3
+    for _ in range(3):
+        submit(world, GOLD, prompt=64)
+    assert world.brain.placed_on(node) == 6
+    assert world.brain.queued == 2
+
+
+def test_the_class_reaches_the_node_and_whoever_preempts_pays() -> None:
+    world = World(mode="colocated")
+    world.brain.reload_tenants(known(Tenant("bulk", "standard")), world.now)
+    node = world.join("d0", DECODE)
+    request = submit(world, BULK)
+    (first,) = world.sent(node, m.Submit)
+    assert first.work.request.standing == BULK
+    assert first.work.prefill_payer == ""
+    world.token(node, first.work.key, 0)
+    world.say(node, m.AttemptFailed(first.work.key, Preempted("blocks"), "premium"))
+    world.beat(node, room=32)
+    second = world.sent(node, m.Submit)[-1]
+    assert second.work.prefill_payer == "premium"
+    world.token(node, second.work.key, 1)
+    world.cancel(request)
+    assert world.brain.counters.requests == {("cancelled", "standard"): 1}
+    assert world.end(request).tenant_class == "standard"
+
+
+def test_long_prompts_leave_the_window_to_short_ones() -> None:
+    world = World(max_queue=32)
+    prefill = world.join("p0", PREFILL, max_num_seqs=16, num_blocks=64)
+    world.join("d0", DECODE, max_num_seqs=16, num_blocks=64)
+    world.submit(prompt=200)
+    for _ in range(8):
+        world.submit(prompt=16)
+    assert world.brain.placed_on(prefill) == 5, "64 tokens of the long one, and 4 short ones"
+
+
+def submit(world: World, standing: Standing, prompt: int = 20) -> RequestId:
+    arrival = world.arrival(prompt)
+    request = Request(arrival.request.id, arrival.request.prompt, arrival.request.sampling, 60.0, standing=standing)
+    world.effects += world.brain.submit(request, world.now)
+    return request.id
