@@ -69,6 +69,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["round_robin", "least_loaded", "prefix_aware"], _help("How nodes are chosen for a request")
     ] = "prefix_aware"
     explain_keep: Annotated[int, Meta(ge=0, le=1 << 20), _help("Ended requests that `baton explain` knows")] = 4096
+    slo: Annotated[str, _help("What counts as good, for `ratio advise`, `ratio auto` and baton_goodput_ratio")] = (
+        "ttft=500ms,tpot=50ms"
+    )
 
     # where things listen
     host: Annotated[str, _help("Address of the HTTP and gRPC ports")] = "127.0.0.1"

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from baton.clock import Clock
 from baton.pb.cluster_pb2 import Latency, NodeStats
 from baton.types import Role
 from coordinator.core.brain import Brain
@@ -60,7 +61,7 @@ class Metrics:
         )
         self._recent = Recent()
         self._clock = dispatcher.clock
-        self._collector = BrainCollector(dispatcher.brain)
+        self._collector = BrainCollector(dispatcher.brain, dispatcher.clock)
         self.registry.register(self._collector)
         dispatcher.on_end.append(self.observe)
         dispatcher.on_switch.append(self.observe_switch)
@@ -99,8 +100,9 @@ class Metrics:
 
 
 class BrainCollector(Collector):
-    def __init__(self, brain: Brain) -> None:
+    def __init__(self, brain: Brain, clock: Clock) -> None:
         self._brain = brain
+        self._clock = clock
 
     def collect(self) -> Iterator[Metric]:
         own = [*self.own_counters(), *self._gauges()]
@@ -124,6 +126,7 @@ class BrainCollector(Collector):
             _counter("baton_nodes_lost_total", "Nodes given up", ["reason"], counted.nodes_lost),
             _counter("baton_prefix_directory_resyncs_total", "Snapshots asked of nodes", [], {(): resyncs}),
             _counter("baton_role_switches_total", "Changes of role", ["role", "outcome"], self._brain.switches.counts),
+            _counter("baton_ratio_moves_total", "Changes of the ratio by auto", [], {(): self._brain.pilot.moves}),
         ]
 
     def _gauges(self) -> list[Metric]:
@@ -155,7 +158,15 @@ class BrainCollector(Collector):
         target = self._brain.switches.target
         for role in Role if target is not None else ():
             wanted.add_metric([role.value], target.of(role) if target else 0)
-        return [depth, roles, blocks, attempts, errors, directory, running, wanted]
+        return [depth, roles, blocks, attempts, errors, directory, running, wanted, *self._steering()]
+
+    def _steering(self) -> list[Metric]:
+        pilot = self._brain.pilot
+        good = GaugeMetricFamily("baton_goodput_ratio", "Requests of the last minute within the SLO, of all that ended")
+        share = pilot.service(self._clock()).share
+        if share is not None:
+            good.add_metric([], share)
+        return [good, GaugeMetricFamily("baton_ratio_auto", "1 while the ratio is automatic", int(pilot.automatic))]
 
     def _reported(self, taken: set[str]) -> Iterator[Metric]:
         """Nodes' own counters, with the node as a label. One that has a name of ours is put beside it."""

@@ -11,6 +11,7 @@ from baton.errors import (
     InvalidRequest,
     NodeGone,
     NotFound,
+    Overloaded,
     Rejected,
     TooLong,
     Unavailable,
@@ -19,13 +20,15 @@ from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import ExplainResponse
 from baton.pb.common_pb2 import Timeline
 from baton.ratio import Split
+from baton.slo import Slo
 from baton.types import FinishReason, Incarnation, NodeName, Request, RequestId, Standing
 from coordinator.core.counters import INTERNAL, Counters
 from coordinator.core.drains import Service, is_empty
 from coordinator.core.explain import MAX_AGE, explain
 from coordinator.core.identity import JoinInfo
 from coordinator.core.knowledge import Knowledge
-from coordinator.core.messages import Effect, Heartbeat, Lost, NodeInput, PeerGone, Send
+from coordinator.core.messages import Effect, Heartbeat, Lost, NodeInput, PeerGone, Send, Steered
+from coordinator.core.pilot import Pilot
 from coordinator.core.placement import Placement
 from coordinator.core.record import RequestState
 from coordinator.core.registry import Node, Registry
@@ -52,6 +55,7 @@ class Brain:
         self._table = RequestTable(registry, placement, settings)
         self._reports = Reports(registry, self._table)
         self.switches = Switches(registry, self._table, settings.mode, self._drop)
+        self.pilot = Pilot(registry, self.knowledge, self.switches, settings.slo)
         self._draining = False
 
     # inputs
@@ -70,11 +74,17 @@ class Brain:
                 self._require_fit(arrival.request)
         except Rejected as error:
             tenant_class = INTERNAL if internal else arrivals[0].request.standing.tenant_class
-            self.counters.rejected[error.code, tenant_class] += 1
+            self.refuse(error, tenant_class, now)
             raise
         records = [self._table.add(one.request, now, internal=internal, after=one.after) for one in arrivals]
         records[0].others = tuple(record.request.id for record in records[1:])
         return self._effects(now)
+
+    def refuse(self, error: Rejected, tenant_class: str, now: float) -> None:
+        """Count a request that is not let in. What there is no room for is asked for all the same."""
+        self.counters.rejected[error.code, tenant_class] += 1
+        if isinstance(error, Overloaded) and tenant_class != INTERNAL:
+            self.knowledge.workload.refused(now)
 
     def require_admission(self, standing: Standing, count: int, timeout: float, now: float) -> None:
         """Whether `count` requests would be let in, as far as can be said without a look at their prompts: before
@@ -159,9 +169,21 @@ class Brain:
 
     def set_ratio(self, target: Split, patience: float, now: float) -> list[Effect]:
         """Switch nodes in place until they have this ratio, and keep them so. What a node still does `patience` seconds
-        after it was chosen is placed again elsewhere. Raises InvalidRequest, naming the splits that are possible."""
+        after it was chosen is placed again elsewhere. Ends `auto_ratio`. Raises InvalidRequest, naming the splits that
+        are possible."""
         self.switches.aim(target, patience, now)
+        self.pilot.manual()
         return self._effects(now)
+
+    def auto_ratio(self, slo: Slo | None, patience: float, now: float) -> list[Effect]:
+        """Change the ratio so that an objective is kept, the default one if it is None, until `manual_ratio` or
+        `set_ratio`."""
+        self.pilot.auto(slo, patience, now)
+        return self._effects(now)
+
+    def manual_ratio(self) -> None:
+        """Idempotent. Nodes that are on their way go on."""
+        self.pilot.manual()
 
     def tick(self, now: float) -> list[Effect]:
         """Whatever time alone has made due: silent and stuck nodes, deadlines, patience."""
@@ -172,6 +194,9 @@ class Brain:
             if drained is not None:
                 self._table.vacate(drained.incarnation, Drained(f"node {name} is being drained"), now)
         self.switches.due(now)
+        steered = self.pilot.due(now)
+        if steered is not None:
+            self._table.out.append(Steered(steered, self.pilot.reason))
         for request in self._table.timers.due(now):
             self._table.due(request, now)
         return self._effects(now)
@@ -179,7 +204,8 @@ class Brain:
     def next_due(self) -> float | None:
         """When `tick` is to be called next if nothing else happens."""
         drains = self.registry.drains.next()
-        times = (self._table.timers.next(), self.registry.next_silence(), drains, self.switches.next())
+        changes = (drains, self.switches.next(), self.pilot.next())
+        times = (self._table.timers.next(), self.registry.next_silence(), *changes)
         return min((time for time in times if time is not None), default=None)
 
     # views

@@ -1,12 +1,12 @@
 """What a split of the nodes would make of a workload: time to first token, time per output token, goodput.
 
-Prefill nodes are the places of one queue (`queueing`); a prompt takes as long as the cost model says. A decode node of
-batch n makes a step in `fixed + each n` seconds, and by Little's law holds as many sequences as come while one is there:
+Prefill nodes are the places of one queue (`queueing`); a prompt takes as long as the cost model says. A decode node
+with a batch of n makes a step in `fixed + each n` seconds. By Little's law the batch is what comes while one is there:
 
     n = rate / nodes  output (fixed + each (n + 1 / nodes))
 
-in its batch, which placement keeps equal; in their places are also those whose prompts are being computed. The variance
-of the batch is that of a linear noise approximation around n (van Kampen, "Stochastic Processes in Physics and
+for placement keeps batches equal; in their places are also those whose prompts are being computed. The variance of the
+batch is that of a linear noise approximation around n (van Kampen, "Stochastic Processes in Physics and
 Chemistry", 1981, X), and what one answer sees of it is its average over the answer's time. Places on decode nodes are a
 second queue; who needs both waits for the scarcer.
 
@@ -71,7 +71,7 @@ class Forecaster:
         fixed, each_token = machine.transfer
         costs, share = machine.costs, workload.computed
         services = sorted(
-            (costs.prefill(one.prompt * share, one.prompt * (1.0 - share)), fixed + each_token * one.prompt)
+            (costs.prefill(new := round(one.prompt * share), one.prompt - new), fixed + each_token * one.prompt)
             for one in workload.requests
         )
         self._service = moments([seconds for seconds, _ in services])
@@ -81,8 +81,7 @@ class Forecaster:
         tokens = math.fsum((one.prompt + one.output / 2) * one.output for one in workload.requests)
         self._resident = tokens / max(1.0, math.fsum(one.output for one in workload.requests))
         self._first, self._each = costs.step(0.0, 0.0), costs.step(1.0, self._resident) - costs.step(0.0, 0.0)
-        kept = max(one.prompt + one.output for one in workload.requests) if workload.requests else 1.0
-        self._slots = max(1, min(machine.slots, int(machine.cache_tokens / max(1.0, min(kept, self._resident * 2)))))
+        self._slots = max(1, min(machine.slots, int(machine.cache_tokens / max(1.0, self._resident))))
 
     def prefill_nodes(self) -> float:
         """That the prompts keep busy."""
@@ -106,10 +105,10 @@ class Forecaster:
     def of(self, split: Split) -> Forecast:
         """All of it, which takes a hundred times as long."""
         started, share = self._started(split), self.share(split)
-        quantiles = [_quantile(started, q) for q in (0.5, 0.9, 0.99)]
+        p50, p90, p99 = (_quantile(started, q) for q in (0.5, 0.9, 0.99))
         tpot, _ = self._tpot(split)
-        loads = self._prefill(split).load, self._decode(split).load
-        return Forecast(split, *quantiles, tpot, share, share * self.workload.rate, *loads)
+        prefill, decode = self._prefill(split).load, self._decode(split).load
+        return Forecast(split, p50, p90, p99, tpot, share, share * self.workload.rate, prefill, decode)
 
     def load(self, split: Split) -> float:
         """Work that comes over what the role that is the bottleneck can do, tokens no slower than the objective."""

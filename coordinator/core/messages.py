@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from baton.errors import BatonError
 from baton.pb.cluster_pb2 import NodeStats
 from baton.pb.common_pb2 import HandoffReport, Timeline
+from baton.ratio import Split
 from baton.types import (
     AttemptKey,
     FinishReason,
@@ -275,4 +276,12 @@ class Switched:
     generation: int
 
 
-Effect = Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost | Switched
+@dataclass(frozen=True, slots=True)
+class Steered:
+    """The ratio was changed so that an objective is kept: for the log."""
+
+    target: Split
+    reason: str
+
+
+Effect = Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost | Switched | Steered

@@ -1,6 +1,5 @@
 """Advice on the ratio, and its automatic change: what was measured and learned, brought before those who decide."""
 
-from collections import Counter
 from dataclasses import dataclass
 
 from baton.errors import InvalidRequest, Unavailable
@@ -31,7 +30,7 @@ class Report:
 class Pilot:
     def __init__(self, registry: Registry, knowledge: Knowledge, switches: Switches, slo: Slo) -> None:
         """`slo` counts while nobody asks for another."""
-        self.moves: Counter[str] = Counter()  # by who asked for the ratio: operator, auto
+        self.moves = 0  # changes of the ratio so far
         self._registry = registry
         self._knowledge = knowledge
         self._switches = switches
@@ -80,7 +79,7 @@ class Pilot:
         wanted = self._steering.look(sight, self._knowledge.workload, now)
         if wanted is not None:
             self._switches.aim(wanted, self._patience, now)
-            self.moves["auto"] += 1
+            self.moves += 1
         return wanted
 
     def next(self) -> float | None:

@@ -8,8 +8,8 @@ A wait longer than x, `seconds` after an empty start:
     backlog     a reflected Brownian motion with drift `load - 1` and variance `service (ca2 + cs2) / places` a second
                 (Harrison, "Brownian Motion and Stochastic Flow Systems", 1985): in closed form at any moment
 
-For a load below 1 and long after the start this is the formula of Allen and Cunneen for G/G/m queues (Bolch, Greiner, de
-Meer, Trivedi, "Queueing Networks and Markov Chains", 2006, 6.3.4). Above 1 it is the line that grows with time.
+For a load below 1 and long after the start this is the formula of Allen and Cunneen for G/G/m queues (Bolch, Greiner,
+de Meer, Trivedi, "Queueing Networks and Markov Chains", 2006, 6.3.4). Above 1 it is the line that grows with time.
 """
 
 import math

@@ -60,12 +60,12 @@ class RequestTable:
         self.loads = Loads()
         self.timers = Timers()
         self.counters = Counters()
-        self.endings = Endings(self.counters, settings.explain_keep)
         self.out: list[Effect] = []
         self.probed: list[tuple[RequestId, FinishReason | BatonError]] = []  # probes that have ended
         self.last_progress = 0.0
         self.placeable = False  # something has changed since placement was last tried
         self.knowledge = Knowledge(registry)
+        self.endings = Endings(self.counters, self.knowledge.workload, settings.explain_keep)
         self.prospects = Prospects(registry, self.loads, self.knowledge.costs)
         self.admission = Admission(self.queue, settings.max_queue, self.prospects)
         self.decisions = Decisions(
@@ -83,6 +83,8 @@ class RequestTable:
             record.prompt_scores = ()
         self.records[request.id] = record
         self.queue.push(request.id, self.admission.let_in(request, now))
+        if not internal:
+            self.knowledge.workload.arrived(len(request.prompt), self.knowledge.output_of(request), now)
         leader = self.records.get(after) if after is not None else None
         if leader is not None:
             self._followers.add(record, leader)

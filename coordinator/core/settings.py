@@ -3,21 +3,26 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from baton.slo import Slo
 from baton.types import Role
 
 FIRST_REST, LONGEST_REST = 0.1, 2.0  # seconds between attempts that fail
 
 
+DEFAULT_SLO = Slo(0.5, 0.05)
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """`answer_timeout`: seconds in which decode must answer a Submit that has a writer with Reserved or Refused.
-    `explain_keep`: ended requests that can be explained."""
+    `explain_keep`: ended requests that can be explained. `slo`: what counts as good, unless another is asked for."""
 
     mode: Literal["disaggregated", "colocated", "auto"]
     max_queue: int
     max_attempts: int
     answer_timeout: float
     explain_keep: int = 0
+    slo: Slo = DEFAULT_SLO
 
     @property
     def roles(self) -> tuple[Role, ...]:

@@ -10,8 +10,7 @@ Every `LOOK` seconds, a fast loop over what was asked in the last `FAST` seconds
                for one in the other direction `REVERSAL`, twice as long with
                each one of the last `MEMORY` seconds
 
-Demand is measured where requests arrive, so it does not depend on the split: what is predicted is not moved by the move.
-Nodes on their way to a role count as having it, and while there are any nothing is decided.
+Demand is measured where requests arrive, so it does not depend on the split: a move does not move its own forecast. Nodes on their way to a role count as having it, and while there are any nothing is decided.
 """
 
 from collections import deque
@@ -35,8 +34,8 @@ LONGEST_REST, MEMORY = 960.0, 1800.0
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """The cluster at a look. `present`: nodes by the role that they have or are on their way to; `moving` of them are on
-    their way."""
+    """The cluster at a look. `present`: nodes by the role that they have or are on their way to, which `moving` of them
+    are."""
 
     present: Split
     moving: int

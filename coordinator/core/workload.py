@@ -28,8 +28,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`rate` in requests a second over `seconds`; `burstiness` is the variance of the number of arrivals over its mean:
-    1 for a Poisson process. `computed` is the share of prompt tokens that no cache had."""
+    """`rate` in requests a second over `seconds`; `requests` are those that were let in. `burstiness` is the variance of
+    the number of arrivals over its mean, 1 for a Poisson process; `computed` the share of prompt tokens that no cache
+    had."""
 
     seconds: float
     rate: float
@@ -101,7 +102,7 @@ class _End:
 
 class WorkloadMeter:
     def __init__(self) -> None:
-        self._arrivals: deque[tuple[float, Asked]] = deque(maxlen=MOST)
+        self._arrivals: deque[tuple[float, Asked | None]] = deque(maxlen=MOST)  # None: refused
         self._ends: deque[_End] = deque(maxlen=MOST)
         self._began: float | None = None
         self._computed = 1.0
@@ -109,10 +110,12 @@ class WorkloadMeter:
     # what happens
 
     def arrived(self, prompt: int, output: float, now: float) -> None:
-        self._began = now if self._began is None else self._began
-        self._arrivals.append((now, Asked(prompt, output)))
-        while self._arrivals[0][0] <= now - KEPT:
-            self._arrivals.popleft()
+        self._came(Asked(prompt, output), now)
+
+    def refused(self, now: float) -> None:
+        """One that there was no room for. It is taken to be like the others."""
+        self._came(None, now)
+        self.ended(None, None, Stages(), now)
 
     def prompt_done(self, computed: int, cached: int) -> None:
         """In tokens."""
@@ -130,13 +133,14 @@ class WorkloadMeter:
     def over(self, seconds: float, now: float) -> Workload | None:
         """Of the last `seconds`, or of as many as there are; None if nobody came."""
         recent = [(at, one) for at, one in self._arrivals if at > now - seconds]
-        if not recent or self._began is None:
+        known = [one for _, one in recent if one is not None]
+        if not known or self._began is None:
             return None
         begin = recent[0][0] if len(self._arrivals) == MOST else max(self._began, now - seconds)
         span = max(now - begin, 1e-3)
         rate = len(recent) / span
         bursts = _burstiness([at - begin for at, _ in recent], span)
-        return Workload(span, rate, bursts, [one for _, one in recent], self._computed)
+        return Workload(span, rate, bursts, known, self._computed)
 
     def service(self, slo: Slo, seconds: float, now: float) -> Service:
         recent = [end for end in self._ends if end.at > now - seconds]
@@ -144,6 +148,12 @@ class WorkloadMeter:
         served = [end.stages for end in recent if math.isfinite(end.ttft)] or [Stages()]
         means = Stages(*(math.fsum(getattr(one, name) for one in served) / len(served) for name in Stages.__slots__))
         return Service(len(recent), good, means)
+
+    def _came(self, one: Asked | None, now: float) -> None:
+        self._began = now if self._began is None else self._began
+        self._arrivals.append((now, one))
+        while self._arrivals[0][0] <= now - KEPT:
+            self._arrivals.popleft()
 
 
 def moments(values: Sequence[float]) -> Moments:

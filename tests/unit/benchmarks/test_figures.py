@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.slo import Slo, parse_slo
 from benchmarks.measurement import Measurement, evaluate
 from benchmarks.percentiles import percentile, summarise
 from benchmarks.report import reproduced_by
 from benchmarks.schedule import Closed, Lengths, Poisson, arrivals, parse_lengths, plan, text_prompt, token_prompt
 from benchmarks.serve import parse_loads, to_rows
-from baton.slo import Slo, parse_slo
 
 FLOATS = st.floats(-1e6, 1e6)
 

@@ -140,5 +140,5 @@ def test_without_an_objective_the_bottleneck_decides() -> None:
 def test_of_hundreds_of_nodes_only_the_likely_splits_are_looked_at() -> None:
     splits = [Split(prefill, 256 - prefill) for prefill in range(1, 256)]
     work = forecaster(asked(280.0, 600, 30.0))
-    best, share = choose(work, splits, Split(128, 128))
+    _, share = choose(work, splits, Split(128, 128))
     assert share >= max(work.share(split) for split in splits[::8]) - 0.02
