@@ -41,11 +41,11 @@ HEARTBEAT = 1.0  # seconds
 class Costs:
     """In seconds. `switch`: from the order to the join in the new role."""
 
-    prompt_token: float = 0.001
-    step: float = 0.02
-    sequence: float = 0.001
+    prompt_token: float = 0.002
+    step: float = 0.04
+    sequence: float = 0.002
     resident_token: float = 0.0
-    handoff: float = 0.005
+    handoff: float = 0.01
     switch: float = 0.2
 
 
@@ -73,6 +73,12 @@ class Seen:
             return False
         tpot = (self.ended - self.first) / (self.tokens - 1) if self.tokens > 1 else None
         return slo.met(self.first - self.ask.at, tpot)
+
+
+    def hopeless(self, slo: Slo, now: float) -> bool:
+        """It is not good, and will not be."""
+        late = self.first is None and slo.ttft is not None and now - self.ask.at > slo.ttft
+        return late or (self.ended is not None and not self.good(slo))
 
 
 @dataclass(slots=True)

@@ -10,7 +10,8 @@ Every `LOOK` seconds, a fast loop over what was asked in the last `FAST` seconds
                for one in the other direction `REVERSAL`, twice as long with
                each one of the last `MEMORY` seconds
 
-Demand is measured where requests arrive, so it does not depend on the split: a move does not move its own forecast. Nodes on their way to a role count as having it, and while there are any nothing is decided.
+Demand is measured where requests arrive, so it does not depend on the split: a move does not move its own forecast.
+Nodes on their way to a role count as having it, and while there are any nothing is decided.
 """
 
 from collections import deque

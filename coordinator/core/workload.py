@@ -29,8 +29,8 @@ class Asked:
 @dataclass(frozen=True, slots=True)
 class Workload:
     """`rate` in requests a second over `seconds`; `requests` are those that were let in. `burstiness` is the variance of
-    the number of arrivals over its mean, 1 for a Poisson process; `computed` the share of prompt tokens that no cache
-    had."""
+    the number of arrivals over its mean, 1 for a Poisson process; `computed` the share of prompt tokens that no
+    cache had."""
 
     seconds: float
     rate: float
