@@ -74,7 +74,6 @@ class Seen:
         tpot = (self.ended - self.first) / (self.tokens - 1) if self.tokens > 1 else None
         return slo.met(self.first - self.ask.at, tpot)
 
-
     def hopeless(self, slo: Slo, now: float) -> bool:
         """It is not good, and will not be."""
         late = self.first is None and slo.ttft is not None and now - self.ask.at > slo.ttft

@@ -9,7 +9,6 @@ from coordinator.core.forecast import Forecast, Forecaster
 
 NEAR = 0.01  # of all requests: forecasts so close are equal
 _ROOM = 0.1  # of a node's work: so much less load is no reason to leave a split that serves as well
-_LOOKED_AT = 16  # splits, those with the least load at their bottleneck
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +37,8 @@ def advise(forecaster: Forecaster, candidates: Sequence[Split], present: Split, 
 def choose(forecaster: Forecaster, candidates: Sequence[Split], present: Split) -> tuple[Split, float]:
     """The split with the most requests within the objective, and their share. Of equals it is the one whose bottleneck
     is loaded least, and the present one if that is hardly more."""
-    looked_at = sorted(candidates, key=forecaster.load)[:_LOOKED_AT]
-    if present in candidates and present not in looked_at:
-        looked_at.append(present)
-    shares = {split: forecaster.share(split) for split in looked_at}
+    looked_at = {*forecaster.likely(candidates), *({present} & set(candidates))}
+    shares = {split: forecaster.share(split) for split in sorted(looked_at, key=lambda split: split.prefill)}
     most = max(shares.values())
     loads = {split: forecaster.load(split) for split, share in shares.items() if share >= most - NEAR}
     best = min(loads, key=lambda split: loads[split])

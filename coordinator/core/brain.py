@@ -55,7 +55,7 @@ class Brain:
         self._table = RequestTable(registry, placement, settings)
         self._reports = Reports(registry, self._table)
         self.switches = Switches(registry, self._table, settings.mode, self._drop)
-        self.pilot = Pilot(registry, self.knowledge, self.switches, settings.slo)
+        self.pilot = Pilot(registry, self._table, self.switches, settings.slo)
         self._draining = False
 
     # inputs

@@ -26,6 +26,8 @@ from coordinator.core.workload import Workload, moments
 HORIZON = 60.0  # seconds for which the workload is taken to last: how long a line can grow
 _POINTS = 32  # prompts that stand for all of them
 _BISECTIONS = 24
+_LIKELY = 16  # splits that are worth a closer look
+_SAMPLE = 1024  # requests
 _UNEVEN = 0.25  # variance of batches that placement keeps as equal as whole sequences can be
 
 
@@ -70,16 +72,17 @@ class Forecaster:
         self._machine = machine
         fixed, each_token = machine.transfer
         costs, share = machine.costs, workload.computed
+        requests = workload.requests[:: len(workload.requests) // _SAMPLE + 1]
         services = sorted(
             (costs.prefill(new := round(one.prompt * share), one.prompt - new), fixed + each_token * one.prompt)
-            for one in workload.requests
+            for one in requests
         )
         self._service = moments([seconds for seconds, _ in services])
         self._alone = list(_thinned([sum(pair) for pair in services]))
-        steps = [max(0.0, one.output - 1.0) for one in workload.requests]
+        steps = [max(0.0, one.output - 1.0) for one in requests]
         self._steps = moments(steps)
-        tokens = math.fsum((one.prompt + one.output / 2) * one.output for one in workload.requests)
-        self._resident = tokens / max(1.0, math.fsum(one.output for one in workload.requests))
+        tokens = math.fsum((one.prompt + one.output / 2) * one.output for one in requests)
+        self._resident = tokens / max(1.0, math.fsum(one.output for one in requests))
         self._first, self._each = costs.step(0.0, 0.0), costs.step(1.0, self._resident) - costs.step(0.0, 0.0)
         self._slots = max(1, min(machine.slots, int(machine.cache_tokens / max(1.0, self._resident))))
 
@@ -113,6 +116,10 @@ class Forecaster:
     def load(self, split: Split) -> float:
         """Work that comes over what the role that is the bottleneck can do, tokens no slower than the objective."""
         return max(self.prefill_nodes() / split.prefill, self.decode_nodes() / split.decode)
+
+    def likely(self, splits: Iterable[Split]) -> list[Split]:
+        """The `_LIKELY` of them with the least load at their bottleneck: the others serve less."""
+        return sorted(splits, key=self.load)[:_LIKELY]
 
     def _started(self, split: Split) -> Callable[[float], float]:
         """The share of requests that have their first token within so many seconds."""

@@ -8,13 +8,15 @@ from baton.slo import Slo
 from baton.types import Role
 from coordinator.core.advisor import Advice, advise
 from coordinator.core.forecast import Forecaster, Machine
-from coordinator.core.knowledge import Knowledge
+from coordinator.core.record import RequestState
 from coordinator.core.registry import Registry
-from coordinator.core.steering import ENOUGH, SLOW, Sight, Steering
+from coordinator.core.requests import RequestTable
+from coordinator.core.steering import ENOUGH, Sight, Steering
 from coordinator.core.switches import Switches
-from coordinator.core.workload import Service, Workload
+from coordinator.core.workload import Asked, Service, Workload
 
 BY_HAND = "manual: it changes when an operator says so"
+WINDOW = 60.0  # seconds on which advice rests
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +30,12 @@ class Report:
 
 
 class Pilot:
-    def __init__(self, registry: Registry, knowledge: Knowledge, switches: Switches, slo: Slo) -> None:
+    def __init__(self, registry: Registry, table: RequestTable, switches: Switches, slo: Slo) -> None:
         """`slo` counts while nobody asks for another."""
         self.moves = 0  # changes of the ratio so far
         self._registry = registry
-        self._knowledge = knowledge
+        self._table = table
+        self._knowledge = table.knowledge
         self._switches = switches
         self._default = slo
         self._steering: Steering | None = None
@@ -46,15 +49,15 @@ class Pilot:
         candidates, machine = self._candidates(now), self._machine()
         if not candidates or machine is None:
             raise InvalidRequest("there is no choice: prefill and decode nodes are needed, one of each at least")
-        workload = self._knowledge.workload.over(SLOW, now)
+        workload = self._knowledge.workload.over(WINDOW, now, self._unplaced())
         if workload is None or len(workload.requests) < ENOUGH:
             count = len(workload.requests) if workload else 0
             raise Unavailable(
-                f"{count} requests came in the last {SLOW:g} s: advice needs {ENOUGH} at least", retry_after=SLOW
+                f"{count} requests came in the last {WINDOW:g} s: advice needs {ENOUGH} at least", retry_after=WINDOW
             )
         forecaster = Forecaster(workload, machine, objective)
         advice = advise(forecaster, candidates, self._switches.heading(now), objective)
-        return Report(advice, workload, self._knowledge.workload.service(objective, SLOW, now), self._waiting())
+        return Report(advice, workload, self._knowledge.workload.service(objective, WINDOW, now), self._waiting())
 
     def auto(self, slo: Slo | None, patience: float, now: float) -> None:
         """Keep the objective from now on; nodes that are to switch have `patience` seconds for what they do."""
@@ -75,7 +78,8 @@ class Pilot:
         if machine is None:
             self._steering.rest("no node is here", now)
             return None
-        sight = Sight(self._switches.heading(now), len(self._switches.flips), self._candidates(now), machine)
+        heading, moving = self._switches.heading(now), len(self._switches.flips)
+        sight = Sight(heading, moving, self._candidates(now), machine, self._unplaced())
         wanted = self._steering.look(sight, self._knowledge.workload, now)
         if wanted is not None:
             self._switches.aim(wanted, self._patience, now)
@@ -102,7 +106,7 @@ class Pilot:
 
     def service(self, now: float) -> Service:
         """Of the last minute."""
-        return self._knowledge.workload.service(self.slo, SLOW, now)
+        return self._knowledge.workload.service(self.slo, WINDOW, now)
 
     # inside
 
@@ -121,6 +125,15 @@ class Pilot:
             cache_tokens=min(info.num_blocks for info in infos) * layout.block_size,
             transfer=costs.any_link_line(layout.token_bytes),
         )
+
+    def _unplaced(self) -> list[tuple[float, Asked]]:
+        """Clients' requests that wait in the coordinator, and when they came."""
+        waiting = [record for record in self._table.records.values() if record.state is RequestState.QUEUED]
+        return [
+            (record.marks.arrival, Asked(len(record.request.prompt), self._knowledge.output_of(record.request)))
+            for record in waiting
+            if not record.internal
+        ]
 
     def _waiting(self) -> dict[Role, int]:
         found = dict.fromkeys(Role, 0)

@@ -1,47 +1,53 @@
 """Keeps an objective by changing the ratio, no more often than it must.
 
-Every `LOOK` seconds, a fast loop over what was asked in the last `FAST` seconds and a slow one over the last `SLOW`:
+Every `LOOK` seconds a fast loop looks at what was asked in the last `FAST` seconds and a slow one at the last `SLOW`,
+both also at what still waits from before:
 
-    keeps      the objective is met, as measured and as predicted             nothing is done
+    kept       the objective is met, as measured and as predicted             nothing is done
     gain       another split is predicted to serve `GAIN` more of it          else nothing is done
     floor      and no less of what came in the slow window                    else nothing is done: a swing is no trend
     confirmed  so it was at the last look too                                 else at the next look
     rested     `REST` seconds have passed since the last change was over,     else when they have
-               for one in the other direction `REVERSAL`, twice as long with
-               each one of the last `MEMORY` seconds
+               `REVERSAL` for one in the other direction
+
+Of splits that are about as good it takes the nearest. A change that is taken back within `SWING` seconds was a swing.
+It doubles, for `MEMORY` seconds, the slow window and the rest before the next change back, and the split is chosen by
+the slow window. So a load that swings comes to be seen as a whole, and gets the split that serves the whole best.
 
 Demand is measured where requests arrive, so it does not depend on the split: a move does not move its own forecast.
 Nodes on their way to a role count as having it, and while there are any nothing is decided.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.ratio import Split
 from baton.slo import Slo
-from coordinator.core.advisor import NEAR, choose
+from coordinator.core.advisor import NEAR
 from coordinator.core.forecast import Forecaster, Machine
-from coordinator.core.workload import WorkloadMeter
+from coordinator.core.workload import Asked, WorkloadMeter
 
 LOOK = 5.0  # seconds
-FAST, SLOW = 15.0, 60.0
+FAST, SLOW = 15.0, 30.0
 ENOUGH = 20  # requests in the fast window
-KEPT_SHARE = 0.95  # of the requests within the objective: it is kept
+KEPT_SHARE, EXPECTED_SHARE = 0.95, 0.8  # of the requests, measured and predicted within the objective: it is kept
 GAIN = 0.05  # of the requests
-REST, REVERSAL = 10.0, 60.0
-LONGEST_REST, MEMORY = 960.0, 1800.0
+REST, REVERSAL = 10.0, 20.0
+SWING = 90.0  # a change that is taken back sooner was none that lasts
+MEMORY, MOST_SWINGS = 1800.0, 4
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
     """The cluster at a look. `present`: nodes by the role that they have or are on their way to, which `moving` of them
-    are."""
+    are. `waiting`: requests that are not placed, and when they came."""
 
     present: Split
     moving: int
     candidates: Sequence[Split]
     machine: Machine
+    waiting: Sequence[tuple[float, Asked]] = ()
 
 
 class Steering:
@@ -49,9 +55,9 @@ class Steering:
         self.slo = slo
         self.reason = "nothing was looked at yet"
         self.due = now + LOOK
-        self._confirmed: Split | None = None
+        self._confirmed = 0  # direction of what the last look wanted
         self._over = now  # when the last change was, as far as it was seen
-        self._direction = 0
+        self._direction = 0  # of the last change: 1 to more prefill nodes
         self._reversals: deque[float] = deque(maxlen=16)
 
     def rest(self, reason: str, now: float) -> None:
@@ -63,20 +69,21 @@ class Steering:
         self.due = now + LOOK
         wanted, self.reason = self._wanted(sight, meter, now)
         if wanted is None:
-            self._confirmed = None
+            self._confirmed = 0
             return None
-        direction = 1 if wanted.prefill > sight.present.prefill else -1
-        seen, self._confirmed = self._confirmed, wanted
-        if seen is None or (seen.prefill > sight.present.prefill) != (direction > 0):
+        direction = _direction(sight.present, wanted)
+        seen, self._confirmed = self._confirmed, direction
+        if seen != direction:
             self.reason += ": to be confirmed at the next look"
             return None
-        left = self._over + self._rest(direction, now) - now
+        back = direction == -self._direction
+        left = self._over + (REVERSAL * 2.0 ** self._swings(0, now) if back else REST) - now
         if left > 0.0:
             self.reason += f": {left:.0f} s of rest are left after the last change"
             return None
-        if direction == -self._direction:
+        if self._takes_back(direction, now):
             self._reversals.append(now)
-        self._direction, self._over, self._confirmed = direction, now, None
+        self._direction, self._over, self._confirmed = direction, now, 0
         return wanted
 
     def _wanted(self, sight: Sight, meter: WorkloadMeter, now: float) -> tuple[Split | None, str]:
@@ -84,29 +91,51 @@ class Steering:
         if sight.moving:
             self._over = now
             return None, f"{sight.moving} nodes are on their way to {present} and count as there"
-        fast, slow = meter.over(FAST, now), meter.over(SLOW, now)
-        if fast is None or slow is None or len(fast.requests) < ENOUGH:
-            count = len(fast.requests) if fast else 0
+        asked = meter.over(FAST, now, sight.waiting)
+        if asked is None or len(asked.requests) < ENOUGH:
+            count = len(asked.requests) if asked else 0
             return None, f"{count} requests in {FAST:g} s say too little"
         if present not in sight.candidates:
             return None, f"{present} has no node of one role"
-        forecaster, measured = Forecaster(fast, sight.machine, self.slo), meter.service(self.slo, FAST, now).share
-        expected = forecaster.share(present)
+        fast, measured = Forecaster(asked, sight.machine, self.slo), meter.service(self.slo, FAST, now).share
+        expected = fast.share(present)
         told = f"{expected:.0%} are predicted within {self.slo}"
         told += "" if measured is None else f", {measured:.0%} were"
-        if min(expected, 1.0 if measured is None else measured) >= KEPT_SHARE:
+        if (measured is None or measured >= KEPT_SHARE) and expected >= EXPECTED_SHARE:
             return None, f"kept: {told}"
-        long_run = Forecaster(slow, sight.machine, self.slo)
-        floor = long_run.share(present) - NEAR
-        able = [split for split in sight.candidates if split == present or long_run.share(split) >= floor]
-        best, share = choose(forecaster, able, present)
-        if best == present or share < expected + GAIN:
-            held = "" if len(able) == len(sight.candidates) else f" that the last {SLOW:g} s allow"
-            return None, f"missed, and no split{held} is predicted to do much better: {told}"
-        return best, f"missed: {told}; {share:.0%} are predicted with {best}"
+        shares = {split: fast.share(split) for split in fast.likely(sight.candidates)}
+        better = {split: share for split, share in shares.items() if share >= expected + GAIN}
+        if not better:
+            return None, f"missed, and no split is predicted to do much better: {told}"
+        swings = self._swings(_direction(present, max(better, key=lambda split: better[split])), now)
+        window = SLOW * 2.0**swings
+        past = meter.over(window, now, sight.waiting) or asked
+        slow = Forecaster(past, sight.machine, self.slo)
+        floor = slow.share(present) - NEAR
+        able = {split: slow.share(split) for split in better}
+        able = {split: share for split, share in able.items() if share >= floor}
+        if not able:
+            return None, f"missed, and what came in {window:g} s would have been served worse by any other: {told}"
+        ranks = able if swings else {split: better[split] for split in able}
+        best = _nearest(present, ranks)
+        return best, f"missed: {told}; {better[best]:.0%} are predicted with {best}"
 
-    def _rest(self, direction: int, now: float) -> float:
-        if direction != -self._direction:
-            return REST
+    def _takes_back(self, direction: int, now: float) -> bool:
+        return direction == -self._direction and now - self._over < SWING
+
+    def _swings(self, direction: int, now: float) -> int:
+        """Changes that were taken back lately, with the one that a change in this direction would be."""
         recent = sum(at > now - MEMORY for at in self._reversals)
-        return min(REVERSAL * 2.0**recent, LONGEST_REST)
+        return min(recent + self._takes_back(direction, now), MOST_SWINGS)
+
+
+def _direction(present: Split, wanted: Split) -> int:
+    return 1 if wanted.prefill > present.prefill else -1
+
+
+def _nearest(present: Split, shares: Mapping[Split, float]) -> Split:
+    """Of those that are about as good as the best."""
+    least = max(shares.values()) - NEAR
+    return min(
+        (split for split in shares if shares[split] >= least), key=lambda split: abs(split.prefill - present.prefill)
+    )

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from baton.slo import Slo
 
-KEPT = 180.0  # seconds
-MOST = 8192  # arrivals and ends
+KEPT = 480.0  # seconds
+MOST = 16384  # arrivals and ends
 _BINS = 30  # of a window, in which arrivals are counted
 _SHARE_MEMORY = 256  # prompts after which one counts 1/e
 _BURSTS = 0.25, 16.0  # between which the burstiness is believed
@@ -28,9 +28,9 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """`rate` in requests a second over `seconds`; `requests` are those that were let in. `burstiness` is the variance of
-    the number of arrivals over its mean, 1 for a Poisson process; `computed` the share of prompt tokens that no
-    cache had."""
+    """`rate` in requests a second over `seconds`; `requests` are those that were let in. `burstiness`: the variance of
+    the number of arrivals over its mean, 1 for a Poisson process. `computed`: the share of prompt tokens that no cache
+    had."""
 
     seconds: float
     rate: float
@@ -130,17 +130,19 @@ class WorkloadMeter:
 
     # what it comes to
 
-    def over(self, seconds: float, now: float) -> Workload | None:
-        """Of the last `seconds`, or of as many as there are; None if nobody came."""
+    def over(self, seconds: float, now: float, waiting: Sequence[tuple[float, Asked]] = ()) -> Workload | None:
+        """Of the last `seconds`, or of as many as there are; None if nobody came. Those of `waiting`, with the moments
+        when they came, that have waited for longer are counted as asked now: they are still to be served."""
         recent = [(at, one) for at, one in self._arrivals if at > now - seconds]
+        left = [one for at, one in waiting if at <= now - seconds]
         known = [one for _, one in recent if one is not None]
         if not known or self._began is None:
             return None
         begin = recent[0][0] if len(self._arrivals) == MOST else max(self._began, now - seconds)
         span = max(now - begin, 1e-3)
-        rate = len(recent) / span
+        rate = (len(recent) + len(left)) / span
         bursts = _burstiness([at - begin for at, _ in recent], span)
-        return Workload(span, rate, bursts, known, self._computed)
+        return Workload(span, rate, bursts, known + left, self._computed)
 
     def service(self, slo: Slo, seconds: float, now: float) -> Service:
         recent = [end for end in self._ends if end.at > now - seconds]
