@@ -2,8 +2,9 @@
 
 Coordinator, nodes and clients are processes of their own; the coordinator has a core to itself where there are two.
 Throughput is tokens per second of the coordinator's own CPU time, over 64 streams by default, so that what shares the
-machine spoils nothing. The time to first token is the client's, one stream at a time: the nodes' own part of it is
-small, and is counted as the coordinator's.
+machine spoils nothing. What the coordinator adds to the time to first token is the client's time, one stream at a time,
+less that of the same request to a front door with nobody behind it (`instant_front.py`), asked in turn with it: what a
+client itself costs on this machine. The nodes' own part is small, and is counted as the coordinator's.
 """
 
 import argparse
@@ -57,6 +58,7 @@ class Figures:
     busy: float
     wall: float
     ttft: list[float]
+    bare: list[float]  # time to first token of a front door alone
 
 
 Ask = Callable[[int], Awaitable[Seen]]  # one stream of so many tokens
@@ -75,10 +77,10 @@ async def run(options: argparse.Namespace, console: Console, command: str) -> li
     folder, failed = Path(tempfile.mkdtemp(prefix="baton-bench-")), True
     try:
         model = await asyncio.to_thread(build, folder / "narrow", NARROW)
-        async with _started(folder, model, options.step_ms / 1e3) as (where, pid):
+        async with _started(folder, model, options.step_ms / 1e3) as (where, bare, pid):
             for front in FRONTS if options.front == "all" else (options.front,):
-                async with _asking(front, where) as ask:
-                    figures = await _measure(ask, pid, options)
+                async with _asking(front, where) as ask, _asking(front, bare) as ask_bare:
+                    figures = await _measure(ask, ask_bare, pid, options)
                 rows += to_rows(front, figures, command)
         failed = False
     finally:
@@ -89,26 +91,31 @@ async def run(options: argparse.Namespace, console: Console, command: str) -> li
     return rows
 
 
-async def _measure(ask: Ask, pid: int, options: argparse.Namespace) -> Figures:
+async def _measure(ask: Ask, ask_bare: Ask, pid: int, options: argparse.Namespace) -> Figures:
     for _ in range(_WARM_UP):
         await ask(_SHORT)
-    ttft = [(await ask(_SHORT)).ttft for _ in range(options.ttft_requests)]
+        await ask_bare(_SHORT)
+    pairs = [(await ask(_SHORT), await ask_bare(_SHORT)) for _ in range(options.ttft_requests)]
+    ttft, bare = ([one.ttft for one in column] for column in zip(*pairs, strict=True))
     began, busy = time.perf_counter(), cpu_seconds(pid)
     seen = await asyncio.gather(*(ask(options.tokens) for _ in range(options.streams)))
     tokens = sum(one.tokens for one in seen)
     if tokens != options.streams * options.tokens:
         raise NodeFailed(f"{tokens} tokens came, {options.streams * options.tokens} were asked for")
-    return Figures(tokens, cpu_seconds(pid) - busy, time.perf_counter() - began, ttft)
+    return Figures(tokens, cpu_seconds(pid) - busy, time.perf_counter() - began, ttft, bare)
 
 
 def to_rows(front: str, figures: Figures, command: str) -> list[Row]:
-    prefix, ttft = f"coordinator/{front}", [seconds * 1e3 for seconds in figures.ttft]
+    prefix, bare = f"coordinator/{front}", percentile(figures.bare, 50) * 1e3
+    ttft = [seconds * 1e3 for seconds in figures.ttft]
     return [
         row(f"{prefix}/throughput", figures.tokens / figures.busy, "tokens/core-s", command, THROUGHPUT_LIMIT),
         row(f"{prefix}/cost", figures.busy / figures.tokens * 1e6, "us/token", command),
         row(f"{prefix}/wall", figures.tokens / figures.wall, "tokens/s", command),
-        row(f"{prefix}/ttft_added_p50", percentile(ttft, 50), "ms", command, TTFT_LIMIT),
-        row(f"{prefix}/ttft_added_p99", percentile(ttft, 99), "ms", command),
+        row(f"{prefix}/ttft_p50", percentile(ttft, 50), "ms", command),
+        row(f"{prefix}/ttft_p99", percentile(ttft, 99), "ms", command),
+        row(f"{prefix}/ttft_bare_p50", bare, "ms", command),
+        row(f"{prefix}/ttft_added_p50", percentile(ttft, 50) - bare, "ms", command, TTFT_LIMIT),
     ]
 
 
@@ -121,47 +128,63 @@ def cpu_seconds(pid: int) -> float:
 # the processes
 
 
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """Where the two front doors are, each HOST:PORT."""
+
+    http: str
+    grpc: str
+
+
 @asynccontextmanager
-async def _started(folder: Path, model: Path, step: float) -> AsyncIterator[tuple[ports.Endpoints, int]]:
-    """A coordinator that serves `model` with instant nodes; where it is, and its pid."""
+async def _started(folder: Path, model: Path, step: float) -> AsyncIterator[tuple[Doors, Doors, int]]:
+    """A coordinator that serves `model` with instant nodes, a front door alone, and the coordinator's pid."""
     wanted = Config(model=str(model), port=0, grpc_port=0, admin_port=0, drain_timeout=5.0, log_level="warning")
     config, held = ports.hold_all(plan.complete(wanted)[0])
     where = ports.endpoints(config)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     spec = plan.children(config, where, environ=environ, cores=1, supervisor=os.getpid())[0]
-    cores = sorted(os.sched_getaffinity(0))
-    log = (folder / "log").open("wb")
     nodes = ["benchmarks.instant_nodes", where.cluster, "--vocabulary", str(NARROW.vocabulary), "--step", str(step)]
-    coordinator = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", spec.module), env=spec.environ, stdout=log, stderr=log
-    )
-    instant = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", *nodes), env=spec.environ, stdout=log, stderr=log
-    )
-    try:
-        os.sched_setaffinity(coordinator.pid, cores[:1])
-        if len(cores) > 1:
-            os.sched_setaffinity(0, cores[1:])
-            os.sched_setaffinity(instant.pid, cores[1:])
-        async with asyncio.timeout(_START_TIMEOUT):
-            await health.serving(where.grpc)
-        yield where, coordinator.pid
-    finally:
-        os.sched_setaffinity(0, cores)
-        for process in (instant, coordinator):
-            if process.returncode is None:
-                process.terminate()
-            await process.wait()
-        log.close()
-        for one in held:
-            one.close()
+    cores = sorted(os.sched_getaffinity(0))
+    processes: list[asyncio.subprocess.Process] = []
+    with (folder / "log").open("wb") as log:
+
+        async def start(*arguments: str, stdout: int) -> asyncio.subprocess.Process:
+            command = (sys.executable, "-m", *arguments)
+            process = await asyncio.create_subprocess_exec(*command, env=spec.environ, stdout=stdout, stderr=log)
+            processes.append(process)
+            return process
+
+        try:
+            coordinator = await start(spec.module, stdout=log.fileno())
+            instant = await start(*nodes, stdout=log.fileno())
+            front = await start("benchmarks.instant_front", stdout=asyncio.subprocess.PIPE)
+            for process in (coordinator, front):
+                os.sched_setaffinity(process.pid, cores[:1])
+            if len(cores) > 1:
+                os.sched_setaffinity(0, cores[1:])
+                os.sched_setaffinity(instant.pid, cores[1:])
+            async with asyncio.timeout(_START_TIMEOUT):
+                assert front.stdout is not None
+                http, grpc_port = (await front.stdout.readline()).split()
+                await health.serving(where.grpc)
+            bare = Doors(f"127.0.0.1:{int(http)}", f"127.0.0.1:{int(grpc_port)}")
+            yield Doors(where.http, where.grpc), bare, coordinator.pid
+        finally:
+            os.sched_setaffinity(0, cores)
+            for process in reversed(processes):
+                if process.returncode is None:
+                    process.terminate()
+                await process.wait()
+            for one in held:
+                one.close()
 
 
 # the clients
 
 
 @asynccontextmanager
-async def _asking(front: str, where: ports.Endpoints) -> AsyncIterator[Ask]:
+async def _asking(front: str, where: Doors) -> AsyncIterator[Ask]:
     if front == "http":
         target = http_stream.parse_url(f"http://{where.http}")
         yield lambda tokens: _by_http(target, tokens)

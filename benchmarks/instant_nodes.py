@@ -39,6 +39,7 @@ class Node:
         self._incarnation = ""
         self._unsent: deque[pb.NodeMessage] = deque()
         self._wake = asyncio.Event()
+        self._taken = asyncio.Event()  # by the stream, all that was said
 
     async def run(self, address: str, token: str) -> None:
         async with grpc.aio.insecure_channel(address, options=(*LINK_OPTIONS, *_RETRY)) as channel:
@@ -62,6 +63,7 @@ class Node:
     def say(self, **report: Any) -> None:
         self._unsent.append(pb.NodeMessage(incarnation=self._incarnation, **report))
         self._wake.set()
+        self._taken.clear()
 
     async def _write(self, call: Any, heartbeat: float) -> None:
         numbers = link_codec.Numbers()
@@ -70,6 +72,7 @@ class Node:
                 message = self._unsent.popleft()
                 numbers.stamp(message)
                 await call.write(message)
+            self._taken.set()
             self._wake.clear()
             try:
                 async with asyncio.timeout(heartbeat):
@@ -161,9 +164,9 @@ class InstantDecode(Node):
                 due = time.monotonic()
             due += self._step
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-            if not self._unsent:  # the stream has taken the last step
-                self._send(list(self._running.values()))
-                self._running = {name: one for name, one in self._running.items() if one[1][0] <= one[1][1]}
+            await self._taken.wait()
+            self._send(list(self._running.values()))
+            self._running = {name: one for name, one in self._running.items() if one[1][0] <= one[1][1]}
 
     def _send(self, sequences: list[tuple[pb.AttemptKey, list[int]]]) -> None:
         tokens = pb.Tokens()

@@ -70,6 +70,11 @@ def check(ask: Ask) -> None:
     """What can be said before the prompts are tokenized. Raises InvalidRequest."""
     if ask.prompts is None:
         raise InvalidRequest("prompt is missing: it must be text or token ids", param="prompt")
+    if not isinstance(ask.prompts, Conversation):
+        for number, prompt in enumerate(ask.prompts):
+            name = f"prompt[{number}]" if len(ask.prompts) > 1 else "prompt"
+            if not prompt:  # also text, around which a tokenizer would put special tokens
+                raise InvalidRequest(f"{name} is empty: it needs at least one token", param="prompt")
     limits.check_choices(ask.n, ask.first_choice, prompts_of(ask))
     limits.check_stop(ask.stop)
 

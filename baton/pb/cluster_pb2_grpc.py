@@ -147,7 +147,8 @@ class ClusterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetRatio(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The ratio as it is, as it was asked for, and the nodes on their way.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -119,7 +119,7 @@ class Admission:
         with DeadlineExceeded when its turn comes."""
         left = timeout - self._prospects.computing(claim.tokens)
         limit = min(left, self.tenants.max_wait.get(standing.tenant_class, left))
-        ahead = self._queue.ahead(claim, decode_full=self._prospects.decode_full())
+        ahead = self._queue.ahead(claim, decode_full=len(self._queue) > 0 and self._prospects.decode_full())
         wait = self._queue.rate.predict_wait(ahead) + self._prospects.node_wait(now)
         if left > 0 and wait > limit:
             raise Overloaded(

@@ -312,7 +312,8 @@ class Brain:
         self.registry.remove(node.incarnation)
         self._table.knowledge.left(node.incarnation)
         expected = self.switches.expects_end_of(node)
-        self.counters.nodes_lost[error.code] += not expected
+        if not expected:
+            self.counters.nodes_lost[error.code] += 1
         self._table.out.append(Lost(node.incarnation, node.info.name, error, expected))
         self._table.out += [Send(other, PeerGone(node.incarnation)) for other in self.registry.nodes]
         self._table.lose_node(node.incarnation, error, now)

@@ -23,6 +23,7 @@ class Service(Enum):
 class Drains:
     def __init__(self) -> None:
         self._until: dict[NodeName, float | None] = {}
+        self.names = self._until.keys()
 
     def __contains__(self, name: NodeName) -> bool:
         return name in self._until

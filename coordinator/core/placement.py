@@ -79,10 +79,10 @@ class NodeView:
         return self.window_tokens + share <= 2 * self.max_batched_tokens or self.computing < PREFILL_ATTEMPTS
 
     def takes_decode(self, demand: Demand) -> bool:
-        kept = max(0, int(demand.reserve * self.blocks) - self.first_class_blocks)
-        return (
-            self.attempts < self.max_num_seqs and demand.blocks <= self.room - kept and not self._is_closed_to(demand)
-        )
+        if self.attempts >= self.max_num_seqs or self._is_closed_to(demand):
+            return False
+        kept = max(0, int(demand.reserve * self.blocks) - self.first_class_blocks) if demand.reserve else 0
+        return demand.blocks <= self.room - kept
 
     def takes(self, demand: Demand) -> bool:
         return self.takes_prefill(demand) if self.role is Role.PREFILL else self.takes_decode(demand)

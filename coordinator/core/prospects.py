@@ -1,11 +1,13 @@
 """What a request that comes now may expect of the nodes, by the cost model and the books: asked before anything is
 spent on it."""
 
+import math
+
 from baton.errors import DeadlineExceeded
 from baton.types import Role
 from coordinator.core.cost_model import CostModel
 from coordinator.core.loads import Loads
-from coordinator.core.registry import Node, Registry
+from coordinator.core.registry import Registry
 
 _MARGIN = 0.5  # of the fastest prediction: who is near the edge is given the chance
 
@@ -22,11 +24,17 @@ class Prospects:
 
     def node_wait(self, now: float) -> float:
         """Seconds until the first of the nodes that compute prompts will have computed what it holds."""
-        return min((self._loads.view(node).wait(now) for node in self._that_compute()), default=0.0)
+        role = Role.PREFILL if self._registry.serves(Role.PREFILL) else Role.DECODE
+        least = math.inf
+        for node in self._registry.in_service(role):
+            least = min(least, self._loads.view(node).wait(now))
+            if least == 0.0:
+                break
+        return least if least < math.inf else 0.0
 
     def decode_full(self, blocks: int = 0) -> bool:
         """Does every decode node serve as many as it can, or have no room for so many blocks more?"""
-        decode = (self._loads.view(node) for node in self._registry.in_service() if node.info.role is Role.DECODE)
+        decode = (self._loads.view(node) for node in self._registry.in_service(Role.DECODE))
         return all(view.attempts >= view.max_num_seqs or view.room < blocks for view in decode)
 
     def too_late(self, tokens: int, held: int, left: float) -> DeadlineExceeded | None:
@@ -38,8 +46,3 @@ class Prospects:
         return DeadlineExceeded(
             f"{left:.3g} s are left to the deadline of a prompt of {tokens} tokens, which takes {least:.3g} s at least"
         )
-
-    def _that_compute(self) -> list[Node]:
-        """Prefill nodes; where there are none, decode nodes."""
-        serving = self._registry.in_service()
-        return [node for node in serving if node.info.role is Role.PREFILL] or serving

@@ -4,7 +4,7 @@ The cluster's identity is that of the nodes in it: fixed by the first, gone with
 that a request that comes while the last node restarts can wait for it.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from baton.errors import NodeFailed, NodeGone, Stalled
@@ -77,11 +77,14 @@ class Registry:
 
     def serves(self, role: Role) -> bool:
         """Is there a node of the role that may be given new work?"""
-        return any(node.info.role is role and self._may_serve(node) for node in self.nodes.values())
+        return next(self.in_service(role), None) is not None
 
-    def in_service(self) -> list[Node]:
-        """Nodes that may be given new work: not leaving, not drained, not changing role, not seen to stand still."""
-        return [node for node in self.nodes.values() if self._may_serve(node)]
+    def in_service(self, role: Role | None = None) -> Iterator[Node]:
+        """Nodes, of one role or of all, that may be given new work: not leaving, not drained, not changing role, not
+        seen to stand still."""
+        for node in self.nodes.values():
+            if (role is None or node.info.role is role) and self._may_serve(node):
+                yield node
 
     def named(self, prefix: str) -> list[Node]:
         return [node for node in self.nodes.values() if node.info.name.startswith(prefix)]
@@ -119,7 +122,8 @@ class Registry:
         return node.info.name in self.drains
 
     def _may_serve(self, node: Node) -> bool:
-        if self._is_drained(node) or node.info.name in self.switching:
+        name = node.info.name
+        if name in self.drains.names or name in self.switching.names:
             return False
         if node.stats is None:
             # A fresh process is idle. One that rejoins may have been given up because it stands still: it must speak.

@@ -48,7 +48,7 @@ BOTH = [
     Bad("no prompt", {}, "prompt", "missing"),
     Bad("empty token ids", {"prompt": []}, "prompt", "at least one token"),
     Bad("text without tokenizer", {"prompt": "hello"}, "prompt", "no tokenizer files: send token ids"),
-    Bad("empty text without tokenizer", {"prompt": ""}, "prompt", "no tokenizer"),
+    Bad("empty text", {"prompt": ""}, "prompt", "prompt is empty"),
     Bad("token id = vocabulary", {"prompt": [1, VOCAB]}, "prompt", f"token id {VOCAB}: ids are 0 to {VOCAB - 1}"),
     Bad("token id 2**32 - 1", {"prompt": [2**32 - 1]}, "prompt", "token id 4294967295"),
     Bad("prompt fills the context", {"prompt": [1] * CONTEXT}, "prompt", f"{CONTEXT} tokens", code=TOO_LONG),

@@ -104,7 +104,7 @@ async def test_streams_that_outlast_the_time_go_on_elsewhere(cluster: Cluster) -
     for each, call in zip(asked, calls, strict=True):
         assert list((await call).tokens) == paced_reference(each, 600)
     status = await settled(cluster, 3, 1)
-    assert total(status.counters, "baton_replaced_total", reason="drained") >= 2
+    assert total(status.counters, "baton_replaced_total", reason="drained") >= 1
 
 
 @IN_MODULE

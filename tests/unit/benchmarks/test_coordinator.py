@@ -13,13 +13,15 @@ from tests.integration.coordinator_bench import collect, coordinator
 
 
 def test_rows() -> None:
-    rows = to_rows("http", Figures(6000, busy=0.5, wall=2.0, ttft=[0.001, 0.002, 0.009]), "it")
+    rows = to_rows("http", Figures(6000, busy=0.5, wall=2.0, ttft=[0.001, 0.003, 0.009], bare=[0.001, 0.001]), "it")
     assert {one.name: (one.value, one.limit) for one in rows} == {
         "coordinator/http/throughput": (12_000.0, 3000.0),
         "coordinator/http/cost": (pytest.approx(500 / 6), None),
         "coordinator/http/wall": (3000.0, None),
+        "coordinator/http/ttft_p50": (3.0, None),
+        "coordinator/http/ttft_p99": (pytest.approx(8.88), None),
+        "coordinator/http/ttft_bare_p50": (1.0, None),
         "coordinator/http/ttft_added_p50": (2.0, 5.0),
-        "coordinator/http/ttft_added_p99": (pytest.approx(8.86), None),
     }
 
 

@@ -7,7 +7,7 @@ from baton.types import NodeName, Role
 from coordinator.core import messages as m
 from coordinator.core.drains import Service
 from coordinator.core.flip import ORDER_PATIENCE, PROBE_REST, Phase
-from coordinator.core.switches import MOST_AT_ONCE
+from coordinator.core.switches import BARE_PATIENCE, MOST_AT_ONCE
 from tests.unit.coordinator_core.crew import Crew
 
 P, D = Role.PREFILL, Role.DECODE
@@ -53,6 +53,7 @@ def test_drained_ordered_probed_and_in_service(crew: Crew) -> None:
     [report] = crew.world.brain.switches.over
     assert (report.outcome, report.generation) == ("done", 1)
     assert (report.drain, report.switch, report.probe) == pytest.approx((0.0, 0.3, 0.2))
+    assert crew.world.brain.counters.nodes_lost == {}, "who joins anew as it was told is not lost"
     assert crew.world.brain.switches.settled
     crew.settle()
     for request in (first, second):
@@ -230,6 +231,44 @@ def test_when_the_other_dies_who_is_leaving_is_called_back(crew: Crew) -> None:
     crew.join(stays, D)
     crew.settle()
     assert len(crew.in_service(P)) == 3
+
+
+@pytest.mark.parametrize("far", [False, True], ids=["ordered", "probing"])
+def test_a_role_that_nobody_has_is_taken_by_who_can_be_spared(crew: Crew, far: bool) -> None:
+    crew.ratio(3, 1)
+    [moving] = crew.phases()
+    dead = "d0" if moving == "d1" else "d1"
+    if far:
+        crew.switch(moving)
+    crew.die(dead)
+    if not far:
+        crew.switch(moving)
+    crew.advance(BARE_PATIENCE - 0.1)
+    assert crew.in_service(D) == set()
+    assert crew.world.brain.next_due() == pytest.approx(crew.world.now + 0.1)
+    crew.advance(0.1)
+    assert len([flip for flip in crew.world.brain.switches.flips.values() if flip.to is D]) == 1
+    for _ in range(5):
+        for name in [name for name, member in crew.members.items() if member.ordered]:
+            crew.switch(name)
+        crew.advance(0.5)
+        crew.step()
+    assert (len(crew.in_service(P)), len(crew.in_service(D))) == (2, 1)
+    crew.join(dead, D)
+    crew.settle()
+    assert (len(crew.in_service(P)), len(crew.in_service(D))) == (3, 1)
+
+
+def test_a_new_prefill_node_is_probed_alone_where_decode_has_no_room(crew: Crew) -> None:
+    for _ in range(8):
+        crew.submit(max_tokens=100)
+    crew.ratio(3, 1, patience=0.0)
+    crew.advance(0.0)
+    [moving] = crew.phases()
+    crew.switch(moving)
+    assert moving in crew.in_service(P), "it does not wait for an answer to end"
+    (probe,) = crew.world.sent(crew.members[moving].incarnation, m.Prefill)[:1]
+    assert probe.alone
 
 
 def test_what_an_operator_drains_stays_drained(crew: Crew) -> None:
