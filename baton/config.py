@@ -124,6 +124,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # the paced engine's cost model
     paced_prefill_us_per_token: Annotated[float, Meta(ge=0), _help("Microseconds for each prompt token")] = 50.0
     paced_step_ms: Annotated[float, Meta(ge=0), _help("Milliseconds for each decode step")] = 2.0
+    paced_sequence_us: Annotated[float, Meta(ge=0), _help("Microseconds of a decode step for each sequence")] = 20.0
     paced_vocab_size: Annotated[Positive, _help("Token ids are below this")] = 32000
     paced_reread: Annotated[bool, _help("Check the whole context again at every full block (tests)")] = False
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "interference": "benchmarks.interference",
     "kernels": "benchmarks.kernels",
     "links": "benchmarks.links",
+    "ratio": "benchmarks.ratio",
     "routing": "benchmarks.routing",
     "serve": "benchmarks.serve",
     "transfer": "benchmarks.transfer",

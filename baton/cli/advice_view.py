@@ -34,7 +34,7 @@ def table(advice: RatioAdvice) -> Table:
     shown.add_column("ratio", no_wrap=True)
     for heading in ("TTFT p50 / p90 / p99", "TPOT", "within SLO", "goodput", "load prefill / decode"):
         shown.add_column(heading, justify="right", no_wrap=True)
-    shown.add_column("")
+    shown.add_column("", no_wrap=True)
     for one in advice.forecasts:
         shown.add_row(
             f"{one.prefill}:{one.decode}",

@@ -22,22 +22,20 @@ def advise(
     slo: SloOption = "", as_json: Json = False, endpoint: Endpoint = DEFAULT_ENDPOINT, admin_token: AdminToken = ""
 ) -> None:
     """Recommend a ratio for what was asked in the last minute, with forecasts and the command that applies it."""
-    from rich.console import Console
-
     from baton.cli.advice_view import apply, demand, table
     from baton.cli.plain import to_plain
+    from baton.cli.screen import screen
     from baton.pb import cluster_pb2
 
     answer = _call("AdviseRatio", cluster_pb2.AdviseRatioRequest(slo=_checked(slo)), endpoint, admin_token)
     if as_json:
         print(json.dumps({**to_plain(answer), "command": apply(answer)}))
         return
-    console = Console(highlight=False)
     for line in demand(answer):
-        console.print(line, soft_wrap=True)
-    console.print(table(answer))
-    console.print(answer.reason, soft_wrap=True)
-    console.print(f"to apply: {apply(answer)}" if apply(answer) else "nothing to do", soft_wrap=True)
+        print(line)
+    screen().print(table(answer))
+    print(answer.reason)
+    print(f"to apply: {apply(answer)}" if apply(answer) else "nothing to do")
 
 
 def auto(
