@@ -25,6 +25,7 @@ from baton.types import (
     Work,
 )
 from baton.wire import PROTOCOL_VERSION
+from benchmarks.schedule import Planned
 from coordinator.core import messages as m
 from coordinator.core.brain import Brain
 from coordinator.core.identity import JoinInfo
@@ -49,20 +50,11 @@ class Costs:
     switch: float = 0.2
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """What a client sends `at` a moment; in tokens."""
-
-    at: float
-    prompt: int
-    output: int
-
-
 @dataclass(slots=True)
 class Seen:
     """What it saw."""
 
-    ask: Ask
+    ask: Planned
     first: float | None = None
     ended: float | None = None
     tokens: int = 0
@@ -126,8 +118,8 @@ class SplitCluster:
     def at(self, when: float, call: Callable[[], object]) -> None:
         heapq.heappush(self._events, (when, next(self._serial), call))
 
-    def load(self, asks: Iterable[Ask]) -> None:
-        for ask in asks:
+    def load(self, plan: Iterable[Planned]) -> None:
+        for ask in plan:
             self.at(ask.at, lambda ask=ask: self._ask(ask))  # type: ignore[misc]
 
     def run(self, until: float) -> None:
@@ -163,13 +155,13 @@ class SplitCluster:
                 case _:
                     pass
 
-    def _ask(self, ask: Ask) -> None:
+    def _ask(self, ask: Planned) -> None:
         seen = Seen(ask)
         self.seen.append(seen)
         request = Request(
             id=RequestId(f"r{next(self._serial)}"),
-            prompt=(self._random.getrandbits(30), *range(1, ask.prompt)),
-            sampling=SamplingParams(ask.output, ignore_eos=True),
+            prompt=(self._random.getrandbits(30), *range(1, ask.prompt_tokens)),
+            sampling=SamplingParams(ask.output_tokens, ignore_eos=True),
             timeout=600.0,
         )
         self._open[request.id] = seen

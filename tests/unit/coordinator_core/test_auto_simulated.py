@@ -3,18 +3,16 @@
 import pytest
 
 from baton.ratio import Split
+from benchmarks.ratio_workloads import SLO, SWINGING, WORKLOADS, Offered, phases
 from coordinator.core.pilot import BY_HAND
 from tests.split_cluster import SplitCluster
-from tests.unit.coordinator_core.test_advise_simulated import SLO, WORKLOADS, Offered, around, between
 
 PROMPTS, ANSWERS = WORKLOADS["prompt-heavy"], WORKLOADS["output-heavy"]
 
 
-def offered(split: Split, *phases: tuple[Offered, float]) -> SplitCluster:
-    cluster, begin = SplitCluster(split.prefill, split.decode), 0.0
-    for number, (load, seconds) in enumerate(phases):
-        cluster.load(load.asks(number, begin, seconds))
-        begin += seconds
+def offered(split: Split, *loads: tuple[Offered, float]) -> SplitCluster:
+    cluster = SplitCluster(split.prefill, split.decode)
+    cluster.load(phases(loads, "simulated"))
     return cluster
 
 
@@ -41,15 +39,18 @@ def test_a_load_that_turns_gets_its_objective_back(automatic: bool) -> None:
 
 
 def test_a_load_that_swings_makes_no_node_go_to_and_fro() -> None:
-    """What is served stays near to what the best ratio for the whole serves when it is left alone."""
-    prompts, answers = Offered(3.0, PROMPTS.prompt, PROMPTS.output), Offered(5.5, ANSWERS.prompt, ANSWERS.output)
-    phases = [(prompts, 20.0), (answers, 20.0)] * 6
-    cluster, still = offered(Split(4, 4), *phases), offered(Split(5, 3), *phases)
+    """Twenty seconds of each. Who follows moves sixteen times in that time; this one learns that it swings, stays where
+    the whole is served best, and serves about as much as if it had been left there."""
+    loads = [(load, 20.0) for load in SWINGING] * 8
+    cluster, still = offered(Split(4, 4), *loads), offered(Split(4, 4), *loads)
     steer(cluster)
+    cluster.run(220.0)
+    moves = cluster.brain.pilot.moves
+    assert moves <= 5
     for one in (cluster, still):
-        one.run(250.0)
-    assert cluster.brain.pilot.moves <= 3
-    assert cluster.share(SLO) > still.share(SLO) - 0.05
+        one.run(330.0)
+    assert cluster.brain.pilot.moves == moves, "none in the last third"
+    assert cluster.share(SLO, 160.0) > still.share(SLO, 160.0) - 0.1
 
 
 def test_manual_freezes_it_and_set_ends_it() -> None:
@@ -69,7 +70,7 @@ def test_manual_freezes_it_and_set_ends_it() -> None:
 
 def test_a_change_under_way_is_not_doubled() -> None:
     """Nodes that take long to switch are waited for: while any is on its way nothing else is decided."""
-    cluster = offered(Split(7, 1), (Offered(6.5, around(100, 0.5), between(80, 160)), 60.0))
+    cluster = offered(Split(7, 1), (ANSWERS, 60.0))
     cluster.costs = cluster.costs.__class__(switch=12.0)
     steer(cluster)
     targets = set()
