@@ -116,6 +116,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ticket_ttl: Annotated[Seconds, _help("Seconds a ticket lives without renewal")] = 10.0
     progress_timeout: Annotated[Seconds, _help("Seconds a started hand-off may stand still")] = 10.0
     max_attempts: Annotated[Positive, _help("Placements of one request before it fails")] = 8
+    retry_budget: Annotated[
+        float, Meta(ge=0, le=1), _help("Share of the requests that come in that may be retries after a failure")
+    ] = 0.2
     drain_timeout: Annotated[Seconds, _help("Seconds a stopping cluster waits for its requests")] = 30.0
     flip_timeout: Annotated[
         Seconds, _help("Seconds a node that changes its role may finish what it has; then it is placed again")

@@ -12,7 +12,7 @@ from coordinator.assemble import coordinate
 
 FIELDS = (
     *("model", "served_model_name", "engine", "mode", "prefill", "request_timeout", "max_queue", "max_attempts"),
-    *("placement", "explain_keep"),
+    *("retry_budget", "placement", "explain_keep"),
     *("host", "port", "grpc_port", "admin_host", "admin_port", "cluster_host", "cluster_port", "state_dir"),
     *("api_key", "tenants", "cluster_token", "admin_token", "insecure", "failpoints_rpc"),
     *("heartbeat", "silence", "stall", "drain_timeout", "log_level", "log_format"),

@@ -30,6 +30,7 @@ from coordinator.core.messages import (
     Leaving,
     Lost,
     NodeInput,
+    PairChanged,
     Replaced,
     Send,
     Steered,
@@ -65,8 +66,15 @@ class Dispatcher:
 
     def __init__(self, config: Config, clock: Clock = steady) -> None:
         mode = config.mode if config.prefill else "colocated"
-        slo = parse_slo(config.slo)
-        settings = Settings(mode, config.max_queue, config.max_attempts, config.stall, config.explain_keep, slo)
+        settings = Settings(
+            mode,
+            config.max_queue,
+            config.max_attempts,
+            config.stall,
+            config.explain_keep,
+            config.retry_budget,
+            parse_slo(config.slo),
+        )
         self._config = config
         self.brain = Brain(Registry(config.silence, config.stall), POLICIES[config.placement](), settings)
         self.clock = clock
@@ -245,6 +253,8 @@ class Dispatcher:
                 self._ended(effect)
             case Replaced(key, reason):
                 _log.info("placed again", request=key.request, attempt=key.attempt, reason=reason)
+            case PairChanged(prefill, decode, state):
+                _log.warning("breaker", state=state.value, prefill=prefill, decode=decode)
             case Switched():
                 self._switched(effect)
             case Steered(target, reason):

@@ -13,6 +13,7 @@ from baton.clock import Clock
 from baton.pb.cluster_pb2 import Latency, NodeStats
 from baton.types import Role
 from coordinator.core.brain import Brain
+from coordinator.core.breakers import BreakerState
 from coordinator.core.messages import End, Switched
 from coordinator.core.recent import Recent
 from coordinator.dispatcher import Dispatcher
@@ -112,6 +113,7 @@ class BrainCollector(Collector):
 
     def own_counters(self) -> list[Metric]:
         counted, resyncs = self._brain.counters, self._brain.knowledge.directory.resyncs
+        retries = self._brain.retries
         return [
             _counter("baton_requests_total", "Requests ended", ["outcome", "class"], counted.requests),
             _counter("baton_rejected_total", "Requests not admitted", ["reason", "class"], counted.rejected),
@@ -122,6 +124,10 @@ class BrainCollector(Collector):
             _counter("baton_replaced_total", "Requests placed again", ["reason"], counted.replaced),
             _counter("baton_recomputed_tokens_total", "Tokens computed again", ["reason"], counted.recomputed_tokens),
             _counter("baton_dropped_messages_total", "Messages of nodes dropped", ["reason"], counted.dropped_messages),
+            _counter(
+                "baton_retries_held_back_total", "Retries that waited for the budget", [], {(): retries.held_back}
+            ),
+            _counter("baton_breakers_total", "Breakers that came into a state", ["state"], counted.breakers),
             _counter("baton_joins_total", "Nodes that came", ["outcome"], counted.joins),
             _counter("baton_nodes_lost_total", "Nodes given up", ["reason"], counted.nodes_lost),
             _counter("baton_prefix_directory_resyncs_total", "Snapshots asked of nodes", [], {(): resyncs}),
@@ -153,12 +159,22 @@ class BrainCollector(Collector):
         directory = GaugeMetricFamily(
             "baton_prefix_directory_blocks", "Different blocks in nodes' caches, as told", len(known.directory)
         )
+        breakers = GaugeMetricFamily("baton_breakers", "Pairs of nodes that are kept apart, by state", labels=["state"])
+        for kept in (BreakerState.OPEN, BreakerState.HALF_OPEN):
+            breakers.add_metric([kept.value], self._brain.breakers.count(kept))
+        now, retries = self._clock(), self._brain.retries
+        left = GaugeMetricFamily("baton_retry_budget", "Retries that may be made now", retries.budget.left(now))
+        held = GaugeMetricFamily("baton_retries_held_back", "Requests that wait for the retry budget", retries.held)
+        still = GaugeMetricFamily(
+            "baton_stood_still_seconds", "Since any request got further, if there is one", self._brain.stood_still(now)
+        )
         running = GaugeMetricFamily("baton_requests_running", "Requests placed and not ended", self._brain.running)
         wanted = GaugeMetricFamily("baton_ratio_target", "Nodes that are to have a role", labels=["role"])
         target = self._brain.switches.target
         for role in Role if target is not None else ():
             wanted.add_metric([role.value], target.of(role) if target else 0)
-        return [depth, roles, blocks, attempts, errors, directory, running, wanted, *self._steering()]
+        own = [depth, roles, blocks, attempts, errors, directory, running, wanted, breakers, left, held, still]
+        return [*own, *self._steering()]
 
     def _steering(self) -> list[Metric]:
         pilot = self._brain.pilot

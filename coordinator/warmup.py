@@ -68,9 +68,10 @@ class Readiness:
         missing = brain.missing()
         if missing or self._not_warm:
             return missing or self._not_warm
-        quiet = self._dispatcher.clock() - brain.last_progress
-        if brain.running and quiet > self._config.stall:
-            return f"{brain.running} requests run and none has moved on for {quiet:.0f} s (--stall)"
+        quiet = brain.stood_still(self._dispatcher.clock())
+        if quiet > self._config.stall:
+            here = f"{brain.running} requests run, {brain.queued} wait"
+            return f"{here}, and none has got any further for {quiet:.0f} s (--stall {self._config.stall:g})"
         return ""
 
     def _look(self) -> None:

@@ -12,6 +12,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     soak = parser.getgroup("soak")
     soak.addoption("--soak-seconds", type=float, default=4.0, help="How long the mixed load runs")
     soak.addoption("--soak-seed", type=int, default=1, help="Seed of what is asked")
+    soak.addoption(
+        "--storm-seconds", type=float, default=2.0, help="How long each overload lasts; 30 or more are judged"
+    )
+    soak.addoption("--kills", type=int, default=2, help="How often each class of process is killed")
     soak.addoption("--fuzz-cases", type=int, default=150, help="How many odd requests are sent")
 
 

@@ -157,12 +157,13 @@ class VirtualCluster:
         prompt: int = 64,
         output: int = 8,
         vary: bool = False,
+        timeout: float = 600.0,
     ) -> None:
         """Poisson arrivals; with `vary` outputs are uniform around `output`."""
         draw, when = random.Random(f"{tenant} {self._seed}"), start
         while (when := when + draw.expovariate(rate)) < until:
             tokens = draw.randint(output // 4, 2 * output - output // 4) if vary else output
-            self.at(when, partial(self.ask, tenant, prompt, tokens))
+            self.at(when, partial(self.ask, tenant, prompt, tokens, timeout))
 
     def run(self, until: float) -> None:
         while self._events and self._events[0][0] <= until:

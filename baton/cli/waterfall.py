@@ -12,6 +12,11 @@ from baton.pb.cluster_pb2 import AttemptReport, Candidate, ExplainResponse
 from baton.pb.common_pb2 import FinishReason
 
 _BAR = 48  # characters
+_BECAUSE = {
+    "failed before": "its last attempt failed there",
+    "newcomer": "it has just joined and is given more and more",
+    "kept apart": "hand-offs between the two failed, and they are kept apart",
+}
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -112,6 +117,15 @@ def _attempts(told: ExplainResponse) -> Table:
 
 
 def _end(attempt: AttemptReport) -> str:
+    return _how(attempt) + _notes(attempt)
+
+
+def _notes(attempt: AttemptReport) -> str:
+    held = f"; the retry budget had held it back for {_ms(attempt.held_back)} ms" if attempt.held_back else ""
+    return held + ("; a probe of two nodes that had been kept apart" if attempt.probe else "")
+
+
+def _how(attempt: AttemptReport) -> str:
     if not attempt.ended:
         return "runs"
     if attempt.ended == "refused":
@@ -155,7 +169,8 @@ def _predicted(told: ExplainResponse) -> Table:
 def _verdict(one: Candidate) -> str:
     if one.chosen:
         return "[green]chosen[/]"
-    return "could have" if one.able else "had no room"
+    verdict = "could have" if one.able else "had no room"
+    return f"{verdict}: {_BECAUSE.get(one.because, one.because)}" if one.because else verdict
 
 
 def _choices(told: Sequence[ExplainResponse]) -> Table:

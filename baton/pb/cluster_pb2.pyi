@@ -343,7 +343,7 @@ class PromptSources(_message.Message):
     def __init__(self, computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., pool: _Optional[int] = ..., received: _Optional[int] = ...) -> None: ...
 
 class AttemptReport(_message.Message):
-    __slots__ = ("number", "prefill_node", "decode_node", "placed", "reserved", "prefill_ended", "committed", "over", "context_tokens", "ended", "reason", "needed", "free", "computed_prefill", "computed_decode", "local_cache", "received", "handoff", "considered", "predicted")
+    __slots__ = ("number", "prefill_node", "decode_node", "placed", "reserved", "prefill_ended", "committed", "over", "context_tokens", "ended", "reason", "needed", "free", "computed_prefill", "computed_decode", "local_cache", "received", "handoff", "considered", "predicted", "held_back", "probe")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
@@ -364,6 +364,8 @@ class AttemptReport(_message.Message):
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     CONSIDERED_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_FIELD_NUMBER: _ClassVar[int]
+    HELD_BACK_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     number: int
     prefill_node: str
     decode_node: str
@@ -384,10 +386,12 @@ class AttemptReport(_message.Message):
     handoff: _common_pb2.HandoffReport
     considered: _containers.RepeatedCompositeFieldContainer[Candidate]
     predicted: Prediction
-    def __init__(self, number: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., placed: _Optional[float] = ..., reserved: _Optional[float] = ..., prefill_ended: _Optional[float] = ..., committed: _Optional[float] = ..., over: _Optional[float] = ..., context_tokens: _Optional[int] = ..., ended: _Optional[str] = ..., reason: _Optional[str] = ..., needed: _Optional[int] = ..., free: _Optional[int] = ..., computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., received: _Optional[int] = ..., handoff: _Optional[_Union[_common_pb2.HandoffReport, _Mapping]] = ..., considered: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., predicted: _Optional[_Union[Prediction, _Mapping]] = ...) -> None: ...
+    held_back: float
+    probe: bool
+    def __init__(self, number: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., placed: _Optional[float] = ..., reserved: _Optional[float] = ..., prefill_ended: _Optional[float] = ..., committed: _Optional[float] = ..., over: _Optional[float] = ..., context_tokens: _Optional[int] = ..., ended: _Optional[str] = ..., reason: _Optional[str] = ..., needed: _Optional[int] = ..., free: _Optional[int] = ..., computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., received: _Optional[int] = ..., handoff: _Optional[_Union[_common_pb2.HandoffReport, _Mapping]] = ..., considered: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., predicted: _Optional[_Union[Prediction, _Mapping]] = ..., held_back: _Optional[float] = ..., probe: _Optional[bool] = ...) -> None: ...
 
 class Candidate(_message.Message):
-    __slots__ = ("node", "role", "attempts", "uncomputed_tokens", "room", "able", "chosen", "held_tokens", "predicted_seconds")
+    __slots__ = ("node", "role", "attempts", "uncomputed_tokens", "room", "able", "chosen", "held_tokens", "predicted_seconds", "because")
     NODE_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ATTEMPTS_FIELD_NUMBER: _ClassVar[int]
@@ -397,6 +401,7 @@ class Candidate(_message.Message):
     CHOSEN_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PREDICTED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BECAUSE_FIELD_NUMBER: _ClassVar[int]
     node: str
     role: str
     attempts: int
@@ -406,7 +411,8 @@ class Candidate(_message.Message):
     chosen: bool
     held_tokens: int
     predicted_seconds: float
-    def __init__(self, node: _Optional[str] = ..., role: _Optional[str] = ..., attempts: _Optional[int] = ..., uncomputed_tokens: _Optional[int] = ..., room: _Optional[int] = ..., able: _Optional[bool] = ..., chosen: _Optional[bool] = ..., held_tokens: _Optional[int] = ..., predicted_seconds: _Optional[float] = ...) -> None: ...
+    because: str
+    def __init__(self, node: _Optional[str] = ..., role: _Optional[str] = ..., attempts: _Optional[int] = ..., uncomputed_tokens: _Optional[int] = ..., room: _Optional[int] = ..., able: _Optional[bool] = ..., chosen: _Optional[bool] = ..., held_tokens: _Optional[int] = ..., predicted_seconds: _Optional[float] = ..., because: _Optional[str] = ...) -> None: ...
 
 class Prediction(_message.Message):
     __slots__ = ("queue", "prefill", "transfer", "step", "output_tokens")

@@ -5,8 +5,9 @@
   one; and among tenants of a class each may take its weight's worth of the places that are still free (Choudhury,
   Hahne: "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", IEEE/ACM Transactions on Networking,
   1998), so that one that floods the queue leaves room for the others.
-- The predicted wait against what the request's deadline leaves beside computing its prompt, or the class's `max_wait`
-  if that is shorter: what is ahead in the queue over the rate at which it drains, and what nodes have still to compute.
+- The predicted wait against what the request's deadline leaves beside computing its prompt and giving the answer, which
+  would be computed for nothing if the deadline cut it off, or the class's `max_wait` if that is shorter. It is what is
+  ahead in the queue over the rate at which it drains, and what nodes have still to compute.
 
 Every refusal says when to come back.
 """
@@ -27,9 +28,22 @@ class Expectations(Protocol):
 
     def computing(self, tokens: int) -> float: ...
 
+    def answering(self, tenant: str, max_tokens: int) -> float: ...
+
     def node_wait(self, now: float) -> float: ...
 
     def decode_full(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Bid:
+    """What asks to be let in: `count` requests of `tokens` prompt tokens together, of up to `output` tokens each, that
+    have `timeout` seconds. Tokens are 0 before they are known."""
+
+    count: int
+    timeout: float
+    tokens: int = 0
+    output: int = 0
 
 
 @dataclass(slots=True)
@@ -59,13 +73,12 @@ class Admission:
                 _carried(old.requests, new.requests, now), _carried(old.tokens, new.tokens, now)
             )
 
-    def require(self, standing: Standing, count: int, tokens: int, timeout: float, now: float) -> None:
-        """Let in `count` requests of `tokens` prompt tokens together, that have `timeout` seconds. Nothing is paid.
-        Raises Overloaded."""
+    def require(self, standing: Standing, bid: Bid, now: float) -> None:
+        """Whether all of it is let in. Nothing is paid. Raises Overloaded."""
         tenant = self.tenants.get(standing.tenant)
         self._require_rate(tenant, now)
-        self._require_place(standing, tenant, count)
-        self._require_patience(Claim(tenant.name, standing.level, tenant.weight, tokens), standing, timeout, now)
+        self._require_place(standing, tenant, bid.count)
+        self._require_patience(Claim(tenant.name, standing.level, tenant.weight, bid.tokens), standing, bid, now)
 
     def let_in(self, request: Request, now: float) -> Claim:
         """One request: it and its prompt are paid for. What it brings into the queue."""
@@ -79,7 +92,7 @@ class Admission:
         return Claim(standing.tenant, standing.level, weight, tokens, when, now)
 
     def reserve_against(self, standing: Standing) -> float:
-        """The share of a node's blocks that a request must leave to the first class."""
+        """The share of a node's blocks and places that a request must leave to the first class."""
         return self.tenants.reserve if standing.level > 0 else 0.0
 
     def produced(self, tenant: str, tokens: int, now: float) -> None:
@@ -114,10 +127,11 @@ class Admission:
                     retry_after=self._queue.retry_after(standing.level),
                 )
 
-    def _require_patience(self, claim: Claim, standing: Standing, timeout: float, now: float) -> None:
-        """A prompt that takes longer to compute than it has is no reason to come back later: it is let in, and ends
-        with DeadlineExceeded when its turn comes."""
-        left = timeout - self._prospects.computing(claim.tokens)
+    def _require_patience(self, claim: Claim, standing: Standing, bid: Bid, now: float) -> None:
+        """What takes longer to serve than it has is no reason to come back later: it is let in, and ends with
+        DeadlineExceeded when its turn comes and others want it, or when its time is over."""
+        expected = self._prospects
+        left = bid.timeout - expected.computing(claim.tokens) - expected.answering(standing.tenant, bid.output)
         limit = min(left, self.tenants.max_wait.get(standing.tenant_class, left))
         ahead = self._queue.ahead(claim, decode_full=len(self._queue) > 0 and self._prospects.decode_full())
         wait = self._queue.rate.predict_wait(ahead) + self._prospects.node_wait(now)

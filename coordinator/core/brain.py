@@ -22,6 +22,8 @@ from baton.pb.common_pb2 import Timeline
 from baton.ratio import Split
 from baton.slo import Slo
 from baton.types import FinishReason, Incarnation, NodeName, Request, RequestId, Standing
+from coordinator.core.admission import Bid
+from coordinator.core.breakers import Breakers
 from coordinator.core.counters import INTERNAL, Counters
 from coordinator.core.drains import Service, is_empty
 from coordinator.core.explain import MAX_AGE, explain
@@ -34,6 +36,7 @@ from coordinator.core.record import RequestState
 from coordinator.core.registry import Node, Registry
 from coordinator.core.reports import Reports
 from coordinator.core.requests import UNSERVED_PATIENCE, RequestTable
+from coordinator.core.retries import Retries
 from coordinator.core.settings import Settings
 from coordinator.core.switches import Switches
 from coordinator.core.tenants import Tenants
@@ -89,7 +92,7 @@ class Brain:
     def require_admission(self, standing: Standing, count: int, timeout: float, now: float) -> None:
         """Whether `count` requests would be let in, as far as can be said without a look at their prompts: before
         anything is spent on them. Raises Draining, Overloaded or InvalidRequest; not counted."""
-        self._require(standing, count, 0, timeout, now)
+        self._require(standing, Bid(count, timeout), now)
 
     def reload_tenants(self, tenants: Tenants, now: float) -> list[Effect]:
         """Other tenants from now on. Requests that are here keep their standing."""
@@ -193,6 +196,8 @@ class Brain:
             drained = self.registry.called(name)
             if drained is not None:
                 self._table.vacate(drained.incarnation, Drained(f"node {name} is being drained"), now)
+        for pair in self._table.breakers.due(now):
+            self._table.pair_changed(pair)
         self.switches.due(now)
         steered = self.pilot.due(now)
         if steered is not None:
@@ -203,9 +208,9 @@ class Brain:
 
     def next_due(self) -> float | None:
         """When `tick` is to be called next if nothing else happens."""
-        drains = self.registry.drains.next()
-        changes = (drains, self.switches.next(), self.pilot.next())
-        times = (self._table.timers.next(), self.registry.next_silence(), *changes)
+        table = self._table
+        mine = (self.registry.next_silence(), self.registry.drains.next(), self.switches.next(), self.pilot.next())
+        times = (*mine, table.timers.next(), table.breakers.next(), table.retries.next())
         return min((time for time in times if time is not None), default=None)
 
     # views
@@ -225,17 +230,24 @@ class Brain:
     @property
     def queued(self) -> int:
         """Requests that wait to be placed."""
-        return len(self._table.queue) + len(self._table.resting)
+        return len(self._table.queue) + len(self._table.retries)
 
     @property
     def running(self) -> int:
         """Requests placed and not ended."""
         return len(self._table.records) - self.queued
 
+    def stood_still(self, now: float) -> float:
+        """Seconds for which requests have been here and none of them got further than it had been."""
+        return now - self._table.last_progress if self._table.records else 0.0
+
     @property
-    def last_progress(self) -> float:
-        """When a request was last seen to move on."""
-        return self._table.last_progress
+    def breakers(self) -> Breakers:
+        return self._table.breakers
+
+    @property
+    def retries(self) -> Retries:
+        return self._table.retries
 
     def active(self) -> list[RequestId]:
         return list(self._table.records)
@@ -320,18 +332,19 @@ class Brain:
         self.switches.gone(node, now)
 
     def _require_room(self, requests: Sequence[Request], now: float) -> None:
-        first, tokens = requests[0], sum(len(request.prompt) for request in requests)
-        self._require(first.standing, len(requests), tokens, first.timeout, now)
+        tokens = sum(len(request.prompt) for request in requests)
+        longest = max(request.sampling.max_tokens for request in requests)
+        self._require(requests[0].standing, Bid(len(requests), requests[0].timeout, tokens, longest), now)
 
-    def _require(self, standing: Standing, count: int, tokens: int, timeout: float, now: float) -> None:
+    def _require(self, standing: Standing, bid: Bid, now: float) -> None:
         if self._draining:
             raise Draining("the cluster is stopping and takes no new requests")
         limit = self._settings.max_queue
-        if count > limit:
+        if bid.count > limit:
             raise InvalidRequest(
-                f"{count} outputs are asked for at once, the limit is {limit} (--max-queue)", param="n"
+                f"{bid.count} outputs are asked for at once, the limit is {limit} (--max-queue)", param="n"
             )
-        self._table.admission.require(standing, count, tokens, timeout, now)
+        self._table.admission.require(standing, bid, now)
 
     def _require_fit(self, request: Request) -> None:
         bounds = self.bounds()

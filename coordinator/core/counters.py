@@ -20,4 +20,5 @@ class Counters:
     recomputed_tokens: Counter[str] = field(default_factory=Counter)  # reason
     dropped_messages: Counter[str] = field(default_factory=Counter)  # reason: stale, unexpected, duplicate
     joins: Counter[str] = field(default_factory=Counter)  # outcome: joined, refused, unauthenticated
+    breakers: Counter[str] = field(default_factory=Counter)  # state that one came into
     nodes_lost: Counter[str] = field(default_factory=Counter)  # reason

@@ -6,6 +6,8 @@ from typing import Literal
 from baton.errors import DeadlineExceeded
 from baton.types import AttemptKey, Incarnation, Role
 from coordinator.core.admission import Admission
+from coordinator.core.apart import choose_apart
+from coordinator.core.breakers import Breakers
 from coordinator.core.knowledge import Knowledge
 from coordinator.core.loads import Loads
 from coordinator.core.placement import Demand, NodeView, Outlook, Placement
@@ -26,6 +28,7 @@ class Decisions:
         knowledge: Knowledge,
         admission: Admission,
         prospects: Prospects,
+        breakers: Breakers,
         mode: Mode,
     ) -> None:
         self._registry = registry
@@ -34,6 +37,7 @@ class Decisions:
         self._knowledge = knowledge
         self._admission = admission
         self._prospects = prospects
+        self._breakers = breakers
         self._mode = mode
 
     def views(self, now: float) -> list[NodeView]:
@@ -50,12 +54,17 @@ class Decisions:
         layout = self._registry.layout()
         unit = self._loads.unit(now)
         outlook = Outlook(now, self._knowledge.costs, unit, layout.token_bytes, layout.block_size)
-        choice = self._placement.choose(demand, views, outlook)
-        return Decision(demand, choice, predict(demand, choice, views, outlook), views) if choice else None
+        apart = self._breakers.apart
+        choice = choose_apart(self._placement, demand, views, outlook, apart)
+        return Decision(demand, choice, predict(demand, choice, views, outlook), views, now, apart) if choice else None
 
-    def too_late(self, record: Record, now: float) -> DeadlineExceeded | None:
-        """Why the request cannot be served any more, if so. Caches are looked at only when the deadline is near."""
-        tokens, left = record.context_tokens, record.deadline - now
+    def too_late(self, record: Record, now: float, *, wanted: bool) -> DeadlineExceeded | None:
+        """Why the request cannot be served any more, if so. `wanted`: others wait for its place, and unless its client
+        has a part of the answer already, it is not to be had for one that would be cut off. Caches are looked at only
+        when the deadline is near."""
+        tokens, left, request = record.context_tokens, record.deadline - now, record.request
+        if wanted and not record.emitted:
+            left -= self._knowledge.answers.expect(request.standing.tenant, request.sampling.max_tokens)
         if self._prospects.too_late(tokens, 0, left) is None:
             return None
         held = min(max(self._held(record).values(), default=0), tokens - 1)
@@ -80,14 +89,14 @@ class Decisions:
         )
 
     def book(self, record: Record, key: AttemptKey, decision: Decision, now: float) -> None:
-        """Write the legs into the books. Who computes the prompt has its seconds."""
+        """Write the legs into the books. Who computes the prompt has its tokens and seconds."""
         demand, choice, prediction = decision.demand, decision.choice, decision.prediction
         for node in filter(None, (choice.decode, choice.prefill)):
             computes = node == (choice.prefill or choice.decode)
             self._loads.place(
                 node,
                 key,
-                demand.tokens,
+                demand.lacked_by(node) if computes else 0,
                 demand.blocks,
                 first_class=not record.request.standing.level,
                 seconds=prediction.prefill if computes else 0.0,

@@ -67,6 +67,8 @@ def _attempt(attempt: Attempt, arrival: float) -> AttemptReport:
         handoff=notes.handoff,
         considered=[_candidate(one) for one in notes.considered],
         predicted=_prediction(notes.prediction),
+        held_back=notes.held_back,
+        probe=notes.probe,
     )
     for moment in ("reserved", "prefill_ended", "committed", "over"):
         at = getattr(notes, moment)
@@ -96,6 +98,7 @@ def _candidate(one: Considered) -> Candidate:
         chosen=one.chosen,
         held_tokens=one.held_tokens,
         predicted_seconds=one.seconds,
+        because=one.because,
     )
 
 

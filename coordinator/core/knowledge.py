@@ -6,6 +6,7 @@ from baton.hash_chain import HashChain
 from baton.pb.cluster_pb2 import NodeStats
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import Incarnation, Request
+from coordinator.core.answer_time import AnswerTimes
 from coordinator.core.cost_model import CostModel, StepsSeen
 from coordinator.core.mean_error import MeanError
 from coordinator.core.messages import CacheEvents, CacheSnapshot
@@ -21,6 +22,7 @@ class Knowledge:
     def __init__(self, registry: Registry) -> None:
         self.costs = CostModel()
         self.lengths = OutputLengths()
+        self.answers = AnswerTimes(self.lengths)
         self.directory = PrefixDirectory()
         self.workload = WorkloadMeter()
         self._registry = registry
@@ -57,12 +59,14 @@ class Knowledge:
 
     # what came of it
 
-    def answered(self, request: Request, tokens: int) -> None:
-        """It ended well."""
+    def answered(self, request: Request, tokens: int, seconds: float) -> None:
+        """It ended well, `seconds` after its first token."""
+        self.answers.took(tokens, seconds)
         self.lengths.took(request.standing.tenant, request.sampling.max_tokens, tokens)
 
     def first_token(self, prediction: Prediction, seconds: float) -> None:
         """`seconds` after it was placed."""
+        self.answers.began(seconds - prediction.prefill)
         self._first_token.add(prediction.queue + prediction.prefill + prediction.transfer, seconds)
 
     # what nodes report

@@ -19,9 +19,9 @@ from coordinator.core.registry import Node
 
 @dataclass(slots=True)
 class Leg:
-    """`tokens` of context to compute there, `blocks` it will take, `seconds` of computing by prediction, `resident`
-    tokens that it will have in a cache there, on average. `known`: the node has spoken of it. `reported`: the
-    node's last report includes it. `computed`: its prompt needs the node's arithmetic no more."""
+    """`tokens` to compute there, 0 if another node does; `blocks` it will take, `seconds` of computing by prediction,
+    `resident` tokens that it will have in a cache there, on average. `known`: the node has spoken of it. `reported`:
+    the node's last report includes it. `computed`: its prompt needs the node's arithmetic no more."""
 
     tokens: int
     blocks: int
@@ -179,7 +179,7 @@ class Loads:
         info = node.info
         room = info.num_blocks if load.room is None else load.room
         unseen = sum(leg.blocks for leg in load.legs.values() if not leg.reported)
-        waiting = [leg for leg in load.legs.values() if not leg.computed]
+        waiting = [leg for leg in load.legs.values() if leg.tokens and not leg.computed]
         head = next((leg for leg in waiting if leg.seconds), None)
         return NodeView(
             incarnation=node.incarnation,
@@ -187,7 +187,7 @@ class Loads:
             max_num_seqs=info.max_num_seqs,
             max_batched_tokens=info.max_batched_tokens,
             attempts=len(load.legs),
-            computing=len(waiting) if info.role is Role.PREFILL else 0,
+            computing=len(waiting),
             uncomputed_tokens=sum(leg.tokens for leg in waiting) if info.role is Role.PREFILL else 0,
             room=min(info.num_blocks, room - unseen + load.freed),
             closed_from=load.closed.blocks if load.closed else None,
@@ -195,6 +195,7 @@ class Loads:
             window_tokens=sum(min(leg.tokens, info.max_batched_tokens) for leg in waiting),
             blocks=info.num_blocks,
             first_class_blocks=sum(leg.blocks for leg in load.legs.values() if leg.first_class),
+            first_class_attempts=sum(leg.first_class for leg in load.legs.values()),
             name=info.name,
             joined_at=node.joined_at,
             queued_seconds=sum(leg.seconds for leg in waiting),

@@ -22,6 +22,7 @@ from baton.types import (
     TokenScore,
     Work,
 )
+from coordinator.core.breakers import BreakerState
 
 # what nodes say
 
@@ -260,6 +261,15 @@ class Lost:
 
 
 @dataclass(frozen=True, slots=True)
+class PairChanged:
+    """The circuit breaker between two nodes, likewise for the log."""
+
+    prefill: NodeName
+    decode: NodeName
+    state: BreakerState
+
+
+@dataclass(frozen=True, slots=True)
 class Switched:
     """A change of role is over, for the log and the metrics. `outcome`: done, recalled (while draining), superseded
     (before it counted), or lost (the node came back as what it was, or not at all). Seconds of each phase; 0 of those
@@ -284,4 +294,4 @@ class Steered:
     reason: str
 
 
-Effect = Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost | Switched | Steered
+Effect = Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost | PairChanged | Switched | Steered

@@ -7,16 +7,19 @@ from typing import NamedTuple
 
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import Incarnation, NodeName, Role
-from coordinator.core.placement import needed
+from coordinator.core.placement import NodeView, needed
 from coordinator.core.prediction import Decision, Prediction
+from coordinator.core.prefix_aware import ramps_up
 
 MAX_CONSIDERED = 16  # nodes of each role; those chosen are always among them
 SERVED, REFUSED = "served", "refused"
+FAILED, NEWCOMER, APART = "failed before", "newcomer", "kept apart"
 
 
 class Considered(NamedTuple):
     """One node as placement saw it: attempts placed there, their uncomputed tokens, room in blocks, tokens of the
-    context that its cache seems to have; `seconds` that its policy predicted, None if it predicts nothing."""
+    context that its cache seems to have; `seconds` that its policy predicted, None if it predicts nothing; `because`:
+    what spoke against it, if something did: FAILED, NEWCOMER or APART."""
 
     node: NodeName
     role: Role
@@ -27,12 +30,14 @@ class Considered(NamedTuple):
     chosen: bool
     held_tokens: int
     seconds: float | None
+    because: str
 
 
 @dataclass(slots=True)
 class Notes:
     """Of one attempt. Moments on the brain's clock; None has not happened. `ended` is "" while it runs, SERVED, REFUSED
-    or an error's code; `needed` and `free` are a refusal's, in blocks."""
+    or an error's code; `needed` and `free` are a refusal's, in blocks. `held_back`: seconds by the retry budget, before
+    it; `probe`: of its two nodes' breaker."""
 
     prefill_node: NodeName
     decode_node: NodeName
@@ -46,6 +51,8 @@ class Notes:
     over: float | None = None
     ended: str = ""
     reason: str = ""
+    held_back: float = 0.0
+    probe: bool = False
     needed: int = 0
     free: int = 0
     handoff: HandoffReport | None = None
@@ -95,4 +102,15 @@ def _consider(decision: Decision, role: Role) -> Iterator[Considered]:
             chosen=view.incarnation in chosen,
             held_tokens=demand.held_by(view.incarnation),
             seconds=scores.get(view.incarnation),
+            because=_against(decision, view),
         )
+
+
+def _against(decision: Decision, view: NodeView) -> str:
+    choice, mine = decision.choice, view.incarnation
+    pair = (mine, choice.decode) if view.role is Role.PREFILL else (choice.prefill, mine)
+    if pair in decision.apart:
+        return APART
+    if mine in decision.demand.avoid:
+        return FAILED
+    return NEWCOMER if mine in choice.scores and ramps_up(view, decision.now) else ""

@@ -19,9 +19,9 @@ PREFILL_ATTEMPTS = 2  # one computes, the next is there when it ends
 class Demand:
     """What an attempt needs. `tokens` of context, `blocks` for them and a little growth; about `output` tokens will
     follow. `avoid`: nodes of its last failed attempt, taken only if there is no other. `holder`: a decode node whose
-    cache has the whole context, so that there it needs no prefill. `reserve`: share of a node's blocks that this demand
-    must leave to the first class. `held`: how many tokens of the context other caches seem to have, by the prefix
-    directory."""
+    cache has the whole context, so that there it needs no prefill. `reserve`: share of a node's blocks and places that
+    this demand must leave to the first class. `held`: how many tokens of the context other caches seem to have, by the
+    prefix directory."""
 
     tokens: int
     blocks: int
@@ -37,12 +37,17 @@ class Demand:
         """At least the last token of a context is computed anew."""
         return min(self.held.get(node, 0), self.tokens - 1)
 
+    def lacked_by(self, node: Incarnation) -> int:
+        """Tokens that it would have to compute."""
+        return 1 if node == self.holder else self.tokens - self.held_by(node)
+
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """One node at this moment. `computing` attempts with `uncomputed_tokens` are placed on a prefill node and not
-    computed yet; `window_tokens` are those, but of one prompt at most a step's; `room` in blocks; `closed_from`:
-    demands of so many blocks were refused; `first_class_blocks` of `blocks` are taken by the first class.
+    """One node at this moment. `computing` prompts are placed there and not computed yet, on a prefill node with
+    `uncomputed_tokens`; `window_tokens` are those, but of one prompt at most a step's; `room` in blocks; `closed_from`:
+    demands of so many blocks were refused; `first_class_blocks` of `blocks` and `first_class_attempts` of `attempts`
+    are the first class's.
 
     By the coordinator's books: `queued_seconds` of computing are placed there and not done, `head_seconds` of them of
     the prompt that it has been at since `head_since`; `resident_tokens` will be in the caches of its sequences;
@@ -61,6 +66,7 @@ class NodeView:
     window_tokens: int = 0
     blocks: int = 0
     first_class_blocks: int = 0
+    first_class_attempts: int = 0
     name: NodeName = _NO_NAME
     joined_at: float = 0.0
     queued_seconds: float = 0.0
@@ -70,19 +76,18 @@ class NodeView:
     recent_work: float = 0.0
 
     def takes_prefill(self, demand: Demand) -> bool:
-        """Two attempts, or two steps' worth of tokens, and always at least one. A long prompt takes one step's share of
-        that, so that short ones can come to the node and pass it. Blocks are the node's to refuse: what it keeps until
-        a hand-off has committed is not in the coordinator's books."""
-        if self._is_closed_to(demand) or self.computing >= self.max_num_seqs:
-            return False
-        share = min(demand.tokens, self.max_batched_tokens)
-        return self.window_tokens + share <= 2 * self.max_batched_tokens or self.computing < PREFILL_ATTEMPTS
+        """Blocks are the node's to refuse: what it keeps until a hand-off has committed is not in the coordinator's
+        books."""
+        return not self._is_closed_to(demand) and self.computing < self.max_num_seqs and self._has_window(demand)
 
     def takes_decode(self, demand: Demand) -> bool:
+        """If it is to compute the prompt as well, bursts come to it no faster than to a prefill node: whoever comes in
+        between may still pass what waits."""
         if self.attempts >= self.max_num_seqs or self._is_closed_to(demand):
             return False
-        kept = max(0, int(demand.reserve * self.blocks) - self.first_class_blocks) if demand.reserve else 0
-        return demand.blocks <= self.room - kept
+        if not demand.prefill and not self._has_window(demand):
+            return False
+        return demand.blocks <= self.room if not demand.reserve else self._leaves_the_reserve(demand)
 
     def takes(self, demand: Demand) -> bool:
         return self.takes_prefill(demand) if self.role is Role.PREFILL else self.takes_decode(demand)
@@ -91,6 +96,18 @@ class NodeView:
         """Seconds until it has computed what is placed there."""
         done = min(max(0.0, now - self.head_since), self.head_seconds)
         return max(0.0, self.queued_seconds - done)
+
+    def _leaves_the_reserve(self, demand: Demand) -> bool:
+        """Who needs more blocks than the reserve leaves may have them all."""
+        kept = min(int(demand.reserve * self.blocks), self.blocks - demand.blocks) - self.first_class_blocks
+        places = int(demand.reserve * self.max_num_seqs) - self.first_class_attempts
+        return demand.blocks <= self.room - max(0, kept) and self.attempts < self.max_num_seqs - max(0, places)
+
+    def _has_window(self, demand: Demand) -> bool:
+        """Two attempts, or two steps' worth of tokens, and always at least one. A long prompt takes one step's share of
+        that, so that short ones can come to the node and pass it."""
+        share = min(demand.lacked_by(self.incarnation), self.max_batched_tokens)
+        return self.window_tokens + share <= 2 * self.max_batched_tokens or self.computing < PREFILL_ATTEMPTS
 
     def _is_closed_to(self, demand: Demand) -> bool:
         return self.closed_from is not None and demand.blocks >= self.closed_from

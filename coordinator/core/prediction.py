@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from coordinator.core.breakers import Pair
 from coordinator.core.placement import Choice, Demand, NodeView, Outlook
 
 
@@ -21,12 +22,14 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One placement. `views` are the nodes as they were seen."""
+    """One placement. `views` are the nodes as they were seen, `apart` pairs of them that were not to be chosen."""
 
     demand: Demand
     choice: Choice
     prediction: Prediction
     views: Sequence[NodeView]
+    now: float
+    apart: frozenset[Pair] = frozenset()
 
 
 def predict(demand: Demand, choice: Choice, nodes: Sequence[NodeView], outlook: Outlook) -> Prediction:

@@ -109,10 +109,13 @@ def _tier(demand: Demand, node: NodeView, loaded: bool, now: float) -> int:
     """Lower is better; a tier is left only if nobody is in it."""
     if node.incarnation in demand.avoid:
         return _AVOIDED
+    return _LOADED if loaded or ramps_up(node, now) else 0
+
+
+def ramps_up(node: NodeView, now: float) -> bool:
+    """It has joined a moment ago, and been given its share of that moment."""
     age = now - node.joined_at
-    if loaded or (age < RAMP and node.attempts >= max(1.0, node.max_num_seqs * age / RAMP)):
-        return _LOADED
-    return 0
+    return age < RAMP and node.attempts >= max(1.0, node.max_num_seqs * age / RAMP)
 
 
 def _decode_tie(demand: Demand, node: NodeView) -> tuple[Any, ...]:

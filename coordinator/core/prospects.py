@@ -5,6 +5,7 @@ import math
 
 from baton.errors import DeadlineExceeded
 from baton.types import Role
+from coordinator.core.answer_time import AnswerTimes
 from coordinator.core.cost_model import CostModel
 from coordinator.core.loads import Loads
 from coordinator.core.registry import Registry
@@ -13,14 +14,19 @@ _MARGIN = 0.5  # of the fastest prediction: who is near the edge is given the ch
 
 
 class Prospects:
-    def __init__(self, registry: Registry, loads: Loads, costs: CostModel) -> None:
+    def __init__(self, registry: Registry, loads: Loads, costs: CostModel, answers: AnswerTimes) -> None:
         self._registry = registry
+        self._answers = answers
         self._loads = loads
         self._costs = costs
 
     def computing(self, tokens: int) -> float:
         """Seconds that a prompt of so many tokens takes by itself, none of it cached."""
         return self._costs.fleet.prefill(tokens, 0)
+
+    def answering(self, tenant: str, max_tokens: int) -> float:
+        """Seconds that a placed request is expected to take beside computing its prompt."""
+        return self._answers.expect(tenant, max_tokens)
 
     def node_wait(self, now: float) -> float:
         """Seconds until the first of the nodes that compute prompts will have computed what it holds."""
@@ -44,5 +50,5 @@ class Prospects:
         if least < left:
             return None
         return DeadlineExceeded(
-            f"{left:.3g} s are left to the deadline of a prompt of {tokens} tokens, which takes {least:.3g} s at least"
+            f"a prompt of {tokens} tokens takes {least:.3g} s at least: {max(left, 0.0):.3g} s are left for it"
         )

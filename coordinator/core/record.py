@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.types import AttemptKey, Incarnation, Request, RequestId, TokenEvent, TokenScore
+from coordinator.core.breakers import Pair
 from coordinator.core.counters import INTERNAL
 from coordinator.core.messages import Admitted, PrefillEnded
 from coordinator.core.names import PromptNames
@@ -69,6 +70,11 @@ class Attempt:
     answer_by: float | None = None  # decode must have said Reserved or Refused by then
 
     @property
+    def pair(self) -> Pair | None:
+        """Between whom a hand-off is, if it takes one."""
+        return (self.prefill, self.decode) if self.prefill is not None and self.decode is not None else None
+
+    @property
     def computes(self) -> Incarnation | None:
         """The node that computes the prompt, and so its scores."""
         return self.prefill or self.decode
@@ -101,6 +107,7 @@ class Record:
     sources: Sources | None = None
     replaced_because: str = ""
     prefill_payer: str = ""  # class that pays for computing the context again: who preempted the last attempt
+    held_back: float = 0.0  # seconds, by the retry budget, since its last attempt
     pin: Incarnation | None = None
     names: PromptNames | None = None  # of the prompt's blocks, once placement has been tried
 

@@ -111,6 +111,7 @@ class Reports:
         if fresh:
             if record.state is not RequestState.STREAMING:
                 self._table.loads.heard_of(sender, attempt.key, computed=True, now=now)
+                self._table.placeable = True
             if sender == attempt.decode and not attempt.committed:
                 self._table.committed(record, attempt)
             self._table.emit(record, attempt, fresh, tuple(fresh_scores), now)
@@ -165,6 +166,7 @@ class Reports:
         record, attempt = found
         if isinstance(message.error, HandoffFailed):
             self._table.counters.handoffs[message.error.code, attempt.transport or "none"] += 1
+            self._judge(attempt, message.error, now)
         self._table.close_leg(attempt, sender)
         if isinstance(message.error, Preempted):
             blocks = self._table.decisions.demand(record).blocks
@@ -174,6 +176,12 @@ class Reports:
         if isinstance(error, Cancelled):  # only clients cancel, and they tell us
             error = NodeFailed(f"node {self._table.name(sender)} gave the request up: {error.message}")
         self._table.replace(record, error, now)
+
+    def _judge(self, attempt: Attempt, error: HandoffFailed, now: float) -> None:
+        """Does it count against the two nodes? What is stale is of another life and says nothing about their link."""
+        pair = attempt.pair
+        if pair is not None and not isinstance(error, Stale) and self._table.breakers.failed(pair, attempt.key, now):
+            self._table.pair_changed(pair)
 
     def _prefill_ended(self, sender: Incarnation, message: m.PrefillEnded, now: float) -> None:
         """Counts while the attempt lasts: decode's word may be faster, and closes the writer's leg."""

@@ -18,6 +18,7 @@ from baton.errors import (
 )
 from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, TokenScore, Work
 from coordinator.core.admission import Admission
+from coordinator.core.breakers import Breakers, Pair
 from coordinator.core.counters import Counters
 from coordinator.core.counting import count_sources
 from coordinator.core.decisions import Decisions
@@ -32,6 +33,7 @@ from coordinator.core.messages import (
     Emit,
     EmitPromptScores,
     GiveTicket,
+    PairChanged,
     Prefill,
     Replaced,
     Send,
@@ -44,6 +46,8 @@ from coordinator.core.prospects import Prospects
 from coordinator.core.queue import WaitingQueue
 from coordinator.core.record import Attempt, Record, RequestState
 from coordinator.core.registry import Registry
+from coordinator.core.retries import Retries
+from coordinator.core.retry_budget import RetryBudget
 from coordinator.core.settings import Settings, rest_after
 from coordinator.core.timeline import Marks
 from coordinator.core.timers import Timers
@@ -62,26 +66,38 @@ class RequestTable:
         self.counters = Counters()
         self.out: list[Effect] = []
         self.probed: list[tuple[RequestId, FinishReason | BatonError]] = []  # probes that have ended
-        self.last_progress = 0.0
+        self.last_progress = 0.0  # when a request got further than it had been, or the first of those here came
         self.placeable = False  # something has changed since placement was last tried
         self.knowledge = Knowledge(registry)
         self.endings = Endings(self.counters, self.knowledge.workload, settings.explain_keep)
-        self.prospects = Prospects(registry, self.loads, self.knowledge.costs)
+        self.prospects = Prospects(registry, self.loads, self.knowledge.costs, self.knowledge.answers)
         self.admission = Admission(self.queue, settings.max_queue, self.prospects)
+        self.breakers = Breakers()
+        budget = RetryBudget(settings.retry_share)
+        self.retries = Retries(self.records, self.queue, self.timers, budget, settings.max_queue)
         self.decisions = Decisions(
-            registry, self.loads, placement, self.knowledge, self.admission, self.prospects, settings.mode
+            registry,
+            self.loads,
+            placement,
+            self.knowledge,
+            self.admission,
+            self.prospects,
+            self.breakers,
+            settings.mode,
         )
         self._registry = registry
         self._settings = settings
         self._followers = Followers(self.records, self.queue)
-        self.resting: set[RequestId] = set()  # failed more than once: out of the queue until their time has come
         self._unadmitted: set[RequestId] = set()
 
     def add(self, request: Request, now: float, *, internal: bool, after: RequestId | None = None) -> Record:
         record = Record(request, now + request.timeout, Marks(now), internal)
         if len(request.prompt) == 1:
             record.prompt_scores = ()
+        if not self.records:
+            self.last_progress = now
         self.records[request.id] = record
+        self.retries.budget.offered(now)
         self.queue.push(request.id, self.admission.let_in(request, now))
         if not internal:
             self.knowledge.workload.arrived(len(request.prompt), self.knowledge.output_of(request), now)
@@ -98,6 +114,8 @@ class RequestTable:
         """A request of our own that goes through `node`, which need not be in service, and through nodes of the other
         role that are: at once, once, and before all others. How it ends is in `probed`."""
         record = Record(request, now + request.timeout, Marks(now), internal=True, prompt_scores=(), pin=node)
+        if not self.records:
+            self.last_progress = now
         self.records[request.id] = record
         self.queue.push_front(request.id)
         self.timers.set(request.id, record.next_due())
@@ -125,6 +143,7 @@ class RequestTable:
 
     def place_waiting(self, now: float) -> None:
         """Admit and place what can be, if anything has changed."""
+        self.placeable |= self.retries.let_go(now)
         if not self.placeable:
             return
         self.placeable = False
@@ -145,7 +164,7 @@ class RequestTable:
         views = self.decisions.views(now)
         for request in self.queue.candidates() if self._registry.nodes else ():
             record = self.records[request]
-            if (late := self.decisions.too_late(record, now)) is not None:
+            if (late := self.decisions.too_late(record, now, wanted=len(self.queue) > 1)) is not None:
                 self.end(record, late, now)
                 return True
             decision = self.decisions.decide(record, views, now)
@@ -178,7 +197,11 @@ class RequestTable:
             if decode is not None:
                 attempt.answer_by = now + self._settings.answer_timeout
                 self.timers.set(request.id, record.next_due())
-        self.last_progress = now
+        attempt.notes.held_back, record.held_back = record.held_back, 0.0
+        pair = attempt.pair
+        attempt.notes.probe = pair is not None and self.breakers.placed(pair, key)
+        if record.attempts == 1:
+            self.last_progress = now
 
     # while an attempt runs
 
@@ -187,7 +210,8 @@ class RequestTable:
         record.marks.mark("reserved", now)
         attempt.notes.reserved = now
         attempt.answer_by = None
-        self.last_progress = now
+        if record.attempts == 1:
+            self.last_progress = now
 
     def give(self, attempt: Attempt, ticket: GiveTicket) -> None:
         attempt.transport = ticket.ticket.transport
@@ -198,6 +222,8 @@ class RequestTable:
         happens to its writer from now on is nothing to this request, unless it owes the prompt's scores. Idempotent."""
         if not attempt.committed:
             attempt.committed = True
+            if attempt.pair is not None and attempt.transport and self.breakers.committed(attempt.pair, attempt.key):
+                self.pair_changed(attempt.pair)
             self.placeable |= self._followers.release(record.request.id, attempt.decode)
         if attempt.prefill is not None and not record.awaits_scores:
             self.close_leg(attempt, attempt.prefill)
@@ -233,17 +259,29 @@ class RequestTable:
         if cancel is not None:
             self.out.append(Send(node, Cancel(attempt.key, cancel)))
 
+    def pair_changed(self, pair: Pair) -> None:
+        """The breaker between two nodes has another state."""
+        state = self.breakers.state(pair)
+        self.counters.breakers[state.value] += 1
+        self.placeable = True
+        self.out.append(PairChanged(self.name(pair[0]), self.name(pair[1]), state))
+
     # the ways on and out
 
-    def replace(self, record: Record, error: BatonError | None, now: float) -> None:
+    def replace(self, record: Record, error: BatonError | None, now: float, *, exempt: bool = False) -> None:
         """The one recovery: give up this attempt and put the request, with what it has emitted, at the head of the
         queue, or let it rest first if it failed before; the client sees nothing. `error` None is a refusal. Refusals,
         preemptions and drains wait for room and do not count as failures; other errors do, and one that no other
-        attempt can mend ends the request. A probe has one attempt: another would tell less."""
+        attempt can mend ends the request. Failures are subject to the retry budget, unless `exempt`. A probe has one
+        attempt: another would tell less."""
         waits = error is None or isinstance(error, Preempted | Drained)
         record.failures += not waits
         most = self._settings.max_attempts if record.pin is None else 0
         if error is not None and (not error.replaceable or record.failures >= most):
+            self.end(record, error, now)
+            return
+        exempt |= waits
+        if error is not None and not exempt and not self.retries.has_room(now):
             self.end(record, error, now)
             return
         attempt = record.attempt
@@ -259,13 +297,7 @@ class RequestTable:
         record.attempt = None
         record.to(RequestState.QUEUED)
         rest = 0.0 if waits else rest_after(record.failures)
-        if rest:
-            record.not_before = now + rest
-            self.resting.add(record.request.id)
-            self.timers.set(record.request.id, record.next_due())
-        else:
-            self.queue.push_front(record.request.id)
-            self.placeable = True
+        self.placeable |= self.retries.again(record, rest, now, exempt=exempt)
 
     def end(self, record: Record, result: FinishReason | BatonError, now: float) -> None:
         """The one place where a request ends."""
@@ -280,20 +312,24 @@ class RequestTable:
         self.timers.clear(request)
         self.placeable |= self._followers.release(request, None)
         self._unadmitted.discard(request)
-        self.resting.discard(request)
+        self.retries.forget(request)
         if record.pin is not None:
             self.probed.append((request, result))
         if isinstance(result, FinishReason):
-            self.knowledge.answered(record.request, len(record.emitted))
+            began = record.marks.first_token
+            self.knowledge.answered(record.request, len(record.emitted), now - began if began is not None else 0.0)
         self.out.append(self.endings.add(record, result, now))
 
     def lose_node(self, node: Incarnation, error: BatonError, now: float) -> None:
-        """The node is no more, and off the registry: what had a leg there goes on elsewhere, the oldest first."""
+        """The node is no more, and off the registry: what had a leg there goes on elsewhere, the oldest first, whatever
+        the retry budget says. So does what failed there a moment ago, before anybody knew why."""
+        self.breakers.forget(node)
+        self.placeable |= self.retries.lost(node, now)
         for key in reversed(self.loads.remove_node(node)):
             record = self.records.get(key.request)
             if record is not None and record.attempt is not None and record.attempt.key == key:
                 record.attempt.legs.discard(node)
-                self.replace(record, error if error.replaceable else NodeGone(error.message), now)
+                self.replace(record, error if error.replaceable else NodeGone(error.message), now, exempt=True)
 
     def vacate(self, node: Incarnation, error: BatonError, now: float) -> None:
         """Everything that has a leg there goes on elsewhere, the oldest first."""
@@ -311,10 +347,7 @@ class RequestTable:
             why = f"the request took longer than the {given} that its client or --request-timeout gave it"
             self.end(record, DeadlineExceeded(why), now)
         elif record.not_before is not None and now >= record.not_before:
-            record.not_before = None
-            self.resting.remove(request)
-            self.queue.push_front(request)
-            self.placeable = True
+            self.placeable |= self.retries.rested(record)
         elif record.admit_by is not None and now >= record.admit_by:
             error = Unavailable(
                 f"no node could serve the request for {UNSERVED_PATIENCE:g} s: {self.missing()}",
@@ -337,4 +370,6 @@ class RequestTable:
         attempt.held.clear()
         for node in sorted(attempt.legs):
             self.close_leg(attempt, node, reason)
+        if attempt.pair is not None:
+            self.placeable |= self.breakers.left(attempt.pair, attempt.key)
         count_sources(record, attempt, self.counters, last=True)

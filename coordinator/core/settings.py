@@ -15,13 +15,15 @@ DEFAULT_SLO = Slo(0.5, 0.05)
 @dataclass(frozen=True, slots=True)
 class Settings:
     """`answer_timeout`: seconds in which decode must answer a Submit that has a writer with Reserved or Refused.
-    `explain_keep`: ended requests that can be explained. `slo`: what counts as good, unless another is asked for."""
+    `explain_keep`: ended requests that can be explained. `retry_share`: see `RetryBudget`. `slo`: what counts as good,
+    unless another is asked for."""
 
     mode: Literal["disaggregated", "colocated", "auto"]
     max_queue: int
     max_attempts: int
     answer_timeout: float
     explain_keep: int = 0
+    retry_share: float = 0.2
     slo: Slo = DEFAULT_SLO
 
     @property

@@ -23,11 +23,10 @@ class DeviceTime:
         for piece in batch.slices:
             sequence = sequence_of(piece.sequence)
             share = seconds * len(piece.tokens) / batch.num_tokens
-            own = sequence.tenant_class
             if piece.start < sequence.context_len:
-                self._seconds["prefill", sequence.work.prefill_payer or own] += share
+                self._seconds["prefill", sequence.payer(piece.start)] += share
             else:
-                self._seconds["decode", own] += share
+                self._seconds["decode", sequence.tenant_class] += share
 
     def counters(self) -> dict[str, float]:
         """As a node reports them."""

@@ -155,7 +155,7 @@ class Residency:
             if self.coming_blocks:
                 return False
             if (victim := self._newest_speculative()) is not None:
-                self.drop(victim)
+                self.drop(victim, sequence)
             elif (victim := victim_for(sequence, self._preemptible(), self._victims)) is not sequence:
                 self._fail(victim, Preempted(f"{victim.key} gave its blocks to other work"), sequence.tenant_class)
             else:
@@ -169,16 +169,18 @@ class Residency:
         if held >= total:
             message = f"{sequence.key} needs {held + 1} blocks, the cache has {total}: raise --kv-memory"
             self._fail(sequence, OutOfBlocks(message))
-        elif len(self._preemptible()) > 1:
-            self._fail(sequence, Preempted(f"{sequence.key} gave its blocks to other work"))
+        elif others := [each for each in self._preemptible() if each is not sequence]:
+            lowest = max(others, key=lambda each: each.level)
+            above = lowest.tenant_class if lowest.level < sequence.level else ""
+            self._fail(sequence, Preempted(f"{sequence.key} gave its blocks to other work"), above)
         return False
 
     # blocks back
 
-    def drop(self, sequence: Sequence) -> None:
-        """Back to WAITING without blocks: prefill starts over."""
+    def drop(self, sequence: Sequence, taker: Sequence) -> None:
+        """Back to WAITING without blocks, which `taker` needs: prefill starts over."""
         self._give_back(sequence)
-        sequence.restart()
+        sequence.restart(taker.tenant_class if taker.level < sequence.level else "")
         self._table.move(sequence, WAITING)
         self._dropped.add(sequence.key)
         self.outcomes.append(Dropped(sequence))
@@ -215,12 +217,12 @@ class Residency:
 
     def _allocate(self, sequence: Sequence, needed: int) -> tuple[BlockIndex, ...] | None:
         if not sequence.speculative:
-            self._drop_speculative(needed)
+            self._drop_speculative(sequence, needed)
         return self._pool.allocate(needed, sequence.owner) if needed <= self.free_blocks else None
 
-    def _drop_speculative(self, needed: int) -> None:
-        """Drop what it takes to get `needed` blocks, at once or when senders let go of them; nothing if that would
-        not be enough."""
+    def _drop_speculative(self, taker: Sequence, needed: int) -> None:
+        """Drop what it takes to get `needed` blocks for `taker`, at once or when senders let go of them; nothing if
+        that would not be enough."""
         room = self.free_blocks + self.coming_blocks
         victims = [each for state in (PREFILLING, HANDING_OFF) for each in self._speculative(state)]
         if needed > room + sum(len(victim.block_table) for victim in victims):
@@ -228,7 +230,7 @@ class Residency:
         for victim in sorted(victims, key=lambda each: (each.level, each.id), reverse=True):
             if needed <= room:
                 return
-            self.drop(victim)
+            self.drop(victim, taker)
             room = self.free_blocks + self.coming_blocks
 
     def _speculative(self, state: SequenceState) -> list[Sequence]:

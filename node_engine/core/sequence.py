@@ -75,6 +75,7 @@ class Sequence:
     num_cached: int = 0  # tokens of the context that this node's own cache had
     num_sealed: int = 0  # blocks offered to the prefix index
     copy: tuple[BlockIndex, BlockIndex] | None = None  # copy on write that the next step has to make
+    redone: tuple[int, str] = (0, "")  # tokens that it computes again, for the class that took their blocks
     owner: str = ""
     turn: int = 0  # counts arrivals and tickets in one order
     due: int = 0  # in the scheduler's own time: whoever is due earlier computes first
@@ -125,6 +126,12 @@ class Sequence:
     def tenant_class(self) -> str:
         return self.work.request.standing.tenant_class
 
+    def payer(self, position: int) -> str:
+        """The class that computing the context at this position is charged to: its own, unless another one made it
+        necessary to do it again."""
+        end, payer = self.redone
+        return payer if position < end else self.work.prefill_payer or self.tenant_class
+
     @property
     def remaining(self) -> int:
         """Tokens of output that may still come."""
@@ -155,8 +162,10 @@ class Sequence:
         top, targets = request.sampling.prompt_logprobs, request.prompt[start + 1 : end + 1]
         return ScoreSpec(targets, top) if top is not None and targets else None
 
-    def restart(self) -> None:
-        """Forget what was computed and drawn here."""
+    def restart(self, payer: str = "") -> None:
+        """Forget what was computed and drawn here. `payer`: another class, which is charged for it the next time."""
+        if payer:
+            self.redone = max(self.redone[0], self.num_computed), payer
         del self.tokens[self.context_len :]
         self.num_computed = self.num_cached = self.num_sealed = 0
         self.counts = None

@@ -163,7 +163,7 @@ async def test_requests_that_stand_still_make_it_unready() -> None:
         await decode.reserve(await decode.order("submit"))
         assert bench.readiness.state() == (True, "")
         await asyncio.sleep(0.3)
-        assert "1 requests run and none has moved on" in bench.readiness.state()[1]
+        assert "1 requests run, 0 wait, and none has got any further for" in bench.readiness.state()[1]
         stream.cancel()
         assert bench.readiness.state() == (True, "")
 

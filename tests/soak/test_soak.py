@@ -12,6 +12,7 @@ import pytest
 
 from node_engine.paced import paced_reference
 from tests.cluster import Cluster
+from tests.processes import private_bytes
 
 VOCABULARY = 1000
 CLIENTS = 16
@@ -53,12 +54,6 @@ class Load:
         self.cancelled += 1
 
 
-def resident(cluster: Cluster) -> dict[str, int]:
-    """Private bytes of each process: what it has allocated itself, less the segments that it maps."""
-    fields = {name: Path(f"/proc/{pid}/status").read_text() for name, pid in cluster.pids().items()}
-    return {name: int(text.split("RssAnon:")[1].split()[0]) * 1024 for name, text in fields.items()}
-
-
 async def test_soak(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     seconds = float(request.config.getoption("--soak-seconds"))
     load = Load(int(request.config.getoption("--soak-seed")))
@@ -69,12 +64,12 @@ async def test_soak(request: pytest.FixtureRequest, tmp_path: Path) -> None:
         async with asyncio.TaskGroup() as clients:
             for number in range(CLIENTS):
                 clients.create_task(load.client(cluster, number, until))
-            began = resident(cluster)
+            began = private_bytes(cluster.pids())
             if seconds > 2 * SETTLED:
                 await asyncio.sleep(SETTLED)
-                began = resident(cluster)
+                began = private_bytes(cluster.pids())
         await cluster.wait_quiet()
-        grown = {name: size - began[name] for name, size in resident(cluster).items()}
+        grown = {name: size - began[name] for name, size in private_bytes(cluster.pids()).items()}
     cluster.assert_clean()
     assert load.answers > 0
     assert load.cancelled > 0

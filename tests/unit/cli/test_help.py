@@ -25,11 +25,11 @@ def test_settings_of_every_process() -> None:
     assert [field for field in Config.__struct_fields__ if len(description(field)) < 10] == []
 
 
-@pytest.mark.parametrize("benchmark", sorted(BENCHMARKS))
-def test_benchmarks(benchmark: str) -> None:
-    whole = _parser({benchmark: importlib.import_module(BENCHMARKS[benchmark])})
+@pytest.mark.parametrize("name", sorted(BENCHMARKS))
+def test_benchmarks(name: str) -> None:
+    whole = _parser({name: importlib.import_module(BENCHMARKS[name])})
     (subcommands,) = (each for each in whole._actions if each.dest == "benchmark")
-    parser = subcommands.choices[benchmark]  # type: ignore[index]
+    parser = subcommands.choices[name]  # type: ignore[index]
     assert isinstance(parser, argparse.ArgumentParser)
     assert parser.description
     assert [each.dest for each in parser._actions if not each.help] == []

@@ -73,6 +73,23 @@ def test_explain_shows_the_waterfall(front: FakeFront, run: Run, capsys: Capture
         assert expected in out
 
 
+def test_explain_says_what_spoke_against_a_node(front: FakeFront, run: Run, capsys: Capture) -> None:
+    told = explanation()
+    for because in ("failed before", "newcomer", "kept apart"):
+        told.attempts[1].considered.add(node=because.replace(" ", "-"), role="prefill", able=True, because=because)
+    told.attempts[1].held_back, told.attempts[1].probe = 1.5, True
+    front.explanation = told
+    assert run("explain", "r1", "--endpoint", front.endpoint) == 0
+    out = plain(capsys.readouterr().out)
+    for expected in (
+        "served; the retry budget had held it back for 1500.0 ms; a probe of two nodes that had been kept apart",
+        "failed-before prefill 0 0 0 0 - could have: its last attempt failed there",
+        "newcomer prefill 0 0 0 0 - could have: it has just joined",
+        "kept-apart prefill 0 0 0 0 - could have: hand-offs between the two failed",
+    ):
+        assert expected in out, out
+
+
 def test_explain_lists_all_choices_of_an_answer(front: FakeFront, run: Run, capsys: Capture) -> None:
     told = explanation()
     failed = pb.ExplainResponse(request_id="r2", state="failed", error=common_pb2.Error(code="node_gone", message="m"))

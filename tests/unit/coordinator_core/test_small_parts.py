@@ -133,7 +133,7 @@ def test_stages_partition_the_time_to_the_first_token(script: list[tuple[str, fl
     line = marks.timeline(now + 1.0, attempts=1)
     stages = stages_of(line)
     assert all(stage >= 0.0 for stage in stages)
-    assert sum(stages) == line.ttft
+    assert sum(stages) == pytest.approx(line.ttft, rel=1e-12)
     end = now + 1.0 if marks.first_token is None else marks.first_token
     assert line.ttft == pytest.approx(end - start, rel=1e-12, abs=1e-6)
     assert line.total >= line.ttft - 1e-6

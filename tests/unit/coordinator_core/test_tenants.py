@@ -9,11 +9,13 @@ from hypothesis import strategies as st
 from baton.errors import DeadlineExceeded, Overloaded, Preempted
 from baton.types import NodeName, Request, RequestId, SamplingParams, Standing
 from coordinator.core import messages as m
-from coordinator.core.admission import Admission
+from coordinator.core.admission import Admission, Bid
+from coordinator.core.answer_time import AnswerTimes
 from coordinator.core.cost_model import CostModel
 from coordinator.core.drain_rate import Ahead, DrainRate
 from coordinator.core.fair_order import CREDIT, Claim, FairOrder
 from coordinator.core.loads import Loads
+from coordinator.core.output_length import OutputLengths
 from coordinator.core.prospects import Prospects
 from coordinator.core.queue import WaitingQueue, due
 from coordinator.core.registry import Registry
@@ -37,6 +39,9 @@ class Idle:
 
     def computing(self, tokens: int) -> float:
         return self.seconds
+
+    def answering(self, tenant: str, max_tokens: int) -> float:
+        return self.seconds * max_tokens
 
     def node_wait(self, now: float) -> float:
         return self.wait
@@ -110,11 +115,11 @@ def test_debts_survive_a_reload() -> None:
     admission.let_in(request(prompt=100), 0.0)
     admission.reload(known(Tenant("bulk", "standard", tokens_per_second=20, token_burst=10)), 0.0)
     with pytest.raises(Overloaded, match="tokens_per_second") as refused:
-        admission.require(BULK, 1, 10, 60.0, 0.0)
+        admission.require(BULK, Bid(1, 60.0, 10), 0.0)
     assert refused.value.retry_after == pytest.approx(91 / 20)
-    admission.require(BULK, 1, 10, 60.0, 4.6)
+    admission.require(BULK, Bid(1, 60.0, 10), 4.6)
     admission.reload(known(Tenant("other", "standard")), 5.0)
-    admission.require(BULK, 1, 10, 60.0, 5.0)
+    admission.require(BULK, Bid(1, 60.0, 10), 5.0)
 
 
 def request(prompt: int = 10, standing: Standing = BULK) -> Request:
@@ -213,12 +218,12 @@ def test_lower_classes_take_no_place_of_higher_ones_and_no_tenant_takes_all() ->
     admission = Admission(queue, 8, Idle())
     admission.reload(known(Tenant("gold", "premium"), Tenant("bulk", "standard"), Tenant("meek", "standard")), 0.0)
     for number in range(4):
-        admission.require(BULK, 1, 10, 60.0, 0.0)
+        admission.require(BULK, Bid(1, 60.0, 10), 0.0)
         queue.push(name(number), admission.let_in(request(), 0.0))
     with pytest.raises(Overloaded, match="its share of the free places is 4"):
-        admission.require(BULK, 1, 10, 60.0, 0.0)
-    admission.require(Standing("meek", "standard", 1), 2, 10, 60.0, 0.0)
-    admission.require(GOLD, 4, 10, 60.0, 0.0)
+        admission.require(BULK, Bid(1, 60.0, 10), 0.0)
+    admission.require(Standing("meek", "standard", 1), Bid(2, 60.0, 10), 0.0)
+    admission.require(GOLD, Bid(4, 60.0, 10), 0.0)
 
 
 def test_the_wait_is_what_is_ahead_over_what_drains() -> None:
@@ -244,23 +249,26 @@ def test_a_wait_beyond_the_deadline_is_refused_with_the_time_to_come_back() -> N
     for number in range(10):
         queue.take(name(number), (number + 1) / 2)
     with pytest.raises(Overloaded, match="the limit is 3 s") as refused:
-        admission.require(BULK, 1, 100, 60.0, 5.0)
+        admission.require(BULK, Bid(1, 60.0, 100), 5.0)
     assert refused.value.retry_after == pytest.approx(22.0)
-    admission.require(GOLD, 1, 100, 60.0, 5.0)
+    admission.require(GOLD, Bid(1, 60.0, 100), 5.0)
 
 
 def test_a_wait_that_leaves_no_time_for_the_prompt_is_refused_and_a_hopeless_prompt_is_not() -> None:
     admission = Admission(WaitingQueue(), 1000, Busy())
-    admission.require(BULK, 1, 100, 3.1, 0.0)
+    admission.require(BULK, Bid(1, 3.1, 100), 0.0)
     with pytest.raises(Overloaded, match="would wait 2") as refused:
-        admission.require(BULK, 1, 100, 2.9, 0.0)
+        admission.require(BULK, Bid(1, 2.9, 100), 0.0)
     assert refused.value.retry_after == pytest.approx(1.0)
-    admission.require(BULK, 1, 100, 0.9, 0.0)
+    with pytest.raises(Overloaded, match="would wait 2"):
+        admission.require(BULK, Bid(1, 12.9, 100, 10), 0.0)
+    admission.require(BULK, Bid(1, 13.1, 100, 10), 0.0)
+    admission.require(BULK, Bid(1, 0.9, 100), 0.0)
 
 
 def test_what_cannot_be_served_in_time_is_known() -> None:
     costs = CostModel()
-    prospects = Prospects(Registry(1.0, 1.0), Loads(), costs)
+    prospects = Prospects(Registry(1.0, 1.0), Loads(), costs, AnswerTimes(OutputLengths()))
     assert prospects.too_late(10_000, 0, 0.001) is None, "nothing is known yet"
     for _ in range(50):
         costs.prefill_took(NodeName("p0"), 1000, 0, 1.0)
@@ -276,7 +284,7 @@ def test_a_share_of_the_blocks_is_kept_for_the_first_class() -> None:
     world = World(mode="colocated")
     tenants = known(Tenant("gold", "premium"), Tenant("bulk", "standard"), reserve=0.5)
     world.brain.reload_tenants(tenants, world.now)
-    node = world.join("d0", DECODE, max_num_seqs=16)  # 32 blocks
+    node = world.join("d0", DECODE, max_num_seqs=16, max_batched_tokens=512)  # 32 blocks
     for _ in range(5):
         submit(world, BULK, prompt=64)  # 5 blocks with room to grow
     assert world.brain.placed_on(node) == 3
@@ -284,6 +292,41 @@ def test_a_share_of_the_blocks_is_kept_for_the_first_class() -> None:
         submit(world, GOLD, prompt=64)
     assert world.brain.placed_on(node) == 6
     assert world.brain.queued == 2
+
+
+def test_a_share_of_the_places_is_kept_for_the_first_class() -> None:
+    world = World(mode="colocated", max_queue=32)
+    world.brain.reload_tenants(known(Tenant("gold", "premium"), Tenant("bulk", "standard"), reserve=0.25), world.now)
+    node = world.join("d0", DECODE, max_num_seqs=8, num_blocks=64)
+    for _ in range(10):
+        submit(world, BULK, prompt=4)
+    assert world.brain.placed_on(node) == 6
+    for _ in range(3):
+        submit(world, GOLD, prompt=4)
+    assert world.brain.placed_on(node) == 8
+
+
+def test_the_reserve_does_not_keep_out_who_needs_more_than_it_leaves() -> None:
+    world = World(mode="colocated")
+    world.brain.reload_tenants(known(Tenant("gold", "premium"), Tenant("bulk", "standard"), reserve=0.5), world.now)
+    node = world.join("d0", DECODE, max_model_len=1024)  # 32 blocks
+    submit(world, BULK, prompt=400)
+    assert world.brain.placed_on(node) == 1
+
+
+def test_a_burst_comes_to_a_node_as_it_is_computed() -> None:
+    """Two steps' worth of prompts, so that a higher class may still pass the rest."""
+    world = World(mode="colocated", max_queue=32)
+    world.brain.reload_tenants(known(Tenant("gold", "premium"), Tenant("bulk", "standard")), world.now)
+    node = world.join("d0", DECODE, max_num_seqs=16, num_blocks=64)  # 64 tokens a step
+    for _ in range(12):
+        submit(world, BULK, prompt=32)
+    assert world.brain.placed_on(node) == 4
+    gold = submit(world, GOLD, prompt=32)
+    first = world.sent(node, m.Submit)[0].work.key
+    world.token(node, first, 0)
+    assert world.sent(node, m.Submit)[-1].work.key.request == gold
+    assert world.brain.placed_on(node) == 5
 
 
 def test_the_class_reaches_the_node_and_whoever_preempts_pays() -> None:

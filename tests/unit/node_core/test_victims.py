@@ -80,3 +80,22 @@ def test_a_long_prompt_that_has_begun_gets_a_block_in_every_step() -> None:
         before = long.num_computed
         node.step()
         assert long.num_computed >= before + BLOCK
+
+
+def test_what_is_dropped_for_a_higher_class_is_computed_again_at_its_cost() -> None:
+    node = Node(6, max_batched_tokens=512)
+    guess = node.add(job("guess", 1, 3 * BLOCK), hand_off=True)
+    node.step()
+    assert guess.num_computed == 3 * BLOCK
+    (gold,) = residents(node, job("gold", 0, 5 * BLOCK - 1))
+    assert guess.num_computed == 0
+    assert [guess.payer(position) for position in (0, 3 * BLOCK - 1)] == ["premium", "premium"]
+    assert gold.payer(0) == "premium"
+
+
+def test_the_last_of_a_lower_class_gives_way_to_a_higher_one_at_its_cost() -> None:
+    node = Node(4, max_batched_tokens=512)
+    residents(node, job("gold", 0, 2 * BLOCK - 4, 20), job("bulk", 1, 2 * BLOCK - 2))
+    node.run()
+    (failed,) = [each for each in node.outcomes if isinstance(each, Failed)]
+    assert (failed.sequence.tenant_class, failed.caused_by) == ("standard", "premium")

@@ -1,0 +1,81 @@
+"""Each class of process is killed under load: nothing is wrong, every request ends once, blocks come back, and the
+cluster serves again without anybody's help.
+
+`make test` kills each twice, `make soak` twenty times, and then the bounds on recovery hold too.
+"""
+
+import statistics
+import sys
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from baton.cli.plan import COORDINATOR
+from tests.cluster import Cluster
+from tests.soak.kills import Range, Recovery
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MANY = 10  # kills, from which on times are judged
+RECOVERY = 10.0  # seconds until a new request is answered
+COORDINATOR_RECOVERY = 5.0  # seconds from when the new one listens, until then
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    made = Cluster(
+        tmp_path_factory.mktemp("kills"), engine="paced", prefill=2, decode=2, kv_memory="8MiB", paced_step_ms=4.0
+    )
+    async with made:
+        yield made
+    made.assert_clean()
+
+
+@pytest.fixture
+def kills(request: pytest.FixtureRequest) -> int:
+    return int(request.config.getoption("--kills"))
+
+
+def judge(recoveries: list[Recovery]) -> None:
+    sys.stdout.write("\n".join(map(str, recoveries)) + "\n")
+    for name in ("listens", "answered", "whole"):
+        times = [getattr(one, name) for one in recoveries]
+        sys.stdout.write(f"{len(times)} kills: {name} {statistics.median(times):.2f} s, at most {max(times):.2f}\n")
+    if len(recoveries) >= MANY:
+        assert max(one.answered for one in recoveries) <= RECOVERY
+        assert max(one.answered - one.listens for one in recoveries) <= COORDINATOR_RECOVERY
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_nodes_are_killed(cluster: Cluster, kills: int, role: str) -> None:
+    """In turn, and back at the same address or at another."""
+    others = {name: pid for name, pid in cluster.pids().items() if not name.startswith(role)}
+    range_ = Range(cluster, seed=len(role))
+    async with range_.load():
+        recoveries = [
+            await range_.kill(f"{role}-{number // 2 % 2}", elsewhere=number % 2 == 1) for number in range(kills)
+        ]
+    await cluster.wait_quiet()
+    assert range_.complaints(coordinator_died=False) == []
+    assert {name: pid for name, pid in cluster.pids().items() if not name.startswith(role)} == others
+    judge(recoveries)
+
+
+@pytest.mark.timeout(1200)
+async def test_the_coordinator_is_killed(cluster: Cluster, kills: int) -> None:
+    """Back at once, or after its nodes have given up what they held for it. Their caches outlive it."""
+    nodes = {name: pid for name, pid in cluster.pids().items() if name != COORDINATOR}
+    prompt = list(range(1, 200))
+    await cluster.generate(prompt, max_tokens=2, ignore_eos=True)
+    range_ = Range(cluster, seed=1)
+    async with range_.load():
+        long = cluster.config.silence + 1.0 if kills >= MANY else 0.0
+        recoveries = [await range_.kill(COORDINATOR, down=long * (number % 2)) for number in range(kills)]
+        cached = (await cluster.generate(prompt, max_tokens=2, ignore_eos=True)).usage.cached_tokens
+    await cluster.wait_quiet()
+    assert range_.complaints(coordinator_died=True) == []
+    assert {name: pid for name, pid in cluster.pids().items() if name != COORDINATOR} == nodes
+    assert cached > 0
+    judge(recoveries)
