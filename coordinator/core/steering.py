@@ -4,9 +4,11 @@ Every `LOOK` seconds a fast loop looks at what was asked in the last `FAST` seco
 both also at what still waits from before:
 
     kept       the objective is met, as measured and as predicted             nothing is done
-    gain       another split is predicted to serve `GAIN` more of it          else nothing is done
-    floor      and no less of what came in the slow window                    else nothing is done: a swing is no trend
-    confirmed  so it was at the last look too                                 else at the next look
+    gain       another split is predicted to serve `GAIN` more in both        else nothing is done: a swing is no trend
+               windows, or `STRIKING` more in the fast one and no less in
+               the slow one
+    confirmed  so it was at the last look too, or at the last three as long   else at the next look
+               as the objective is kept for most
     rested     `REST` seconds have passed since the last change was over,     else when they have
                `REVERSAL` for one in the other direction
 
@@ -32,7 +34,8 @@ LOOK = 5.0  # seconds
 FAST, SLOW = 15.0, 30.0
 ENOUGH = 20  # requests in the fast window
 KEPT_SHARE, EXPECTED_SHARE = 0.95, 0.8  # of the requests, measured and predicted within the objective: it is kept
-GAIN = 0.05  # of the requests
+HURT_SHARE, LOOKS, CALM_LOOKS = 0.8, 2, 4  # looks that agree, if fewer were within it, and else
+GAIN, STRIKING = 0.05, 0.25  # of the requests
 REST, REVERSAL = 10.0, 20.0
 SWING = 90.0  # a change that is taken back sooner was none that lasts
 MEMORY, MOST_SWINGS = 1800.0, 4
@@ -56,6 +59,8 @@ class Steering:
         self.reason = "nothing was looked at yet"
         self.due = now + LOOK
         self._confirmed = 0  # direction of what the last look wanted
+        self._looks = 0  # in a row that wanted that
+        self._measured = 1.0
         self._over = now  # when the last change was, as far as it was seen
         self._direction = 0  # of the last change: 1 to more prefill nodes
         self._reversals: deque[float] = deque(maxlen=16)
@@ -72,8 +77,9 @@ class Steering:
             self._confirmed = 0
             return None
         direction = _direction(sight.present, wanted)
-        seen, self._confirmed = self._confirmed, direction
-        if seen != direction:
+        self._looks = self._looks + 1 if self._confirmed == direction else 1
+        self._confirmed = direction
+        if self._looks < (LOOKS if self._measured < HURT_SHARE else CALM_LOOKS):
             self.reason += ": to be confirmed at the next look"
             return None
         back = direction == -self._direction
@@ -97,11 +103,10 @@ class Steering:
             return None, f"{count} requests in {FAST:g} s say too little"
         if present not in sight.candidates:
             return None, f"{present} has no node of one role"
-        fast, measured = Forecaster(asked, sight.machine, self.slo), meter.service(self.slo, FAST, now).share
+        fast, self._measured = Forecaster(asked, sight.machine, self.slo), self._served(sight, meter, now)
         expected = fast.share(present)
-        told = f"{expected:.0%} are predicted within {self.slo}"
-        told += "" if measured is None else f", {measured:.0%} were"
-        if (measured is None or measured >= KEPT_SHARE) and expected >= EXPECTED_SHARE:
+        told = f"{expected:.0%} are predicted within {self.slo}, {self._measured:.0%} were"
+        if self._measured >= KEPT_SHARE and expected >= EXPECTED_SHARE:
             return None, f"kept: {told}"
         shares = {split: fast.share(split) for split in fast.likely(sight.candidates)}
         better = {split: share for split, share in shares.items() if share >= expected + GAIN}
@@ -111,14 +116,24 @@ class Steering:
         window = SLOW * 2.0**swings
         past = meter.over(window, now, sight.waiting) or asked
         slow = Forecaster(past, sight.machine, self.slo)
-        floor = slow.share(present) - NEAR
-        able = {split: slow.share(split) for split in better}
-        able = {split: share for split, share in able.items() if share >= floor}
+        before = slow.share(present)
+        able = {
+            split: share
+            for split in better
+            if (share := slow.share(split)) >= before + GAIN
+            or (share >= before - NEAR and better[split] >= expected + STRIKING)
+        }
         if not able:
-            return None, f"missed, and what came in {window:g} s would have been served worse by any other: {told}"
+            return None, f"missed, and what came in {window:g} s would not have been served better: {told}"
         ranks = able if swings else {split: better[split] for split in able}
         best = _nearest(present, ranks)
         return best, f"missed: {told}; {better[best]:.0%} are predicted with {best}"
+
+    def _served(self, sight: Sight, meter: WorkloadMeter, now: float) -> float:
+        """The share within the objective of those who ended lately, and of those who have waited too long already."""
+        service, ttft = meter.service(self.slo, FAST, now), self.slo.ttft
+        late = sum(ttft is not None and now - at > ttft for at, _ in sight.waiting)
+        return service.good / (service.ended + late) if service.ended + late else 1.0
 
     def _takes_back(self, direction: int, now: float) -> bool:
         return direction == -self._direction and now - self._over < SWING

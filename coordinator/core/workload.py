@@ -95,14 +95,15 @@ class Service:
 @dataclass(frozen=True, slots=True)
 class _End:
     at: float
-    ttft: float  # infinite for one that failed or was refused
+    ttft: float  # infinite for one that failed
     tpot: float | None
     stages: Stages
 
 
 class WorkloadMeter:
     def __init__(self) -> None:
-        self._arrivals: deque[tuple[float, Asked | None]] = deque(maxlen=MOST)  # None: refused
+        self._arrivals: deque[tuple[float, Asked]] = deque(maxlen=MOST)
+        self._refused: deque[tuple[int, int]] = deque(maxlen=int(KEPT))  # second, how many
         self._ends: deque[_End] = deque(maxlen=MOST)
         self._began: float | None = None
         self._computed = 1.0
@@ -110,12 +111,18 @@ class WorkloadMeter:
     # what happens
 
     def arrived(self, prompt: int, output: float, now: float) -> None:
-        self._came(Asked(prompt, output), now)
+        self._began = now if self._began is None else self._began
+        self._arrivals.append((now, Asked(prompt, output)))
+        while self._arrivals[0][0] <= now - KEPT:
+            self._arrivals.popleft()
 
     def refused(self, now: float) -> None:
-        """One that there was no room for. It is taken to be like the others."""
-        self._came(None, now)
-        self.ended(None, None, Stages(), now)
+        """One that there was no room for. It is taken to be like the others; only their number is kept, because there
+        may be very many."""
+        second, count = int(now), 0
+        if self._refused and self._refused[-1][0] == second:
+            _, count = self._refused.pop()
+        self._refused.append((second, count + 1))
 
     def prompt_done(self, computed: int, cached: int) -> None:
         """In tokens."""
@@ -123,7 +130,7 @@ class WorkloadMeter:
             self._computed += (computed / (computed + cached) - self._computed) / _SHARE_MEMORY
 
     def ended(self, ttft: float | None, tpot: float | None, stages: Stages, now: float) -> None:
-        """In seconds; `ttft` None for a request that failed, or was refused."""
+        """In seconds; `ttft` None for a request that failed."""
         self._ends.append(_End(now, math.inf if ttft is None else ttft, tpot, stages))
         while self._ends[0].at <= now - KEPT:
             self._ends.popleft()
@@ -135,27 +142,23 @@ class WorkloadMeter:
         when they came, that have waited for longer are counted as asked now: they are still to be served."""
         recent = [(at, one) for at, one in self._arrivals if at > now - seconds]
         left = [one for at, one in waiting if at <= now - seconds]
-        known = [one for _, one in recent if one is not None]
-        if not known or self._began is None:
+        if not recent or self._began is None:
             return None
         begin = recent[0][0] if len(self._arrivals) == MOST else max(self._began, now - seconds)
         span = max(now - begin, 1e-3)
-        rate = (len(recent) + len(left)) / span
+        rate = (len(recent) + len(left) + self._refused_since(now - seconds)) / span
         bursts = _burstiness([at - begin for at, _ in recent], span)
-        return Workload(span, rate, bursts, known + left, self._computed)
+        return Workload(span, rate, bursts, [one for _, one in recent] + left, self._computed)
 
     def service(self, slo: Slo, seconds: float, now: float) -> Service:
         recent = [end for end in self._ends if end.at > now - seconds]
         good = sum(slo.met(end.ttft, end.tpot) and math.isfinite(end.ttft) for end in recent)
         served = [end.stages for end in recent if math.isfinite(end.ttft)] or [Stages()]
         means = Stages(*(math.fsum(getattr(one, name) for one in served) / len(served) for name in Stages.__slots__))
-        return Service(len(recent), good, means)
+        return Service(len(recent) + self._refused_since(now - seconds), good, means)
 
-    def _came(self, one: Asked | None, now: float) -> None:
-        self._began = now if self._began is None else self._began
-        self._arrivals.append((now, one))
-        while self._arrivals[0][0] <= now - KEPT:
-            self._arrivals.popleft()
+    def _refused_since(self, moment: float) -> int:
+        return sum(count for second, count in self._refused if second >= moment)
 
 
 def moments(values: Sequence[float]) -> Moments:

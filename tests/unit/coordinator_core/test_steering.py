@@ -7,7 +7,7 @@ import pytest
 
 from baton.ratio import Split
 from baton.slo import Slo
-from coordinator.core.steering import ENOUGH, FAST, LOOK, MEMORY, REST, REVERSAL, Sight, Steering
+from coordinator.core.steering import CALM_LOOKS, ENOUGH, FAST, LOOK, LOOKS, MEMORY, REST, REVERSAL, Sight, Steering
 from coordinator.core.workload import Asked, Stages, WorkloadMeter
 from tests.unit.coordinator_core.test_forecast import EIGHT, MACHINE, SLO
 
@@ -61,7 +61,7 @@ def test_what_is_kept_is_left_alone() -> None:
 def test_a_load_that_turns_moves_the_ratio_once_it_is_confirmed() -> None:
     helm = Helm(Split(7, 1))
     helm.ask(PROMPTS, 120.0, good=True)
-    helm.ask(ANSWERS, 60.0)
+    helm.ask(ANSWERS, 60.0, good=False)
     assert 1 <= len(helm.moves) <= 4
     assert 120.0 + LOOK <= helm.moves[0][0] <= 120.0 + 4 * LOOK
     assert helm.split in (Split(2, 6), Split(3, 5))
@@ -70,11 +70,13 @@ def test_a_load_that_turns_moves_the_ratio_once_it_is_confirmed() -> None:
     assert all(later - earlier >= REST for (earlier, _), (later, _) in zip(helm.moves, helm.moves[1:], strict=False))
 
 
-def test_one_look_is_not_enough() -> None:
+@pytest.mark.parametrize(("good", "looks"), [(False, LOOKS), (True, CALM_LOOKS)])
+def test_one_look_is_not_enough(good: bool, looks: int) -> None:
+    """The first is the first that saw enough. As long as all is served well there is time for more."""
     helm = Helm(Split(7, 1))
-    helm.ask(ANSWERS, 30.0)
+    helm.ask(ANSWERS, 40.0, good=good)
     first, _ = helm.moves[0]
-    assert first == pytest.approx(2 * LOOK), "the first look that saw enough, and the one that confirmed it"
+    assert first == pytest.approx(looks * LOOK)
 
 
 def test_nodes_on_their_way_count_as_there_and_nothing_else_is_decided() -> None:

@@ -75,3 +75,17 @@ def test_memory_is_bounded() -> None:
     assert found is not None
     assert len(found.requests) == MOST
     assert found.rate == pytest.approx(1000.0, rel=0.01)
+
+
+def test_what_is_refused_is_asked_for_and_not_served() -> None:
+    meter = arriving([0.5 + each for each in range(20)])
+    for each in range(1000):
+        meter.refused(10.0 + each / 100)
+    found = meter.over(60.0, 20.0)
+    assert found is not None
+    assert found.rate == pytest.approx(1020 / 19.5)
+    assert len(found.requests) == 20
+    meter.ended(0.1, 0.01, Stages(), 20.0)
+    service = meter.service(SLO, 60.0, 20.0)
+    assert (service.ended, service.good) == (1001, 1)
+    assert len(meter._refused) == 10
