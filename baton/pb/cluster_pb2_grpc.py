@@ -176,7 +176,8 @@ class ClusterServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ManualRatio(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """From now on only SetRatio changes the ratio. Nodes that are on their way go on.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
