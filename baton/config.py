@@ -50,7 +50,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     decode: Annotated[Positive, _help("Decode nodes that `up` starts")] = 1
     mode: Annotated[
         Literal["disaggregated", "colocated", "auto"],
-        _help("Who computes prompts: prefill nodes, decode nodes, or auto: prefill nodes while there are any"),
+        _help("Who computes prompts: prefill nodes, decode nodes, or auto: whichever is predicted to be sooner"),
     ] = "disaggregated"
     max_model_len: Annotated[Count, _help("Longest prompt plus output in tokens; 0 takes the model's own")] = 0
     kv_memory: Annotated[str, _help("Cache memory of a node: 4GiB, a share such as 0.5, or auto")] = "auto"
@@ -61,6 +61,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["most_blocks", "cheapest"],
         _help("Who of the lowest class gives way when blocks run out: most blocks held, or cheapest to resume"),
     ] = "most_blocks"
+    local_prefill_share: Annotated[
+        float,
+        Meta(gt=0, le=10),
+        _help("Mode auto: what prompts that a decode node computes may add to its steps, as a share of them"),
+    ] = 0.5
+    degrade_wait: Annotated[
+        Seconds,
+        _help("Seconds a request may wait, where its class has no max_wait, before service is degraded step by step"),
+    ] = 5.0
+    degraded_max_tokens: Annotated[
+        Count, _help("Most output tokens of new requests while service is degraded so far; 0: never capped")
+    ] = 0
     request_timeout: Annotated[
         Seconds, _help("Seconds a request may take at most, and when its client gives no deadline")
     ] = 600.0

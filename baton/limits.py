@@ -35,15 +35,18 @@ LINK_OPTIONS = (
     ("grpc.max_send_message_length", MAX_LINK_MESSAGE_BYTES),
 )
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
+LOCAL_PREFILL_BURST = 8  # steps of a decode node whose share of prompts may be taken at once
 
 
 @dataclass(frozen=True, slots=True)
 class ModelBounds:
-    """What the served model and the cluster's cache allow."""
+    """What the served model and the cluster's cache allow, and which model that is."""
 
     vocab_size: int
     max_model_len: int  # prompt plus output, tokens
     cache_tokens: int  # tokens that the smallest node's cache can hold
+    model_digest: str = ""  # of its weights and architecture, in hex
+    dtype: str = ""
 
     @property
     def max_context(self) -> int:

@@ -15,6 +15,7 @@ from benchmarks.report import Row, reproduced_by, write_json
 
 # Each module has HELP, add_arguments(parser) and main(options, console, command) -> rows; it prints its own results.
 COMMANDS = {
+    "compare": "benchmarks.compare",
     "coordinator": "benchmarks.coordinator",
     "engine": "benchmarks.engine",
     "interference": "benchmarks.interference",
@@ -25,7 +26,7 @@ COMMANDS = {
     "serve": "benchmarks.serve",
     "transfer": "benchmarks.transfer",
 }
-NOT_AVAILABLE = ("compare",)
+NOT_AVAILABLE: tuple[str, ...] = ()
 _WIDTH = 160  # columns, where there is no terminal to ask
 
 

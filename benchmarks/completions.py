@@ -74,7 +74,7 @@ class Client:
 
     async def measure(self, request: Planned, due: float) -> Measurement:
         """Send one request and watch its tokens arrive. Failures are told by the measurement, never raised."""
-        seen = Measurement(due, request.output_tokens)
+        seen = Measurement(due, request.output_tokens, asked_prompt=request.prompt_tokens)
         try:
             async with asyncio.timeout(self.patience):
                 await self._watch(request, seen)

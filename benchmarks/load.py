@@ -51,5 +51,7 @@ async def _one(client: Client, request: Planned, due: float, seen: list[Measurem
     try:
         seen.append(await client.measure(request, due))
     except asyncio.CancelledError:
-        seen.append(Measurement(due, request.output_tokens, ended=time.perf_counter(), error=UNFINISHED))
+        cut = Measurement(due, request.output_tokens, asked_prompt=request.prompt_tokens, error=UNFINISHED)
+        cut.ended = time.perf_counter()
+        seen.append(cut)
         raise

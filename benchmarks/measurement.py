@@ -18,6 +18,7 @@ class Measurement:
     ended: float = 0.0
     usage_tokens: int | None = None  # completion tokens as the endpoint counts them
     error: str = ""  # "" for a request that ended well
+    asked_prompt: int = 0  # tokens
     prompt_tokens: int = 0  # as the endpoint counts them, if it tells how many of them were cached
     cached_tokens: int = 0
 

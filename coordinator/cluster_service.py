@@ -17,6 +17,7 @@ from baton.types import NodeName, RequestId
 from coordinator.auth import AdminGate
 from coordinator.core.drains import Service
 from coordinator.core.registry import Node
+from coordinator.degradation_view import degradation_to_pb, notices
 from coordinator.dispatcher import Dispatcher
 from coordinator.grpc_terms import Context, require_admin, told
 from coordinator.ledgers import Ledgers
@@ -124,6 +125,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             latency=self._metrics.latency(),
             version=version(),
             ratio=self.ratio(),
+            notices=notices(brain),
+            degradation=degradation_to_pb(brain.degradation, self._dispatcher.clock()),
+            pressure=brain.degradation.last.pressure or 0.0,
         )
 
     async def ledger(self) -> pb.LedgerResponse:

@@ -21,6 +21,7 @@ from coordinator.core.brain import Arrival, Brain
 from coordinator.core.identity import JoinInfo
 from coordinator.core.messages import (
     Admit,
+    Degraded,
     Effect,
     Emit,
     EmitPromptScores,
@@ -73,6 +74,9 @@ class Dispatcher:
             config.stall,
             config.explain_keep,
             config.retry_budget,
+            config.local_prefill_share,
+            config.degrade_wait,
+            config.degraded_max_tokens,
             parse_slo(config.slo),
         )
         self._config = config
@@ -253,6 +257,9 @@ class Dispatcher:
                 self._ended(effect)
             case Replaced(key, reason):
                 _log.info("placed again", request=key.request, attempt=key.attempt, reason=reason)
+            case Degraded(step, taken, pressure):
+                _log.warning("service degraded" if taken else "service restored", step=step, pressure=pressure)
+                self._changed()
             case PairChanged(prefill, decode, state):
                 _log.warning("breaker", state=state.value, prefill=prefill, decode=decode)
             case Switched():

@@ -61,7 +61,11 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         async with told(context):
             self._who.identify(authorization(context))
             name, max_model_len = self._intake.served()
-            return pb.ListModelsResponse(models=[pb.Model(id=name, max_model_len=max_model_len)])
+            digest, dtype, quantization = self._intake.identity()
+            model = pb.Model(
+                id=name, max_model_len=max_model_len, model_digest=digest, dtype=dtype, quantization=quantization
+            )
+            return pb.ListModelsResponse(models=[model])
 
     @asynccontextmanager
     async def _started(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[Answer]:

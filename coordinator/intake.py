@@ -19,6 +19,7 @@ from coordinator.refusals import Refusals
 from coordinator.telling import Teller
 from coordinator.tokenizer import INLINE_TOKENS, Text
 
+QUANTIZATION = "none"  # of weights, in this version
 _log = log.get("front")
 
 
@@ -51,6 +52,11 @@ class Intake:
     def served(self) -> tuple[str, int]:
         """The model's name and its longest context in tokens. Raises Unavailable while no node has joined."""
         return self._model, self._generator.bounds().max_context
+
+    def identity(self) -> tuple[str, str, str]:
+        """Digest of the model, dtype of its weights and cache, and their quantisation. Raises as `served`."""
+        bounds = self._generator.bounds()
+        return bounds.model_digest, bounds.dtype, QUANTIZATION
 
     def check_model(self, name: str | None) -> None:
         """Raises ModelNotFound."""

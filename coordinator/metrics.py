@@ -14,6 +14,7 @@ from baton.pb.cluster_pb2 import Latency, NodeStats
 from baton.types import Role
 from coordinator.core.brain import Brain
 from coordinator.core.breakers import BreakerState
+from coordinator.core.degradation import Step
 from coordinator.core.messages import End, Switched
 from coordinator.core.recent import Recent
 from coordinator.dispatcher import Dispatcher
@@ -113,7 +114,7 @@ class BrainCollector(Collector):
 
     def own_counters(self) -> list[Metric]:
         counted, resyncs = self._brain.counters, self._brain.knowledge.directory.resyncs
-        retries = self._brain.retries
+        steps, retries = self._brain.degradation.counts, self._brain.retries
         return [
             _counter("baton_requests_total", "Requests ended", ["outcome", "class"], counted.requests),
             _counter("baton_rejected_total", "Requests not admitted", ["reason", "class"], counted.rejected),
@@ -121,6 +122,9 @@ class BrainCollector(Collector):
             _counter("baton_generated_tokens_total", "Output tokens", [], {(): counted.generated_tokens}),
             _counter("baton_handoffs_total", "Hand-offs ended", ["outcome", "transport"], counted.handoffs),
             _counter("baton_handoff_bytes_total", "Bytes handed over", ["transport"], counted.handoff_bytes),
+            _counter(
+                "baton_placements_total", "Attempts, by who computes the prompt", ["way", "why"], counted.placements
+            ),
             _counter("baton_replaced_total", "Requests placed again", ["reason"], counted.replaced),
             _counter("baton_recomputed_tokens_total", "Tokens computed again", ["reason"], counted.recomputed_tokens),
             _counter("baton_dropped_messages_total", "Messages of nodes dropped", ["reason"], counted.dropped_messages),
@@ -131,6 +135,7 @@ class BrainCollector(Collector):
             _counter("baton_joins_total", "Nodes that came", ["outcome"], counted.joins),
             _counter("baton_nodes_lost_total", "Nodes given up", ["reason"], counted.nodes_lost),
             _counter("baton_prefix_directory_resyncs_total", "Snapshots asked of nodes", [], {(): resyncs}),
+            _counter("baton_degradation_changes_total", "Steps taken and taken back", ["step", "change"], steps),
             _counter("baton_role_switches_total", "Changes of role", ["role", "outcome"], self._brain.switches.counts),
             _counter("baton_ratio_moves_total", "Changes of the ratio by auto", [], {(): self._brain.pilot.moves}),
         ]
@@ -159,6 +164,19 @@ class BrainCollector(Collector):
         directory = GaugeMetricFamily(
             "baton_prefix_directory_blocks", "Different blocks in nodes' caches, as told", len(known.directory)
         )
+        degraded = GaugeMetricFamily("baton_degradation_step", "1 while a step is taken", labels=["step"])
+        for step in Step:
+            degraded.add_metric([step.value], float(step in self._brain.degradation))
+        pressure = GaugeMetricFamily(
+            "baton_pressure_ratio",
+            "Longest wait to be placed, over what its class may wait",
+            self._brain.degradation.last.pressure or 0.0,
+        )
+        local = GaugeMetricFamily(
+            "baton_local_prefill_only",
+            "1 while decode nodes compute every prompt although the mode provides for hand-offs",
+            float(self._brain.local_prefill_only),
+        )
         breakers = GaugeMetricFamily("baton_breakers", "Pairs of nodes that are kept apart, by state", labels=["state"])
         for kept in (BreakerState.OPEN, BreakerState.HALF_OPEN):
             breakers.add_metric([kept.value], self._brain.breakers.count(kept))
@@ -174,7 +192,7 @@ class BrainCollector(Collector):
         for role in Role if target is not None else ():
             wanted.add_metric([role.value], target.of(role) if target else 0)
         own = [depth, roles, blocks, attempts, errors, directory, running, wanted, breakers, left, held, still]
-        return [*own, *self._steering()]
+        return [*own, degraded, pressure, local, *self._steering()]
 
     def _steering(self) -> list[Metric]:
         pilot = self._brain.pilot

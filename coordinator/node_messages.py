@@ -86,9 +86,10 @@ def input_from_pb(message: pb.NodeMessage) -> m.NodeInput | None:
 
 def order_to_pb(order: m.NodeOrder) -> pb.CoordinatorMessage:
     match order:
-        case m.Submit(work, writer):
+        case m.Submit(work, writer, share):
             peer = wire.peer_to_pb(writer) if writer else None
-            return pb.CoordinatorMessage(submit=pb.Submit(work=wire.work_to_pb(work), writer=peer))
+            submit = pb.Submit(work=wire.work_to_pb(work), writer=peer, prefill_share=share)
+            return pb.CoordinatorMessage(submit=submit)
         case m.Prefill(work, alone):
             return pb.CoordinatorMessage(prefill=pb.Prefill(work=wire.work_to_pb(work), alone=alone))
         case m.GiveTicket(ticket):

@@ -85,7 +85,8 @@ class DecodeRole:
                 self._drop_everything(incarnation)
             case CoordinatorLost():
                 self._drop_everything(None)
-            case Submit(work, writer):
+            case Submit(work, writer, prefill_share):
+                self._scheduler.allowance.share = prefill_share or None
                 self._submit(work, writer)
             case Cancel(key, reason):
                 self._cancel(key, reason)
@@ -116,7 +117,7 @@ class DecodeRole:
     def after_step(self, batch: StepBatch, outcomes: Iterable[Outcome], seconds: float) -> None:
         for key, tokens in self._step:
             if key in self._local:
-                self._local[key] += seconds * tokens / batch.num_tokens
+                self._local[key] += seconds * self._scheduler.allowance.share_of(batch, tokens)
         self.deliver(outcomes)
 
     def deliver(self, outcomes: Iterable[Outcome]) -> None:

@@ -96,10 +96,13 @@ class Cluster:
         )
         self._specs = {spec.name: spec for spec in specs}
         try:
-            for name in [UP] if self._supervised else [name for name in self._specs if name not in self._held_back]:
+            started = [name for name in self._specs if name not in self._held_back]
+            for name in [UP] if self._supervised else started:
                 self.start(name)
             if self._wait_ready:
                 await self.ready(self._start_timeout)
+                nodes = sum(name != plan.COORDINATOR for name in started)  # it is ready before the last has joined
+                await self.wait_status(lambda status: len(status.nodes) >= nodes, self._start_timeout)
         except BaseException as error:
             await self.__aexit__(type(error), error, None)
             raise

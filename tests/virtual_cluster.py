@@ -1,7 +1,7 @@
 """The real brain and the real schedulers on a virtual clock: nothing computes, every step takes what a cost model says.
 
-Nodes are colocated, so each request is served by one of them. Time passes from event to event, and minutes of it cost
-seconds. Tokens are all the same; what is looked at is who is served when.
+With `prefill` nodes, prompts are handed over: that takes `link` seconds after the last chunk. Time passes from event to
+event, and minutes of it cost seconds. Tokens are all the same; what is looked at is who is served when.
 """
 
 import heapq
@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import Literal
 
 from baton.block_hash import BlockHash
 from baton.errors import BatonError, Rejected
 from baton.pb.cluster_pb2 import NodeStats
-from baton.types import Incarnation, NodeName, Request, RequestId, Role, SamplingParams, TokenEvent
+from baton.pb.common_pb2 import HandoffReport
+from baton.types import AttemptKey, Incarnation, NodeName, Request, RequestId, Role, SamplingParams, TokenEvent, Work
 from baton.wire import PROTOCOL_VERSION
 from coordinator.core import messages as m
 from coordinator.core.brain import Brain
@@ -25,11 +27,13 @@ from coordinator.core.settings import Settings
 from coordinator.core.tenants import Tenants
 from node_engine.core.block_pool import BlockPool
 from node_engine.core.device_time import DeviceTime
-from node_engine.core.outcome import Emitted, Failed, Outcome
+from node_engine.core.outcome import Emitted, Failed, Outcome, PrefillCompleted
+from node_engine.core.residency import Refusal
 from node_engine.core.scheduler import Scheduler, SchedulerLimits
 from node_engine.core.step import Computed, StepBatch
 from node_engine.core.step_meter import StepTotals
 from node_engine.paced import PACED_LAYOUT, PacedCosts
+from tests.unit.coordinator_core.world import ticket_for
 
 HEARTBEAT = 0.5  # seconds
 
@@ -61,6 +65,7 @@ class _Node:
     incarnation: Incarnation
     pool: BlockPool
     scheduler: Scheduler
+    role: Role = Role.DECODE
     time: DeviceTime = field(default_factory=DeviceTime)
     steps: StepTotals = field(default_factory=StepTotals)
     stepping: bool = False
@@ -73,7 +78,9 @@ class _Node:
         for piece in batch.slices:
             key = self.scheduler.computing(piece.sequence).key
             if key not in self.admitted:
-                self.shares[key] = self.shares.get(key, 0.0) + seconds * len(piece.tokens) / batch.num_tokens
+                share = seconds * self.scheduler.allowance.share_of(batch, len(piece.tokens))
+                self.shares[key] = self.shares.get(key, 0.0) + share
+        self.scheduler.allowance.took(batch, seconds)
 
 
 class VirtualCluster:
@@ -81,6 +88,10 @@ class VirtualCluster:
         self,
         *,
         nodes: int = 1,
+        prefill: int = 0,
+        mode: Literal["disaggregated", "colocated", "auto"] = "colocated",
+        prefill_share: float = 0.5,
+        link: float = 0.002,
         tenants: Tenants | None = None,
         blocks: int = 4096,
         max_num_seqs: int = 32,
@@ -99,19 +110,23 @@ class VirtualCluster:
         self.longest_silence = 0.0
         self.on_end: Callable[[Served], None] = lambda _: None
         self._costs = costs or PacedCosts()
+        self._link = link
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._serial = count()
-        self.brain = Brain(Registry(1e6, 1e6), PrefixAware(), Settings("colocated", max_queue, 8, 15.0))
+        self.brain = Brain(
+            Registry(1e6, 1e6), PrefixAware(), Settings(mode, max_queue, 8, 15.0, prefill_share=prefill_share)
+        )
         if tenants is not None:
             self.brain.reload_tenants(tenants, 0.0)
         self.tenants = tenants or Tenants()
         self._nodes: dict[Incarnation, _Node] = {}
         limits = SchedulerLimits(max_num_seqs, max_batched_tokens, 1 << 16)
-        for number in range(nodes):
+        for number in range(nodes + prefill):
             pool = BlockPool(blocks, PACED_LAYOUT.block_size, lambda: self.now)
-            node = _Node(Incarnation(f"d{number}"), pool, Scheduler(pool, limits))
+            role = Role.DECODE if number < nodes else Role.PREFILL
+            node = _Node(Incarnation(f"{role.value[0]}{number}"), pool, Scheduler(pool, limits), role)
             self._nodes[node.incarnation] = node
-            self._carry_out(self.brain.join(_info(number, blocks, limits), node.incarnation, 0.0))
+            self._carry_out(self.brain.join(_info(node.incarnation, role, blocks, limits), node.incarnation, 0.0))
             self._beat(node)
 
     # what a test does
@@ -214,8 +229,16 @@ class VirtualCluster:
     def _order(self, node: _Node, message: m.NodeOrder) -> None:
         if isinstance(message, m.Cancel):
             node.scheduler.cancel(message.key)
+        elif isinstance(message, m.Prefill):
+            node.scheduler.add(message.work, _root(message.work), hand_off=True)
+            self._wake(node)
+        elif isinstance(message, m.Submit) and message.writer is not None:
+            self._reserve(node, message.work, message.writer.incarnation)
+        elif isinstance(message, m.GiveTicket):
+            node.scheduler.ticket_arrived(message.ticket.key)
         elif isinstance(message, m.Submit):
-            root = BlockHash(message.work.request.cache_salt.ljust(32, b"\0"))
+            node.scheduler.allowance.share = message.prefill_share or None
+            root = _root(message.work)
             survey = node.scheduler.survey(message.work, root)
             if survey.refusal is None:
                 node.scheduler.add(message.work, root)
@@ -223,6 +246,14 @@ class VirtualCluster:
             else:
                 refused = m.Refused(message.work.key, survey.refusal.needed_blocks, survey.refusal.free_blocks)
                 self.at(self.now, lambda: self._say(node, refused))
+
+    def _reserve(self, node: _Node, work: Work, writer: Incarnation) -> None:
+        ticket = ticket_for(node.incarnation, work.key, writer)
+        found = node.scheduler.expect(work, _root(work), ticket.id)
+        answer: m.NodeInput = m.Reserved(work.key, ticket, 0)
+        if isinstance(found, Refusal):
+            answer = m.Refused(work.key, found.needed_blocks, found.free_blocks)
+        self.at(self.now, lambda: self._say(node, answer))
 
     def _wake(self, node: _Node) -> None:
         if not node.stepping:
@@ -259,10 +290,29 @@ class VirtualCluster:
                 case Failed(sequence, error, caused_by):
                     node.shares.pop(sequence.key, None)
                     self._say(node, m.AttemptFailed(sequence.key, error, caused_by))
+                case PrefillCompleted(sequence, event):
+                    cached, share = sequence.num_cached, node.shares.pop(sequence.key)
+                    self._say(node, m.PrefillEnded(sequence.key, sequence.context_len - cached, cached, share))
+                    self.at(self.now + self._link, partial(self._hand_over, node, sequence.key, event))
                 case _:
                     raise AssertionError(outcome)
         if events:
             self._say(node, m.Tokens(tuple(events)))
+
+    def _hand_over(self, writer: _Node, key: AttemptKey, event: TokenEvent) -> None:
+        ticket = ticket_for(Incarnation(""), key, writer.incarnation).id
+        decode = next(node for node in self._nodes.values() if node is not writer and node.scheduler.get(key))
+        decode.pool.mark_writing(ticket)
+        decode.admitted.add(key)
+        outcomes = decode.scheduler.adopt(key, (event.token,))
+        writer.scheduler.release(key)
+        sequence = next(outcome.sequence for outcome in outcomes if isinstance(outcome, Emitted))
+        self._say(decode, m.Admitted(key, 0, 0, sequence.context_len))
+        size = sequence.context_len * PACED_LAYOUT.token_bytes
+        report = HandoffReport(transport="shm", bytes=size, exposed_seconds=self._link)
+        self._say(writer, m.HandedOff(key, report))
+        self._tell(decode, outcomes)
+        self._wake(decode)
 
     def _beat(self, node: _Node) -> None:
         counts = {f"blocks_{state.value}": number for state, number in node.pool.counts().items()}
@@ -278,11 +328,15 @@ class VirtualCluster:
         self.at(self.now + HEARTBEAT, lambda: self._beat(node))
 
 
-def _info(number: int, blocks: int, limits: SchedulerLimits) -> JoinInfo:
+def _root(work: Work) -> BlockHash:
+    return BlockHash(work.request.cache_salt.ljust(32, b"\0"))
+
+
+def _info(name: str, role: Role, blocks: int, limits: SchedulerLimits) -> JoinInfo:
     return JoinInfo(
         protocol_version=PROTOCOL_VERSION,
-        name=NodeName(f"d{number}"),
-        role=Role.DECODE,
+        name=NodeName(name),
+        role=role,
         host_id="h",
         transfer_endpoint="",
         pid=1,

@@ -45,6 +45,9 @@ def _print_table(answer: Any) -> None:
         f"{state}  model {answer.model or '-'}  mode {answer.mode}  queued {answer.queued}  running {answer.running}"
     )
     console.print(progress(answer.ratio))
+    for notice in answer.notices:
+        console.print(f"[yellow]{notice}[/]")
+    console.print(_degradation(answer))
     table = Table(box=None, header_style="bold")
     for heading in ("node", "role", "service", "pid", "placed", "running", "waiting"):
         table.add_column(heading, no_wrap=True)
@@ -53,6 +56,21 @@ def _print_table(answer: Any) -> None:
     for node in sorted(answer.nodes, key=lambda node: str(node.name)):
         table.add_row(*_row(node))
     console.print(table)
+
+
+def _degradation(answer: Any) -> str:
+    """The steps in the order in which they are taken."""
+    told = []
+    for one in answer.degradation:
+        how = (
+            f" for {one.seconds:.0f} s"
+            if one.active
+            else f" (cannot help: {one.cannot_help})"
+            if one.cannot_help
+            else ""
+        )
+        told.append(f"[yellow]{one.step}{how}[/]" if one.active else f"{one.step}{how}")
+    return f"pressure {answer.pressure:.2f}, at 1 given up in this order: {', '.join(told)}"
 
 
 def _row(node: Any) -> list[str]:

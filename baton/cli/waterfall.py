@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.cli.timeline import handoff_line, stages
-from baton.pb.cluster_pb2 import AttemptReport, Candidate, ExplainResponse
+from baton.pb.cluster_pb2 import AttemptReport, Candidate, ExplainResponse, Prediction
 from baton.pb.common_pb2 import FinishReason
 
 _BAR = 48  # characters
@@ -29,6 +29,8 @@ def render(told: ExplainResponse) -> RenderableType:
         parts.append(Text(f"{told.attempts_left_out} attempts in the middle are not kept"))
     if told.attempts:
         parts.append(_considered(told.attempts[-1]))
+        if told.attempts[-1].way:
+            parts.append(Text(_way(told.attempts[-1])))
         if told.attempts[-1].HasField("predicted"):
             parts.append(_predicted(told))
     if told.others:
@@ -164,6 +166,30 @@ def _predicted(told: ExplainResponse) -> Table:
     table.add_row("each step, ms", _ms(expected.step), "-" if step is None else _ms(step))
     table.add_row("output, tokens", f"{expected.output_tokens:.0f}", str(told.output_tokens))
     return table
+
+
+_WAYS = {"hand_off": "a prefill node, which hands it over", "local": "the decode node itself"}
+_WHYS = {
+    "mode": "the mode leaves no choice",
+    "no_prefill_node": "no prefill node serves",
+    "held": "its cache has the context",
+    "sooner": "predicted to be sooner",
+    "failed": "the last attempt failed where the other way would go",
+    "degraded": "hand-offs are given up for the time being",
+}
+
+
+def _way(attempt: AttemptReport) -> str:
+    """Who computed the prompt, and what was predicted of whom."""
+    told = f"prompt computed by: {_WAYS.get(attempt.way, attempt.way)} ({_WHYS.get(attempt.why, attempt.why)}"
+    if attempt.HasField("other_way"):
+        taken, other = _until_first(attempt.predicted), _until_first(attempt.other_way)
+        told += f": first token predicted after {_ms(taken)} ms, the other way after {_ms(other)} ms"
+    return told + ")"
+
+
+def _until_first(one: Prediction) -> float:
+    return one.queue + one.prefill + one.transfer
 
 
 def _verdict(one: Candidate) -> str:

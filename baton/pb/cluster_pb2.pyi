@@ -12,7 +12,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusResponse(_message.Message):
-    __slots__ = ("ready", "reason", "mode", "model", "queued", "running", "nodes", "counters", "clock_seconds", "latency", "version", "ratio")
+    __slots__ = ("ready", "reason", "mode", "model", "queued", "running", "nodes", "counters", "clock_seconds", "latency", "version", "ratio", "notices", "degradation", "pressure")
     class CountersEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,9 @@ class StatusResponse(_message.Message):
     LATENCY_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     RATIO_FIELD_NUMBER: _ClassVar[int]
+    NOTICES_FIELD_NUMBER: _ClassVar[int]
+    DEGRADATION_FIELD_NUMBER: _ClassVar[int]
+    PRESSURE_FIELD_NUMBER: _ClassVar[int]
     ready: bool
     reason: str
     mode: str
@@ -44,7 +47,22 @@ class StatusResponse(_message.Message):
     latency: Latency
     version: str
     ratio: Ratio
-    def __init__(self, ready: _Optional[bool] = ..., reason: _Optional[str] = ..., mode: _Optional[str] = ..., model: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., clock_seconds: _Optional[float] = ..., latency: _Optional[_Union[Latency, _Mapping]] = ..., version: _Optional[str] = ..., ratio: _Optional[_Union[Ratio, _Mapping]] = ...) -> None: ...
+    notices: _containers.RepeatedScalarFieldContainer[str]
+    degradation: _containers.RepeatedCompositeFieldContainer[DegradationStep]
+    pressure: float
+    def __init__(self, ready: _Optional[bool] = ..., reason: _Optional[str] = ..., mode: _Optional[str] = ..., model: _Optional[str] = ..., queued: _Optional[int] = ..., running: _Optional[int] = ..., nodes: _Optional[_Iterable[_Union[NodeStatus, _Mapping]]] = ..., counters: _Optional[_Mapping[str, float]] = ..., clock_seconds: _Optional[float] = ..., latency: _Optional[_Union[Latency, _Mapping]] = ..., version: _Optional[str] = ..., ratio: _Optional[_Union[Ratio, _Mapping]] = ..., notices: _Optional[_Iterable[str]] = ..., degradation: _Optional[_Iterable[_Union[DegradationStep, _Mapping]]] = ..., pressure: _Optional[float] = ...) -> None: ...
+
+class DegradationStep(_message.Message):
+    __slots__ = ("step", "active", "seconds", "cannot_help")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    ACTIVE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CANNOT_HELP_FIELD_NUMBER: _ClassVar[int]
+    step: str
+    active: bool
+    seconds: float
+    cannot_help: str
+    def __init__(self, step: _Optional[str] = ..., active: _Optional[bool] = ..., seconds: _Optional[float] = ..., cannot_help: _Optional[str] = ...) -> None: ...
 
 class Latency(_message.Message):
     __slots__ = ("window_seconds", "requests", "ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90")
@@ -343,7 +361,7 @@ class PromptSources(_message.Message):
     def __init__(self, computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., pool: _Optional[int] = ..., received: _Optional[int] = ...) -> None: ...
 
 class AttemptReport(_message.Message):
-    __slots__ = ("number", "prefill_node", "decode_node", "placed", "reserved", "prefill_ended", "committed", "over", "context_tokens", "ended", "reason", "needed", "free", "computed_prefill", "computed_decode", "local_cache", "received", "handoff", "considered", "predicted", "held_back", "probe")
+    __slots__ = ("number", "prefill_node", "decode_node", "placed", "reserved", "prefill_ended", "committed", "over", "context_tokens", "ended", "reason", "needed", "free", "computed_prefill", "computed_decode", "local_cache", "received", "handoff", "considered", "predicted", "held_back", "probe", "way", "why", "other_way")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
@@ -366,6 +384,9 @@ class AttemptReport(_message.Message):
     PREDICTED_FIELD_NUMBER: _ClassVar[int]
     HELD_BACK_FIELD_NUMBER: _ClassVar[int]
     PROBE_FIELD_NUMBER: _ClassVar[int]
+    WAY_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    OTHER_WAY_FIELD_NUMBER: _ClassVar[int]
     number: int
     prefill_node: str
     decode_node: str
@@ -388,7 +409,10 @@ class AttemptReport(_message.Message):
     predicted: Prediction
     held_back: float
     probe: bool
-    def __init__(self, number: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., placed: _Optional[float] = ..., reserved: _Optional[float] = ..., prefill_ended: _Optional[float] = ..., committed: _Optional[float] = ..., over: _Optional[float] = ..., context_tokens: _Optional[int] = ..., ended: _Optional[str] = ..., reason: _Optional[str] = ..., needed: _Optional[int] = ..., free: _Optional[int] = ..., computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., received: _Optional[int] = ..., handoff: _Optional[_Union[_common_pb2.HandoffReport, _Mapping]] = ..., considered: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., predicted: _Optional[_Union[Prediction, _Mapping]] = ..., held_back: _Optional[float] = ..., probe: _Optional[bool] = ...) -> None: ...
+    way: str
+    why: str
+    other_way: Prediction
+    def __init__(self, number: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., placed: _Optional[float] = ..., reserved: _Optional[float] = ..., prefill_ended: _Optional[float] = ..., committed: _Optional[float] = ..., over: _Optional[float] = ..., context_tokens: _Optional[int] = ..., ended: _Optional[str] = ..., reason: _Optional[str] = ..., needed: _Optional[int] = ..., free: _Optional[int] = ..., computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., received: _Optional[int] = ..., handoff: _Optional[_Union[_common_pb2.HandoffReport, _Mapping]] = ..., considered: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., predicted: _Optional[_Union[Prediction, _Mapping]] = ..., held_back: _Optional[float] = ..., probe: _Optional[bool] = ..., way: _Optional[str] = ..., why: _Optional[str] = ..., other_way: _Optional[_Union[Prediction, _Mapping]] = ...) -> None: ...
 
 class Candidate(_message.Message):
     __slots__ = ("node", "role", "attempts", "uncomputed_tokens", "room", "able", "chosen", "held_tokens", "predicted_seconds", "because")
@@ -627,12 +651,14 @@ class Ticket(_message.Message):
     def __init__(self, id: _Optional[str] = ..., key: _Optional[_Union[AttemptKey, _Mapping]] = ..., decode: _Optional[_Union[Peer, _Mapping]] = ..., writer: _Optional[str] = ..., first_block: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., ttl_seconds: _Optional[float] = ..., transport: _Optional[str] = ..., segment: _Optional[str] = ..., fence: _Optional[int] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("work", "writer")
+    __slots__ = ("work", "writer", "prefill_share")
     WORK_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SHARE_FIELD_NUMBER: _ClassVar[int]
     work: Work
     writer: Peer
-    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., writer: _Optional[_Union[Peer, _Mapping]] = ...) -> None: ...
+    prefill_share: float
+    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., writer: _Optional[_Union[Peer, _Mapping]] = ..., prefill_share: _Optional[float] = ...) -> None: ...
 
 class Prefill(_message.Message):
     __slots__ = ("work", "alone")

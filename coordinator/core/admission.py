@@ -17,10 +17,14 @@ from typing import Protocol
 
 from baton.errors import Overloaded
 from baton.types import Request, Standing
+from coordinator.core.degradation import Degradation, Step
 from coordinator.core.fair_order import Claim
 from coordinator.core.queue import WaitingQueue, clamp_retry, due
 from coordinator.core.tenants import Tenant, Tenants
 from coordinator.core.token_bucket import TokenBucket
+
+SHED_RETRY = 10.0  # seconds
+SMALLER = 0.5  # of a tenant's tokens a second, while budgets are smaller
 
 
 class Expectations(Protocol):
@@ -53,11 +57,18 @@ class _Account:
 
 
 class Admission:
-    def __init__(self, queue: WaitingQueue, max_queue: int, prospects: Expectations) -> None:
+    def __init__(
+        self,
+        queue: WaitingQueue,
+        max_queue: int,
+        prospects: Expectations,
+        degradation: Degradation | None = None,
+    ) -> None:
         self.tenants = Tenants()
         self._queue = queue
         self._max_queue = max_queue
         self._prospects = prospects
+        self._degradation = degradation or Degradation()
         self._accounts: dict[str, _Account] = {}
 
     def reload(self, tenants: Tenants, now: float) -> None:
@@ -68,13 +79,23 @@ class Admission:
             if tenant is None:
                 del self._accounts[name]
                 continue
-            old, new = self._accounts[name], _account(tenant, now)
+            old, new = self._accounts[name], self._new_account(tenant, now)
             self._accounts[name] = _Account(
                 _carried(old.requests, new.requests, now), _carried(old.tokens, new.tokens, now)
             )
 
+    def degraded(self, now: float) -> None:
+        """A step of degradation was taken or taken back: limits follow. Debts stay."""
+        self.reload(self.tenants, now)
+
     def require(self, standing: Standing, bid: Bid, now: float) -> None:
         """Whether all of it is let in. Nothing is paid. Raises Overloaded."""
+        lowest = len(self.tenants.classes) - 1
+        if Step.SHED_LOWEST in self._degradation and lowest and standing.level == lowest:
+            raise Overloaded(
+                f"class {standing.tenant_class!r}, the lowest, is refused while requests wait too long (shed_lowest)",
+                retry_after=SHED_RETRY,
+            )
         tenant = self.tenants.get(standing.tenant)
         self._require_rate(tenant, now)
         self._require_place(standing, tenant, bid.count)
@@ -142,20 +163,22 @@ class Admission:
                 retry_after=clamp_retry(wait - limit),
             )
 
+    def _new_account(self, tenant: Tenant, now: float) -> _Account:
+        rate = tenant.tokens_per_second
+        if rate is not None and Step.SMALLER_TOKEN_BUDGET in self._degradation:
+            rate *= SMALLER
+        return _Account(
+            _bucket(tenant.requests_per_second, tenant.request_burst, now),
+            _bucket(rate, tenant.token_burst, now),
+        )
+
     def _account(self, name: str, now: float) -> _Account:
         account = self._accounts.get(name)
         if account is None:
-            account = _account(self.tenants.get(name), now)
+            account = self._new_account(self.tenants.get(name), now)
             if name in self.tenants.tenants:
                 self._accounts[name] = account
         return account
-
-
-def _account(tenant: Tenant, now: float) -> _Account:
-    return _Account(
-        _bucket(tenant.requests_per_second, tenant.request_burst, now),
-        _bucket(tenant.tokens_per_second, tenant.token_burst, now),
-    )
 
 
 def _bucket(rate: float | None, burst: float, now: float) -> TokenBucket | None:

@@ -2,7 +2,7 @@
 a simulator is another."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.errors import (
     BatonError,
@@ -25,11 +25,12 @@ from baton.types import FinishReason, Incarnation, NodeName, Request, RequestId,
 from coordinator.core.admission import Bid
 from coordinator.core.breakers import Breakers
 from coordinator.core.counters import INTERNAL, Counters
+from coordinator.core.degradation import Degradation, Step
 from coordinator.core.drains import Service, is_empty
 from coordinator.core.explain import MAX_AGE, explain
 from coordinator.core.identity import JoinInfo
 from coordinator.core.knowledge import Knowledge
-from coordinator.core.messages import Effect, Heartbeat, Lost, NodeInput, PeerGone, Send, Steered
+from coordinator.core.messages import Degraded, Effect, Heartbeat, Lost, NodeInput, PeerGone, Send, Steered
 from coordinator.core.pilot import Pilot
 from coordinator.core.placement import Placement
 from coordinator.core.record import RequestState
@@ -38,6 +39,7 @@ from coordinator.core.reports import Reports
 from coordinator.core.requests import UNSERVED_PATIENCE, RequestTable
 from coordinator.core.retries import Retries
 from coordinator.core.settings import Settings
+from coordinator.core.strain import Strain
 from coordinator.core.switches import Switches
 from coordinator.core.tenants import Tenants
 
@@ -59,6 +61,7 @@ class Brain:
         self._reports = Reports(registry, self._table)
         self.switches = Switches(registry, self._table, settings.mode, self._drop)
         self.pilot = Pilot(registry, self._table, self.switches, settings.slo)
+        self._strain = Strain(self._table, settings)
         self._draining = False
 
     # inputs
@@ -79,6 +82,8 @@ class Brain:
             tenant_class = INTERNAL if internal else arrivals[0].request.standing.tenant_class
             self.refuse(error, tenant_class, now)
             raise
+        if not internal:
+            arrivals = [self._capped(arrival) for arrival in arrivals]
         records = [self._table.add(one.request, now, internal=internal, after=one.after) for one in arrivals]
         records[0].others = tuple(record.request.id for record in records[1:])
         return self._effects(now)
@@ -210,7 +215,8 @@ class Brain:
         """When `tick` is to be called next if nothing else happens."""
         table = self._table
         mine = (self.registry.next_silence(), self.registry.drains.next(), self.switches.next(), self.pilot.next())
-        times = (*mine, table.timers.next(), table.breakers.next(), table.retries.next())
+        degradation = table.degradation.next(waiting=len(table.queue) > 0)
+        times = (*mine, table.timers.next(), table.breakers.next(), table.retries.next(), degradation)
         return min((time for time in times if time is not None), default=None)
 
     # views
@@ -301,6 +307,15 @@ class Brain:
         """What keeps the cluster from serving, "" if nothing does."""
         return self._table.missing()
 
+    @property
+    def degradation(self) -> Degradation:
+        return self._table.degradation
+
+    @property
+    def local_prefill_only(self) -> bool:
+        """Do decode nodes compute every prompt although the mode provides for hand-offs?"""
+        return self._table.decisions.local_only
+
     def bounds(self) -> ModelBounds:
         """Raises Unavailable before the first join."""
         bounds = self.registry.bounds()
@@ -316,9 +331,26 @@ class Brain:
 
     def _effects(self, now: float) -> list[Effect]:
         self.switches.step(now)
+        self._degrade(now)
         self._table.place_waiting(now)
         out, self._table.out = self._table.out, []
         return out
+
+    def _degrade(self, now: float) -> None:
+        degradation = self._table.degradation
+        change = degradation.read(self._strain.reading(now), now) if degradation.is_due(now) else None
+        if change is not None:
+            self._table.placeable = True
+            self._table.admission.degraded(now)
+            self._table.out.append(Degraded(change.step.value, change.taken, change.pressure))
+
+    def _capped(self, arrival: Arrival) -> Arrival:
+        """As it is let in while outputs are capped."""
+        most, sampling = self._settings.degraded_max_tokens, arrival.request.sampling
+        if Step.CAPPED_OUTPUT not in self._table.degradation or sampling.max_tokens <= most:
+            return arrival
+        capped = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
+        return replace(arrival, request=replace(arrival.request, sampling=capped))
 
     def _drop(self, node: Node, error: BatonError, now: float) -> None:
         self.registry.remove(node.incarnation)

@@ -11,8 +11,8 @@ What is known is kept by name while a node restarts.
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from baton.fit import Fit
 from baton.types import NodeName
-from coordinator.core.fit import Fit
 
 PREFILL_PRIOR = (0.002, 0.05, 0.005)  # seconds: as such, per 1024 tokens, per 1024**2 token pairs
 STEP_PRIOR = (0.005, 0.0002, 0.00002)  # as such, per sequence, per 1024 tokens

@@ -16,6 +16,7 @@ class Counters:
     generated_tokens: int = 0
     handoffs: Counter[tuple[str, str]] = field(default_factory=Counter)  # outcome, transport
     handoff_bytes: Counter[str] = field(default_factory=Counter)  # transport
+    placements: Counter[tuple[str, str]] = field(default_factory=Counter)  # way, why
     replaced: Counter[str] = field(default_factory=Counter)  # reason
     recomputed_tokens: Counter[str] = field(default_factory=Counter)  # reason
     dropped_messages: Counter[str] = field(default_factory=Counter)  # reason: stale, unexpected, duplicate

@@ -6,15 +6,16 @@ from typing import Literal
 from baton.errors import DeadlineExceeded
 from baton.types import AttemptKey, Incarnation, Role
 from coordinator.core.admission import Admission
-from coordinator.core.apart import choose_apart
 from coordinator.core.breakers import Breakers
+from coordinator.core.degradation import Degradation, Step
 from coordinator.core.knowledge import Knowledge
 from coordinator.core.loads import Loads
 from coordinator.core.placement import Demand, NodeView, Outlook, Placement
-from coordinator.core.prediction import Decision, predict
+from coordinator.core.prediction import Decision, Why
 from coordinator.core.prospects import Prospects
 from coordinator.core.record import Record
 from coordinator.core.registry import Registry
+from coordinator.core.ways import Ways
 
 Mode = Literal["disaggregated", "colocated", "auto"]
 
@@ -29,16 +30,36 @@ class Decisions:
         admission: Admission,
         prospects: Prospects,
         breakers: Breakers,
+        degradation: Degradation,
         mode: Mode,
+        prefill_share: float = 0.0,
     ) -> None:
+        """`prefill_share`: in mode auto, what prompts may add to the steps of the decode node that computes them."""
         self._registry = registry
         self._loads = loads
-        self._placement = placement
+        self._ways = Ways(placement)
         self._knowledge = knowledge
         self._admission = admission
         self._prospects = prospects
         self._breakers = breakers
         self._mode = mode
+        self._share = prefill_share
+        self._degradation = degradation
+
+    @property
+    def prefill_share(self) -> float:
+        """What prompts that a decode node computes may add to its steps, as a share of these; 0: there is no bound."""
+        bounded = self._mode == "auto" or Step.LOCAL_PREFILL_ONLY in self._degradation
+        return self._share if bounded else 0.0
+
+    @property
+    def local_only(self) -> bool:
+        """Do decode nodes compute every prompt although the mode provides for hand-offs?"""
+        if self._mode == "colocated":
+            return False
+        return Step.LOCAL_PREFILL_ONLY in self._degradation or (
+            self._mode == "auto" and not self._registry.serves(Role.PREFILL)
+        )
 
     def views(self, now: float) -> list[NodeView]:
         """Every node that may be given work."""
@@ -53,10 +74,14 @@ class Decisions:
         demand = self.demand(record, look_up=True)
         layout = self._registry.layout()
         unit = self._loads.unit(now)
-        outlook = Outlook(now, self._knowledge.costs, unit, layout.token_bytes, layout.block_size)
-        apart = self._breakers.apart
-        choice = choose_apart(self._placement, demand, views, outlook, apart)
-        return Decision(demand, choice, predict(demand, choice, views, outlook), views, now, apart) if choice else None
+        costs, share = self._knowledge.costs, self.prefill_share
+        outlook = Outlook(now, costs, unit, layout.token_bytes, layout.block_size, share)
+        auto = self._mode == "auto"
+        why = Why.NO_PREFILL_NODE if auto and not demand.prefill else Why.MODE
+        if Step.LOCAL_PREFILL_ONLY in self._degradation and not demand.prefill:
+            why = Why.DEGRADED
+        either = auto and demand.prefill and record.pin is None
+        return self._ways.decide(demand, views, outlook, why, either=either, apart=self._breakers.apart)
 
     def too_late(self, record: Record, now: float, *, wanted: bool) -> DeadlineExceeded | None:
         """Why the request cannot be served any more, if so. `wanted`: others wait for its place, and unless its client
@@ -74,6 +99,8 @@ class Decisions:
         """What the next attempt needs; with `look_up`, also whose caches have its prompt. The last token of an output
         needs no decode node where there is prefill."""
         prefill = self._mode == "disaggregated" or (self._mode == "auto" and self._may_prefill(record))
+        if Step.LOCAL_PREFILL_ONLY in self._degradation and record.pin is None:
+            prefill = False
         block_size = self._registry.layout().block_size
         tokens = record.context_tokens + min(record.remaining, block_size)
         return Demand(

@@ -67,6 +67,9 @@ def _attempt(attempt: Attempt, arrival: float) -> AttemptReport:
         handoff=notes.handoff,
         considered=[_candidate(one) for one in notes.considered],
         predicted=_prediction(notes.prediction),
+        way=notes.way.value,
+        why=notes.why.value,
+        other_way=_prediction(notes.other) if notes.other else None,
         held_back=notes.held_back,
         probe=notes.probe,
     )

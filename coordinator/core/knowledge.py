@@ -3,12 +3,12 @@ object, so that the request table and the reports that feed it need to know one.
 
 from baton.block_hash import root_hash
 from baton.hash_chain import HashChain
+from baton.mean_error import MeanError
 from baton.pb.cluster_pb2 import NodeStats
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import Incarnation, Request
 from coordinator.core.answer_time import AnswerTimes
 from coordinator.core.cost_model import CostModel, StepsSeen
-from coordinator.core.mean_error import MeanError
 from coordinator.core.messages import CacheEvents, CacheSnapshot
 from coordinator.core.names import PromptNames
 from coordinator.core.output_length import OutputLengths
@@ -67,7 +67,7 @@ class Knowledge:
     def first_token(self, prediction: Prediction, seconds: float) -> None:
         """`seconds` after it was placed."""
         self.answers.began(seconds - prediction.prefill)
-        self._first_token.add(prediction.queue + prediction.prefill + prediction.transfer, seconds)
+        self._first_token.add(prediction.first_token, seconds)
 
     # what nodes report
 

@@ -201,6 +201,7 @@ class Loads:
             queued_seconds=sum(leg.seconds for leg in waiting),
             head_seconds=head.seconds if head else 0.0,
             head_since=max(head.placed_at, load.computed_at) if head else 0.0,
+            running=len(load.legs) - len(waiting),
             resident_tokens=sum(leg.resident for leg in load.legs.values()),
             recent_work=self._recent.of(node.incarnation),
         )

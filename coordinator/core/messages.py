@@ -147,8 +147,12 @@ NodeInput = (
 
 @dataclass(frozen=True, slots=True)
 class Submit:
+    """Without a writer the node computes the prompt itself. From now on prompts that are computed there may make a step
+    of running sequences longer by `prefill_share` of it; 0: there is no such bound."""
+
     work: Work
     writer: PeerAddress | None
+    prefill_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,4 +298,13 @@ class Steered:
     reason: str
 
 
-Effect = Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost | PairChanged | Switched | Steered
+@dataclass(frozen=True, slots=True)
+class Degraded:
+    """A step of degradation was taken, or taken back: for the log, nothing is to be done."""
+
+    step: str
+    taken: bool
+    pressure: float
+
+
+Effect = Degraded | Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost | PairChanged | Switched | Steered

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import Incarnation, NodeName, Role
 from coordinator.core.placement import NodeView, needed
-from coordinator.core.prediction import Decision, Prediction
+from coordinator.core.prediction import Decision, Prediction, Way, Why
 from coordinator.core.prefix_aware import ramps_up
 
 MAX_CONSIDERED = 16  # nodes of each role; those chosen are always among them
@@ -36,8 +36,8 @@ class Considered(NamedTuple):
 @dataclass(slots=True)
 class Notes:
     """Of one attempt. Moments on the brain's clock; None has not happened. `ended` is "" while it runs, SERVED, REFUSED
-    or an error's code; `needed` and `free` are a refusal's, in blocks. `held_back`: seconds by the retry budget, before
-    it; `probe`: of its two nodes' breaker."""
+    or an error's code; `needed` and `free` are a refusal's, in blocks; `way`, `why` and `other`: see `Decision`.
+    `held_back`: seconds by the retry budget, before it; `probe`: of its two nodes' breaker."""
 
     prefill_node: NodeName
     decode_node: NodeName
@@ -45,6 +45,9 @@ class Notes:
     context_tokens: int
     considered: tuple[Considered, ...]
     prediction: Prediction
+    way: Way
+    why: Why
+    other: Prediction | None
     reserved: float | None = None
     prefill_ended: float | None = None
     committed: float | None = None
@@ -73,9 +76,18 @@ NameOf = Callable[[Incarnation | None], NodeName]
 def begin(decision: Decision, name: NameOf, now: float) -> Notes:
     """Of an attempt that is placed at this moment."""
     choice = decision.choice
-    considered = tuple(one for role in needed(decision.demand) for one in _consider(decision, role))
+    roles = needed(decision.demand) if decision.other is None else tuple(Role)
+    considered = tuple(one for role in roles for one in _consider(decision, role))
     return Notes(
-        name(choice.prefill), name(choice.decode), now, decision.demand.tokens, considered, decision.prediction
+        name(choice.prefill),
+        name(choice.decode),
+        now,
+        decision.demand.tokens,
+        considered,
+        decision.prediction,
+        decision.way,
+        decision.why,
+        decision.other,
     )
 
 

@@ -7,7 +7,7 @@ exponentially weighted mean, because those who ask for 16 tokens tend to take th
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from coordinator.core.mean_error import MEMORY, MeanError
+from baton.mean_error import MEMORY, MeanError
 
 PRIOR_SHARE = 0.5
 MAX_KEPT = 4096  # pairs of tenant and power, the last used first

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from baton.limits import LOCAL_PREFILL_BURST
 from baton.types import Incarnation, NodeName, Role
 from coordinator.core.cost_model import CostModel
 
@@ -50,7 +51,8 @@ class NodeView:
     are the first class's.
 
     By the coordinator's books: `queued_seconds` of computing are placed there and not done, `head_seconds` of them of
-    the prompt that it has been at since `head_since`; `resident_tokens` will be in the caches of its sequences;
+    the prompt that it has been at since `head_since`; `running` of its attempts have had their first token;
+    `resident_tokens` will be in the caches of its sequences;
     `recent_work`: see `RecentWork`."""
 
     incarnation: Incarnation
@@ -72,18 +74,19 @@ class NodeView:
     queued_seconds: float = 0.0
     head_seconds: float = 0.0
     head_since: float = 0.0
+    running: int = 0
     resident_tokens: float = 0.0
     recent_work: float = 0.0
 
     def takes_prefill(self, demand: Demand) -> bool:
         """Blocks are the node's to refuse: what it keeps until a hand-off has committed is not in the coordinator's
         books."""
-        return not self._is_closed_to(demand) and self.computing < self.max_num_seqs and self._has_window(demand)
+        return not self.is_closed_to(demand) and self.computing < self.max_num_seqs and self._has_window(demand)
 
     def takes_decode(self, demand: Demand) -> bool:
         """If it is to compute the prompt as well, bursts come to it no faster than to a prefill node: whoever comes in
         between may still pass what waits."""
-        if self.attempts >= self.max_num_seqs or self._is_closed_to(demand):
+        if self.attempts >= self.max_num_seqs or self.is_closed_to(demand):
             return False
         if not demand.prefill and not self._has_window(demand):
             return False
@@ -109,20 +112,30 @@ class NodeView:
         share = min(demand.lacked_by(self.incarnation), self.max_batched_tokens)
         return self.window_tokens + share <= 2 * self.max_batched_tokens or self.computing < PREFILL_ATTEMPTS
 
-    def _is_closed_to(self, demand: Demand) -> bool:
+    def is_closed_to(self, demand: Demand) -> bool:
         return self.closed_from is not None and demand.blocks >= self.closed_from
 
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
     """What predictions rest on. `unit`: what a second of work placed now adds to a node's `recent_work`. Sizes of the
-    cache: bytes of a token, tokens of a block."""
+    cache: bytes of a token, tokens of a block. `share`: what prompts that a decode node computes itself may add to its
+    steps, of their length; 0: there is no bound."""
 
     now: float
     costs: CostModel
     unit: float = 1.0
     token_bytes: int = 0
     block_size: int = 16
+    share: float = 0.0
+
+    def beside(self, node: NodeView, seconds: float) -> float:
+        """Seconds of a prompt that takes `seconds` alone, on a decode node that computes it beside what runs there."""
+        if not self.share or not node.running:
+            return seconds
+        step = self.costs.node(node.name).step(node.running, node.resident_tokens)
+        at_once = min(seconds, LOCAL_PREFILL_BURST * self.share * step)
+        return at_once + step + (seconds - at_once) * (1.0 + 1.0 / self.share)
 
 
 @dataclass(frozen=True, slots=True)

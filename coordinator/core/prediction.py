@@ -2,9 +2,26 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from coordinator.core.breakers import Pair
 from coordinator.core.placement import Choice, Demand, NodeView, Outlook
+
+
+class Way(Enum):
+    """Who computes the prompt: a prefill node that hands it over (or answers alone), or the decode node itself."""
+
+    HAND_OFF = "hand_off"
+    LOCAL = "local"
+
+
+class Why(Enum):
+    MODE = "mode"  # leaves no choice
+    NO_PREFILL_NODE = "no_prefill_node"  # serves, in mode auto
+    HELD = "held"  # a decode node's cache has the context
+    SOONER = "sooner"  # by prediction
+    FAILED = "failed"  # the other way would go through more of the nodes at which the last attempt failed
+    DEGRADED = "degraded"  # hand-offs are given up for the time being
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +36,16 @@ class Prediction:
     output_tokens: float
     resident: float
 
+    @property
+    def first_token(self) -> float:
+        """Seconds until it."""
+        return self.queue + self.prefill + self.transfer
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One placement. `views` are the nodes as they were seen, `apart` pairs of them that were not to be chosen."""
+    """One placement. `views` are the nodes as they were seen, `apart` pairs of them that were not to be chosen; `other`
+    is what was predicted of the way that was not taken, if it was open."""
 
     demand: Demand
     choice: Choice
@@ -30,6 +53,9 @@ class Decision:
     views: Sequence[NodeView]
     now: float
     apart: frozenset[Pair] = frozenset()
+    way: Way = Way.HAND_OFF
+    why: Why = Why.MODE
+    other: Prediction | None = None
 
 
 def predict(demand: Demand, choice: Choice, nodes: Sequence[NodeView], outlook: Outlook) -> Prediction:
@@ -46,6 +72,8 @@ def predict(demand: Demand, choice: Choice, nodes: Sequence[NodeView], outlook: 
         held = demand.held_by(computes.incarnation) if computes.incarnation != demand.holder else tokens - 1
         queue = computes.wait(outlook.now)
         compute = costs.node(computes.name).prefill(tokens - held, held)
+        if prefill is None:
+            compute = outlook.beside(computes, compute)
     if prefill is not None and decode is not None:
         lacking = tokens - demand.held_by(decode.incarnation)
         transfer = costs.link(prefill.name, decode.name, lacking * outlook.token_bytes)

@@ -73,7 +73,7 @@ def _decode_candidates(demand: Demand, nodes: Sequence[NodeView], outlook: Outlo
         cost, held = costs.node(node.name), demand.held_by(node.incarnation) if demand.held else 0
         seconds = output * cost.step(node.attempts + 1, node.resident_tokens + tokens)
         if not demand.prefill:
-            seconds += node.wait(now) + cost.prefill(tokens - held, held)
+            seconds += node.wait(now) + outlook.beside(node, cost.prefill(tokens - held, held))
         else:
             seconds += costs.any_link((tokens - held) * outlook.token_bytes) if held else unheld
         spare = node.room - demand.blocks

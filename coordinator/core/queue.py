@@ -70,6 +70,10 @@ class WaitingQueue:
                 break
         return found
 
+    def offered(self) -> Iterator[RequestId]:
+        """All that wait for their turn, in no order."""
+        return (request for request in self._bypassed if request not in self._held)
+
     def take(self, request: RequestId, now: float) -> None:
         """`request`, one of the candidates, is placed."""
         for ahead in self._in_order():

@@ -136,6 +136,8 @@ class Registry:
             vocab_size=infos[0].vocab_size,
             max_model_len=min(info.max_model_len for info in infos),
             cache_tokens=min(info.num_blocks * info.layout.block_size for info in infos),
+            model_digest=infos[0].model_digest,
+            dtype=infos[0].layout.dtype,
         )
 
     def layout(self) -> KVLayout:

@@ -22,6 +22,7 @@ from coordinator.core.breakers import Breakers, Pair
 from coordinator.core.counters import Counters
 from coordinator.core.counting import count_sources
 from coordinator.core.decisions import Decisions
+from coordinator.core.degradation import Degradation
 from coordinator.core.endings import Endings
 from coordinator.core.followers import Followers
 from coordinator.core.knowledge import Knowledge
@@ -71,7 +72,8 @@ class RequestTable:
         self.knowledge = Knowledge(registry)
         self.endings = Endings(self.counters, self.knowledge.workload, settings.explain_keep)
         self.prospects = Prospects(registry, self.loads, self.knowledge.costs, self.knowledge.answers)
-        self.admission = Admission(self.queue, settings.max_queue, self.prospects)
+        self.degradation = Degradation()
+        self.admission = Admission(self.queue, settings.max_queue, self.prospects, self.degradation)
         self.breakers = Breakers()
         budget = RetryBudget(settings.retry_share)
         self.retries = Retries(self.records, self.queue, self.timers, budget, settings.max_queue)
@@ -83,7 +85,9 @@ class RequestTable:
             self.admission,
             self.prospects,
             self.breakers,
+            self.degradation,
             settings.mode,
+            settings.prefill_share,
         )
         self._registry = registry
         self._settings = settings
@@ -154,11 +158,14 @@ class RequestTable:
 
     def _admit_all(self) -> None:
         for request in [request for request in self.records if request in self._unadmitted]:
-            record = self.records[request]
-            record.admit_by = None
-            self.timers.set(request, record.next_due())
-            self.out.append(Admit(request))
-        self._unadmitted.clear()
+            self._admit(self.records[request])
+
+    def _admit(self, record: Record) -> None:
+        request = record.request.id
+        self._unadmitted.remove(request)
+        record.admit_by = None
+        self.timers.set(request, record.next_due())
+        self.out.append(Admit(request))
 
     def _place_one(self, now: float) -> bool:
         views = self.decisions.views(now)
@@ -175,6 +182,8 @@ class RequestTable:
         return False
 
     def _place(self, record: Record, decision: Decision, now: float) -> None:
+        if record.request.id in self._unadmitted:  # one token alone: prefill can serve it while there is no decode node
+            self._admit(record)
         record.attempts += 1
         request, prefill, decode = record.request, decision.choice.prefill, decision.choice.decode
         key = AttemptKey(request.id, record.attempts, request.choice)
@@ -182,6 +191,7 @@ class RequestTable:
         record.begin(attempt)
         attempt.legs.update(filter(None, (decode, prefill)))
         self.decisions.book(record, key, decision, now)
+        self.counters.placements[decision.way.value, decision.why.value] += 1
         record.to(RequestState.PLACED)
         record.marks.placed_at(now, self.name(prefill), self.name(decode))
         sampling = request.sampling
@@ -191,7 +201,7 @@ class RequestTable:
         work = Work(key, left, tuple(record.emitted), record.prefill_payer)
         if decode is not None:
             writer = self._registry.nodes[prefill].address if prefill is not None else None
-            self.out.append(Send(decode, Submit(work, writer)))
+            self.out.append(Send(decode, Submit(work, writer, self.decisions.prefill_share)))
         if prefill is not None:
             self.out.append(Send(prefill, Prefill(work, alone=decode is None)))
             if decode is not None:

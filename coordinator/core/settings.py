@@ -15,7 +15,9 @@ DEFAULT_SLO = Slo(0.5, 0.05)
 @dataclass(frozen=True, slots=True)
 class Settings:
     """`answer_timeout`: seconds in which decode must answer a Submit that has a writer with Reserved or Refused.
-    `explain_keep`: ended requests that can be explained. `retry_share`: see `RetryBudget`. `slo`: what counts as good,
+    `explain_keep`: ended requests that can be explained. `retry_share`: see `RetryBudget`. `prefill_share`: see
+    `Decisions`. `degrade_wait`: seconds that a request may wait to be placed, where its class has no limit, before
+    service is degraded; `degraded_max_tokens`: outputs are then capped at this, 0: never. `slo`: what counts as good,
     unless another is asked for."""
 
     mode: Literal["disaggregated", "colocated", "auto"]
@@ -24,6 +26,9 @@ class Settings:
     answer_timeout: float
     explain_keep: int = 0
     retry_share: float = 0.2
+    prefill_share: float = 0.0
+    degrade_wait: float = 5.0
+    degraded_max_tokens: int = 0
     slo: Slo = DEFAULT_SLO
 
     @property

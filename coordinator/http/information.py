@@ -12,6 +12,9 @@ from coordinator.readiness import Readiness
 class Model(msgspec.Struct):
     id: str
     max_model_len: int
+    model_digest: str
+    dtype: str
+    quantization: str
     object: str = "model"
     created: int = 0
     owned_by: str = "baton"
@@ -32,7 +35,7 @@ class Version(msgspec.Struct):
 
 def add_information(app: FastAPI, intake: Intake, readiness: Readiness, version: str) -> None:
     async def models() -> Response:
-        return json_response(Models([Model(*intake.served())]))
+        return json_response(Models([Model(*intake.served(), *intake.identity())]))
 
     async def health() -> Response:
         ready, reason = readiness.state()

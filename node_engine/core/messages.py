@@ -21,10 +21,12 @@ class CoordinatorLost:
 
 @dataclass(frozen=True, slots=True)
 class Submit:
-    """Serve this attempt. `writer` brings the KV of the context; without one, compute it here."""
+    """Serve this attempt. `writer` brings the KV of the context; without one, compute it here. From now on prompts that
+    are computed here may add `prefill_share` of its length to a step of those that run; 0: there is no such bound."""
 
     work: Work
     writer: PeerAddress | None
+    prefill_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
 """One scheduler for both roles: which sequences compute what in the next step.
 
-A step has a budget of tokens. Running sequences take one each; the rest goes to prompts in chunks that end on block
-boundaries (except a prompt's last), the firm before the speculative, higher classes first, then whoever is due first. A
-prompt is due when, since its arrival, `STRETCH` times as many tokens have been computed as it has itself: so short ones
-pass long ones, and none is passed for ever. The one that has been at it longest gets a block in every step, so that a
-hand-off under way never stands still. All blocks of a context
+A step has a budget of tokens. Running sequences take one each; the rest, or what `PrefillAllowance` grants of it, goes
+to prompts in chunks that end on block boundaries (except a prompt's last), the firm before the speculative, higher
+classes first, then whoever is due first. A prompt is due when, since its arrival, `STRETCH` times as many tokens have
+been computed as it has itself: so short ones pass long ones, and none is passed for ever. The one that has been at it
+longest gets a block in every step, so that a hand-off under way never stands still. All blocks of a context
 are allocated at admission, so that a half-computed prompt never waits for memory; a running sequence grows block by
 block.
 
@@ -26,6 +26,7 @@ from node_engine.core.block_pool import BlockPool
 from node_engine.core.finish import finish_reason, forbidden_ids
 from node_engine.core.ledger import LedgerError
 from node_engine.core.outcome import Emitted, Outcome, PrefillCompleted, PromptScored, StepPlan
+from node_engine.core.prefill_allowance import PrefillAllowance
 from node_engine.core.residency import Refusal, Residency
 from node_engine.core.sequence import Sequence, SequenceState
 from node_engine.core.sequence_table import SequenceTable
@@ -82,6 +83,7 @@ class Scheduler:
             )
         self.pool = pool
         self.limits = limits
+        self.allowance = PrefillAllowance(pool.block_size)
         self._eos = eos_token_ids
         self._ids = count()
         self._table = SequenceTable()
@@ -192,9 +194,9 @@ class Scheduler:
         """Decide the next step. If there is a batch, `update` or `abandon` has to follow."""
         if self._in_flight is not None:
             raise LedgerError("the step in flight has not been updated")
-        budget = self.limits.max_batched_tokens
-        chosen = [(sequence, 1) for sequence in self._growing()]
-        budget -= len(chosen)
+        growing = self._growing()
+        chosen = [(sequence, 1) for sequence in growing]
+        budget = self._prompt_budget(growing)
         self._admit(budget)
         prefilling = sorted(self._table.within(PREFILLING).values(), key=lambda each: each.rank)
         oldest = min(
@@ -265,6 +267,16 @@ class Scheduler:
             if sequence is not None and self._residency.grow(sequence):
                 ready.append(sequence)
         return [sequence for sequence in ready if sequence.state is RUNNING]
+
+    def _prompt_budget(self, growing: list[Sequence]) -> int:
+        """Tokens of prompts that the step may take beside these: what is left of it, as far as their pace allows."""
+        left = self.limits.max_batched_tokens - len(growing)
+        if self.allowance.share is None or not (self._table.within(WAITING) or self._table.within(PREFILLING)):
+            return left
+        resident = sum(len(sequence.tokens) for sequence in growing)
+        before = max((each.num_computed for each in self._table.within(PREFILLING).values()), default=0)
+        allowed = self.allowance.tokens(len(growing), resident, before)
+        return left if allowed is None else min(left, allowed)
 
     def _admit(self, budget: int) -> None:
         """Admit waiting sequences in order, as long as the work before the next one leaves it a share of the step."""

@@ -140,6 +140,7 @@ class ComputeThread:
         seconds = self._clock() - started
         self._account(batch, seconds)
         self.steps = self.steps.plus(batch, seconds)
+        self._parts.scheduler.allowance.took(batch, seconds)
         outcomes = self._parts.scheduler.update(batch, computed)
         self._role.after_step(batch, outcomes, seconds)
 

@@ -207,7 +207,8 @@ def command_from_pb(message: cluster_pb2.CoordinatorMessage) -> messages.Command
     match message.WhichOneof("message"):
         case "submit":
             writer = wire.peer_from_pb(message.submit.writer) if message.submit.HasField("writer") else None
-            return messages.Submit(wire.work_from_pb(message.submit.work), writer)
+            submit = message.submit
+            return messages.Submit(wire.work_from_pb(submit.work), writer, max(0.0, submit.prefill_share))
         case "prefill":
             return messages.Prefill(wire.work_from_pb(message.prefill.work), message.prefill.alone)
         case "ticket":

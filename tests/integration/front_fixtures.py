@@ -32,7 +32,7 @@ from coordinator.intake import Intake
 from coordinator.refusals import Refusals
 from coordinator.tokenizer import NoTokenizer, Text
 
-BOUNDS = ModelBounds(vocab_size=1000, max_model_len=512, cache_tokens=4096)
+BOUNDS = ModelBounds(vocab_size=1000, max_model_len=512, cache_tokens=4096, model_digest="ab12", dtype="float32")
 BUFFER = 64  # events that a generation holds for its reader
 
 

@@ -171,3 +171,5 @@ async def test_models() -> None:
         assert [(model["id"], model["max_model_len"]) for model in models["data"]] == [("demo", BOUNDS.max_context)]
         listed = await front.stub.ListModels(pb.ListModelsRequest())
         assert [(model.id, model.max_model_len) for model in listed.models] == [("demo", BOUNDS.max_context)]
+        for told in (models["data"][0], {field.name: value for field, value in listed.models[0].ListFields()}):
+            assert (told["model_digest"], told["dtype"], told["quantization"]) == ("ab12", "float32", "none")

@@ -95,11 +95,13 @@ async def test_the_ratio_follows_the_command_and_no_request_notices(cluster: Clu
 
 @IN_MODULE
 async def test_streams_that_outlast_the_time_go_on_elsewhere(cluster: Cluster) -> None:
-    asked = [prompt(900 + number) for number in range(4)]
+    asked = [prompt(900 + number) for number in range(8)]
     calls = [
         asyncio.create_task(cluster.generate(each, max_tokens=600, ignore_eos=True, deadline=30.0)) for each in asked
     ]
-    await cluster.wait_status(lambda status: status.running == 4 and all(n.placed for n in status.nodes[:2]))
+    await cluster.wait_status(
+        lambda status: status.running == 8 and all(node.placed for node in status.nodes if node.role == "decode")
+    )
     await ask(cluster, 3, 1, flip_timeout_seconds=0.2)
     for each, call in zip(asked, calls, strict=True):
         assert list((await call).tokens) == paced_reference(each, 600)

@@ -7,6 +7,7 @@ HTTP and gRPC. Sampled requests must draw the same tokens alone, in a crowd, and
 import asyncio
 import itertools
 import json
+import re
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,12 @@ SETUPS: dict[str, dict[str, Any]] = {
     "zmq": {"transport": "zmq"},
     "grpc": {"transport": "grpc"},
     "colocated": {"prefill": 0, "mode": "colocated"},
+    "auto": {"mode": "auto", "local_prefill_share": 0.2},  # prompts in small pieces, by whoever is sooner
 }
 FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "mistral", "qwen3")  # in a mistral, prompts outgrow the window
-CASES = list(itertools.product(FAMILIES, SETUPS))
+CASES = [
+    (family, setup) for family, setup in itertools.product(FAMILIES, SETUPS) if setup != "auto" or family == "llama"
+]
 SAMPLED = {"max_tokens": 24, "temperature": 1.0, "top_k": 40, "top_p": 0.95}
 SEEDS = range(6)
 
@@ -157,6 +161,9 @@ async def where_the_prompt_was_computed(client: httpx.AsyncClient, cluster: Clus
     assert sum(tokens.values()) == passes * sum(LENGTHS)
     if again:
         assert tokens["local_cache"] > 3 * sum(LENGTHS)
+    elif setup == "auto":
+        ways = [line for line in metrics.splitlines() if line.startswith("baton_placements_total{")]
+        assert {re.findall(r'way="(\w+)"', line)[0] for line in ways} == {"local", "hand_off"}, "both were taken"
     elif setup != "colocated":
         assert tokens["computed_decode"] == 1
         assert tokens["computed_prefill"] > 0.95 * sum(LENGTHS)

@@ -92,6 +92,26 @@ def test_status_tells_readiness_by_exit_code(front: FakeFront, run: Run, capsys:
     assert json.loads(capsys.readouterr().out)["nodes"][0]["stats"]["blocks_free"] == 60
 
 
+def test_status_says_what_is_given_up_and_in_which_order(front: FakeFront, run: Run, capsys: Capture) -> None:
+    front.status = cluster_pb2.StatusResponse(
+        ready=True,
+        pressure=1.25,
+        notices=["degraded (shed_lowest): new requests of the lowest class are refused"],
+        degradation=[
+            cluster_pb2.DegradationStep(step="shed_lowest", active=True, seconds=7.0),
+            cluster_pb2.DegradationStep(step="smaller_token_budget", cannot_help="no tenant has tokens_per_second"),
+            cluster_pb2.DegradationStep(step="capped_output"),
+        ],
+    )
+    assert run("status", "--endpoint", front.endpoint) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "degraded (shed_lowest): new requests of the lowest class are refused" in out
+    assert (
+        "pressure 1.25, at 1 given up in this order: shed_lowest for 7 s, smaller_token_budget (cannot help: no"
+        " tenant has tokens_per_second), capped_output" in out
+    )
+
+
 def ledger(**counts: int) -> common_pb2.Ledger:
     return common_pb2.Ledger(node="decode-0", incarnation="i", total=10, **counts)
 

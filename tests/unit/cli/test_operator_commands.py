@@ -37,6 +37,7 @@ def explanation() -> pb.ExplainResponse:
         number=2, prefill_node="prefill-0", decode_node="decode-0", placed=0.01, over=0.5, ended="served",
         context_tokens=512, considered=considered, prefill_ended=0.11,
         predicted=pb.Prediction(queue=0.01, prefill=0.08, transfer=0.005, step=0.03, output_tokens=8),
+        way="hand_off", why="sooner", other_way=pb.Prediction(queue=0.0, prefill=0.3, step=0.03, output_tokens=8),
     )  # fmt: skip
     return pb.ExplainResponse(
         request_id="r1", state="finished", finish_reason=common_pb2.FINISH_REASON_LENGTH, prompt_tokens=512,
@@ -69,6 +70,8 @@ def test_explain_shows_the_waterfall(front: FakeFront, run: Run, capsys: Capture
         "first token, ms 95.0 125.0",
         "each step, ms 30.0 36.5",
         "output, tokens 8 11",
+        "prompt computed by: a prefill node, which hands it over (predicted to be sooner: "
+        "first token predicted after 95.0 ms, the other way after 300.0 ms)",
     ):
         assert expected in out
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.fit import Fit
 from baton.types import NodeName
 from coordinator.core.cost_model import MAX_NODES, CostModel, StepsSeen
-from coordinator.core.fit import Fit
 from coordinator.core.output_length import PRIOR_SHARE, OutputLengths
 
 A, B = NodeName("a"), NodeName("b")

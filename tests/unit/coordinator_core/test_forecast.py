@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton.fit import Fit
 from baton.ratio import Split
 from baton.slo import Slo
 from coordinator.core.advisor import advise, choose
 from coordinator.core.cost_model import NodeCosts
-from coordinator.core.fit import Fit
 from coordinator.core.forecast import Forecaster, Machine
 from coordinator.core.workload import Asked, Workload
 

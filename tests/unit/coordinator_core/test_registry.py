@@ -14,6 +14,8 @@ from coordinator.core import messages as m
 from coordinator.core.record import RequestState
 from tests.unit.coordinator_core.world import DECODE, LAYOUT, PREFILL, SILENCE, STALL, World, join_info
 
+MODEL = {"model_digest": "ab", "dtype": "float32"}
+
 
 def layout(**changes: Any) -> KVLayout:
     fields = {name: getattr(LAYOUT, name) for name in KVLayout.__slots__}
@@ -113,9 +115,9 @@ def test_bounds_are_those_of_the_smallest_node_and_outlive_the_last() -> None:
     with pytest.raises(Unavailable):
         world.brain.bounds()
     nodes = [world.join("p0", PREFILL, max_model_len=100), world.join("d0", DECODE, num_blocks=5)]
-    assert world.brain.bounds() == ModelBounds(vocab_size=1000, max_model_len=100, cache_tokens=80)
+    assert world.brain.bounds() == ModelBounds(vocab_size=1000, max_model_len=100, cache_tokens=80, **MODEL)
     world.gone(nodes[1])
-    assert world.brain.bounds() == ModelBounds(vocab_size=1000, max_model_len=100, cache_tokens=512)
+    assert world.brain.bounds() == ModelBounds(vocab_size=1000, max_model_len=100, cache_tokens=512, **MODEL)
     world.gone(nodes[0])
     assert world.brain.bounds().max_model_len == 100
 

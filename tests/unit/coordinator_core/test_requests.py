@@ -104,6 +104,17 @@ def test_one_token_needs_no_decode_node(world: World, p0: Incarnation, d0: Incar
     assert world.placed() == 0
 
 
+def test_who_is_served_before_a_decode_node_is_here_is_admitted(world: World, p0: Incarnation) -> None:
+    """Or its client would wait for ever for a word that its request is accepted."""
+    request = world.submit(max_tokens=1)
+    assert [effect.request for effect in world.effects if isinstance(effect, m.Admit)] == [request]
+    world.token(p0, world.key(p0), 0, finish=FinishReason.LENGTH)
+    assert isinstance(world.end(request).result, m.Finished)
+    other = world.submit(max_tokens=2)
+    world.advance(1.0)
+    assert isinstance(world.error(other), Unavailable)
+
+
 def test_the_last_token_of_a_request_placed_again_needs_no_decode_node(
     world: World, p0: Incarnation, d0: Incarnation
 ) -> None:

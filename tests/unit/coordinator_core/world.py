@@ -8,6 +8,7 @@ from baton.kv_layout import KVLayout
 from baton.pb.cluster_pb2 import NodeStats
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import (
+    DEFAULT_STANDING,
     AttemptKey,
     FinishReason,
     Incarnation,
@@ -18,6 +19,7 @@ from baton.types import (
     Role,
     SamplingParams,
     SegmentRef,
+    Standing,
     Ticket,
     TicketId,
     TokenEvent,
@@ -70,8 +72,18 @@ class World:
         max_attempts: int = 3,
         explain_keep: int = 16,
         placement: Placement | None = None,
+        prefill_share: float = 0.0,
+        degraded_max_tokens: int = 0,
     ) -> None:
-        settings = Settings(mode, max_queue, max_attempts, STALL, explain_keep)  # type: ignore[arg-type]
+        settings = Settings(
+            mode,  # type: ignore[arg-type]
+            max_queue,
+            max_attempts,
+            STALL,
+            explain_keep,
+            prefill_share=prefill_share,
+            degraded_max_tokens=degraded_max_tokens,
+        )
         self.brain = Brain(Registry(SILENCE, STALL), placement or LeastLoaded(), settings)
         self.now = 100.0
         self.effects: list[m.Effect] = []
@@ -106,6 +118,7 @@ class World:
         after: RequestId | None = None,
         choice: int = 0,
         cache_salt: bytes = b"",
+        standing: Standing = DEFAULT_STANDING,
         **sampling: Any,
     ) -> Arrival:
         self._requests += 1
@@ -116,6 +129,7 @@ class World:
             timeout=timeout,
             cache_salt=cache_salt,
             choice=choice,
+            standing=standing,
         )
         return Arrival(request, after)
 

@@ -12,7 +12,7 @@ a cost and not the machine.
 import math
 from collections.abc import Sequence
 
-from coordinator.core.mean_error import MEMORY, MeanError
+from baton.mean_error import MEMORY, MeanError
 
 PRIOR_WEIGHT = 2.0  # observations
 SHORTEST, LONGEST = 1e-9, 3600.0  # seconds: what is not between them is no observation
