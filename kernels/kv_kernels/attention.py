@@ -131,6 +131,13 @@ def window_mask(window: int, dtype: torch.dtype, device: torch.device) -> torch.
     return mask.add_(torch.full_like(mask, -math.inf).tril_(-1)).to(device)
 
 
+def _aligned(mask: torch.Tensor) -> torch.Tensor:
+    """A mask [queries, keys] whose rows begin where CUDA's kernels can read 16 bytes at a time. torch sees to the
+    length of rows, not to where those of a slice begin, and a misaligned read ends the process's use of the GPU."""
+    misaligned = mask.data_ptr() % 16 or mask.stride(0) * mask.element_size() % 16
+    return mask.clone() if mask.is_cuda and misaligned else mask
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
     """Causal attention of one chunk over its paged prefix and itself; its own KV is in the arena already. A tile sees
@@ -154,7 +161,7 @@ class PrefillChunk:
                 query[first:last].transpose(0, 1)[None],
                 key[:, :, begin:end],
                 value[:, :, begin:end],
-                attn_mask=self.mask[: last - first, reach - position + begin : reach - position + end],
+                attn_mask=_aligned(self.mask[: last - first, reach - position + begin : reach - position + end]),
                 enable_gqa=query.shape[1] != key.shape[1],
             )
             out[first:last].copy_(attended[0].transpose(0, 1))

@@ -79,6 +79,10 @@ class StepBatch:
 OnLayer = Callable[[int], None]  # called with k when the KV of layer k is in the arena for every slice of the step
 
 
+class DeviceLost(Exception):
+    """The device can compute nothing more for this process, which must end: a new one may find it well."""
+
+
 class Engine(Protocol):
     """A model, or something that behaves like one, over one arena of blocks. Called on the compute thread only."""
 

@@ -13,7 +13,7 @@ from baton.types import TokenScore
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.paged_cache import PagedCache
 from kv_kernels.torch_kernels import TorchKernels
-from node_engine.core.step import Computed, OnLayer, StepBatch
+from node_engine.core.step import Computed, DeviceLost, OnLayer, StepBatch
 from node_engine.model.config import ModelConfig, load_config
 from node_engine.model.plan import Planner, StepPlan
 from node_engine.model.sampler import sample
@@ -123,11 +123,12 @@ class ModelEngine:
         self._planner = Planner(self._kernels, self._cache, self._config.windows)
 
     def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[Computed, ...]:
-        """One forward pass; see Engine.run. Raises OutOfMemory, and NodeFailed when logits are not finite."""
+        """One forward pass; see Engine.run. Raises OutOfMemory, and NodeFailed when logits are not finite; DeviceLost
+        when the GPU has failed."""
         if self._cache is None or self._planner is None:
             raise RuntimeError("run() before bind()")
         computed = [Computed()] * len(batch.slices)
-        with torch.inference_mode(), _memory_errors():
+        with torch.inference_mode(), _device_errors():
             if batch.copies:
                 source, target = torch.tensor(batch.copies, device=self._device).unbind(1)
                 self._kernels.copy_blocks(self._cache.arena, source, target)
@@ -159,14 +160,16 @@ class ModelEngine:
 
 
 @contextmanager
-def _memory_errors() -> Iterator[None]:
-    """torch's two ways of saying that memory is gone, as ours."""
+def _device_errors() -> Iterator[None]:
+    """torch's two ways of saying that memory is gone, and its way of saying that the GPU is, as ours."""
     try:
         yield
     except torch.OutOfMemoryError as error:
         raise OutOfMemory(
             f"the device has no memory left for this step: {error}: lower --max-batched-tokens"
         ) from error
+    except torch.AcceleratorError as error:
+        raise DeviceLost(str(error)) from error
     except RuntimeError as error:
         if "allocate memory" not in str(error):
             raise

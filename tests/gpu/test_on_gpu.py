@@ -52,6 +52,33 @@ def test_paged_decode_equals_its_twin(shape: str, kind: str) -> None:
     assert float((out.cpu().float() - exact).abs().max()) < TOLERANCE[kind]
 
 
+@pytest.mark.parametrize("window", [None, 22])
+@pytest.mark.parametrize("kind", TOLERANCE)
+def test_a_chunk_may_begin_anywhere(kind: str, window: int | None) -> None:
+    """Masks are slices: their rows begin at any multiple of two bytes."""
+    dtype = getattr(torch, kind)
+    generator = torch.Generator().manual_seed(2)
+    arena = torch.randn(6, 2, 2, 2, 16, 32, generator=generator).to(dtype)
+    query = torch.randn(96, 4, 32, generator=generator).to(dtype)
+    mask = attention.causal_mask if window is None else attention.window_mask
+    reach = 96 if window is None else window
+    blocks = torch.arange(6).numpy()
+    for start in range(20):
+        for count in (1, 16 - start % 16, 32 - start % 16, 61):
+            context = Context(blocks, start + count)
+
+            def attend(cache: torch.Tensor, queries: torch.Tensor, *, of: Context, count: int) -> torch.Tensor:
+                made = mask(reach, queries.dtype, queries.device)
+                part = attention.plan_prefill(PagedCache.over(cache), 0, count, of, made)
+                out = torch.full(queries.shape, torch.nan, dtype=queries.dtype, device=queries.device)
+                part(queries, 1, out)
+                return out.cpu().float()[:count]
+
+            exact = attend(arena.float(), query.float(), of=context, count=count)
+            there = attend(arena.cuda(), query.cuda(), of=context, count=count)
+            assert float((there - exact).abs().max()) < TOLERANCE[kind], (start, count)
+
+
 @pytest.mark.parametrize("kind", TOLERANCE)
 def test_kv_write_equals_its_twin(kind: str) -> None:
     dtype = getattr(torch, kind)

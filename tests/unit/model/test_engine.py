@@ -9,7 +9,7 @@ import torch
 
 from baton.errors import OutOfMemory
 from baton.types import BlockIndex, SamplingParams
-from node_engine.core.step import Computed, SampleSpec, SequenceId, Slice, StepBatch
+from node_engine.core.step import Computed, DeviceLost, SampleSpec, SequenceId, Slice, StepBatch
 from node_engine.model.engine import ModelEngine
 from tests.models import build_model
 
@@ -86,6 +86,17 @@ def test_the_end_of_memory_is_an_error_of_ours(
 
     monkeypatch.setattr("node_engine.model.transformer.Transformer.forward", fail)
     with pytest.raises(OutOfMemory, match="--max-batched-tokens"):
+        engine.run(STEP)
+
+
+def test_a_gpu_that_failed_is_no_failed_step(engine: ModelEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    bound(engine)
+
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: misaligned address")
+
+    monkeypatch.setattr("node_engine.model.transformer.Transformer.forward", fail)
+    with pytest.raises(DeviceLost, match="misaligned"):
         engine.run(STEP)
 
 
