@@ -84,6 +84,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["round_robin", "least_loaded", "prefix_aware"], _help("How nodes are chosen for a request")
     ] = "prefix_aware"
     explain_keep: Annotated[int, Meta(ge=0, le=1 << 20), _help("Ended requests that `baton explain` knows")] = 4096
+    slo: Annotated[str, _help("What counts as good, for `ratio advise`, `ratio auto` and baton_goodput_ratio")] = (
+        "ttft=500ms,tpot=50ms"
+    )
 
     # where things listen
     host: Annotated[str, _help("Address of the HTTP and gRPC ports")] = "127.0.0.1"
@@ -150,6 +153,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # the paced engine's cost model
     paced_prefill_us_per_token: Annotated[float, Meta(ge=0), _help("Microseconds for each prompt token")] = 50.0
     paced_step_ms: Annotated[float, Meta(ge=0), _help("Milliseconds for each decode step")] = 2.0
+    paced_sequence_us: Annotated[float, Meta(ge=0), _help("Microseconds of a decode step for each sequence")] = 20.0
     paced_vocab_size: Annotated[Positive, _help("Token ids are below this")] = 32000
     paced_reread: Annotated[bool, _help("Check the whole context again at every full block (tests)")] = False
 

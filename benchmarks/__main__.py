@@ -22,6 +22,7 @@ COMMANDS = {
     "kernels": "benchmarks.kernels",
     "links": "benchmarks.links",
     "pool": "benchmarks.pool",
+    "ratio": "benchmarks.ratio",
     "routing": "benchmarks.routing",
     "serve": "benchmarks.serve",
     "transfer": "benchmarks.transfer",

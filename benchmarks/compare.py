@@ -27,6 +27,7 @@ from rich.table import Table
 
 from baton.config import read_secret
 from baton.pb import cluster_pb2, cluster_pb2_grpc
+from baton.slo import Slo
 from benchmarks import comparison, identity
 from benchmarks.comparison import AUTO, COLOCATED, DISAGGREGATED, WORKLOADS, Cell, Goodput, Idle, Results, Workload
 from benchmarks.completions import Client
@@ -37,7 +38,6 @@ from benchmarks.measurement import Measurement
 from benchmarks.models import DEMO
 from benchmarks.report import Row, row
 from benchmarks.schedule import Planned, Poisson
-from benchmarks.slo import Slo
 
 HELP = "mode auto against both fixed modes, or endpoints against each other"
 _GRACE = 30.0  # seconds after the last arrival; what runs then was not good

@@ -5,10 +5,10 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from baton.slo import Slo
 from benchmarks.measurement import Measurement
 from benchmarks.percentiles import percentile
 from benchmarks.schedule import Planned, arrivals
-from benchmarks.slo import Slo
 
 SLACK = 2.0  # times the idle figure
 LOSS = 0.05  # of goodput: less is no loss

@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from baton.slo import Slo
 from benchmarks.percentiles import Summary, summarise
-from benchmarks.slo import Slo
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.config import read_secret
+from baton.slo import Slo, parse_slo
 from benchmarks import schedule, sweep, traces
 from benchmarks.completions import Client
 from benchmarks.http_stream import HttpError, parse_url
@@ -28,7 +29,6 @@ from benchmarks.measurement import CellResult, evaluate
 from benchmarks.models import DEMO
 from benchmarks.percentiles import Summary
 from benchmarks.report import Row, row
-from benchmarks.slo import Slo, parse_slo
 
 HELP = "latency, throughput and goodput of any OpenAI-compatible endpoint"
 _WARM_UP = 2  # requests before the first cell

@@ -9,9 +9,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from baton.errors import BatonError, NotAvailable, Unavailable
-from baton.pb.cluster_pb2 import DrainResponse, ExplainResponse, LedgerResponse, Ratio, StatusResponse
+from baton.errors import BatonError, InvalidRequest, NotAvailable, Unavailable
+from baton.pb.cluster_pb2 import DrainResponse, ExplainResponse, LedgerResponse, Ratio, RatioAdvice, StatusResponse
 from baton.ratio import Split, parse_split
+from baton.slo import Slo, parse_slo
 from coordinator.auth import AdminGate
 from coordinator.http import errors
 from coordinator.http.boundary import Boundary, authorization
@@ -42,6 +43,12 @@ class ClusterView(Protocol):
 
     def set_ratio(self, target: Split, patience: float | None) -> Ratio: ...
 
+    def advise_ratio(self, slo: Slo | None) -> RatioAdvice: ...
+
+    def auto_ratio(self, slo: Slo | None, patience: float | None) -> Ratio: ...
+
+    def manual_ratio(self) -> Ratio: ...
+
     def metrics(self) -> bytes:
         """In Prometheus' text format."""
         ...
@@ -56,9 +63,11 @@ class _Drain(Body, frozen=True, kw_only=True):
 
 
 class _SetRatio(Body, frozen=True, kw_only=True):
-    """The body of POST /admin/ratio. `ratio` as P:D, `flip_timeout` in seconds."""
+    """The body of POST /admin/ratio: `ratio` as P:D, or `auto`. `flip_timeout` in seconds."""
 
-    ratio: str
+    ratio: str | None = None
+    auto: bool | None = None
+    slo: str | None = None
     flip_timeout: float | None = None
 
 
@@ -132,11 +141,28 @@ def _add_ratio(app: FastAPI, cluster: ClusterView) -> None:
         return _json(cluster.ratio())
 
     async def change(request: Request) -> Response:
-        wanted = await decoder.decode(await read_body(request, BODY_TIMEOUT))
-        return _json(cluster.set_ratio(parse_split(wanted.ratio), wanted.flip_timeout))
+        return _json(_change_ratio(cluster, await decoder.decode(await read_body(request, BODY_TIMEOUT))))
+
+    async def advise(request: Request) -> Response:
+        slo = request.query_params.get("slo")
+        return _json(cluster.advise_ratio(parse_slo(slo) if slo else None))
 
     app.add_api_route("/admin/ratio", show, methods=["GET"])
+    app.add_api_route("/admin/ratio/advice", advise, methods=["GET"])
     app.add_api_route("/admin/ratio", change, methods=["POST"])
+
+
+def _change_ratio(cluster: ClusterView, wanted: _SetRatio) -> Ratio:
+    """Raises InvalidRequest."""
+    if (wanted.ratio is None) == (wanted.auto is None):
+        raise InvalidRequest("give either ratio, as in 3:1, or auto, true or false", param="ratio")
+    if wanted.slo is not None and not wanted.auto:
+        raise InvalidRequest("slo belongs to auto: true", param="slo")
+    if wanted.ratio is not None:
+        return cluster.set_ratio(parse_split(wanted.ratio), wanted.flip_timeout)
+    if wanted.auto:
+        return cluster.auto_ratio(parse_slo(wanted.slo) if wanted.slo else None, wanted.flip_timeout)
+    return cluster.manual_ratio()
 
 
 async def _not_yet(request: Request) -> Response:

@@ -12,6 +12,7 @@ from baton.failpoints import FAILPOINTS, Failpoints
 from baton.pb import cluster_pb2 as pb
 from baton.pb import cluster_pb2_grpc
 from baton.ratio import Split
+from baton.slo import Slo, parse_slo
 from baton.types import NodeName, RequestId
 from coordinator.auth import AdminGate
 from coordinator.core.drains import Service
@@ -22,7 +23,7 @@ from coordinator.dispatcher import Dispatcher
 from coordinator.grpc_terms import Context, require_admin, told
 from coordinator.ledgers import Ledgers
 from coordinator.metrics import Metrics
-from coordinator.ratio_view import ratio_to_pb
+from coordinator.ratio_view import advice_to_pb, ratio_to_pb
 from coordinator.warmup import Readiness
 from coordinator.watchers import Watchers
 
@@ -82,6 +83,22 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             patience = request.flip_timeout_seconds if request.HasField("flip_timeout_seconds") else None
             return self.set_ratio(Split(request.prefill, request.decode), patience)
 
+    async def AdviseRatio(self, request: pb.AdviseRatioRequest, context: Context) -> pb.RatioAdvice:
+        async with told(context):
+            require_admin(context, self._gate)
+            return self.advise_ratio(_objective(request.slo))
+
+    async def AutoRatio(self, request: pb.AutoRatioRequest, context: Context) -> pb.Ratio:
+        async with told(context):
+            require_admin(context, self._gate)
+            patience = request.flip_timeout_seconds if request.HasField("flip_timeout_seconds") else None
+            return self.auto_ratio(_objective(request.slo), patience)
+
+    async def ManualRatio(self, _: pb.ManualRatioRequest, context: Context) -> pb.Ratio:
+        async with told(context):
+            require_admin(context, self._gate)
+            return self.manual_ratio()
+
     async def Ledger(self, _: pb.LedgerRequest, context: Context) -> pb.LedgerResponse:
         async with told(context):
             require_admin(context, self._gate)
@@ -96,7 +113,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         brain = self._dispatcher.brain
         ready, reason = self._readiness.state()
         nodes = sorted(brain.registry.nodes.values(), key=lambda node: node.info.name)
-        pools = sorted(brain.pools.members.values(), key=lambda pool: pool.info.name)
+        pools = sorted(brain.knowledge.pools.members.values(), key=lambda pool: pool.info.name)
         return pb.StatusResponse(
             ready=ready,
             reason=reason,
@@ -143,6 +160,21 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         """Returns at once; see `Brain.set_ratio`. Raises InvalidRequest."""
         _require_seconds("flip_timeout", patience)
         self._dispatcher.set_ratio(target, patience)
+        return self.ratio()
+
+    def advise_ratio(self, slo: Slo | None) -> pb.RatioAdvice:
+        """See `Pilot.advise`. Raises Unavailable, InvalidRequest."""
+        brain = self._dispatcher.brain
+        return advice_to_pb(brain.pilot.advise(slo, self._dispatcher.clock()), brain.queued)
+
+    def auto_ratio(self, slo: Slo | None, patience: float | None) -> pb.Ratio:
+        """Returns at once; see `Brain.auto_ratio`. Raises InvalidRequest."""
+        _require_seconds("flip_timeout", patience)
+        self._dispatcher.auto_ratio(slo, patience)
+        return self.ratio()
+
+    def manual_ratio(self) -> pb.Ratio:
+        self._dispatcher.manual_ratio()
         return self.ratio()
 
     def close(self) -> None:
@@ -209,6 +241,11 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             stats=pool.stats,
             service=Service.IN.value,
         )
+
+
+def _objective(text: str) -> Slo | None:
+    """Raises InvalidRequest."""
+    return parse_slo(text) if text else None
 
 
 def _require_seconds(param: str, seconds: float | None) -> None:

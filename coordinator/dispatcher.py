@@ -15,6 +15,7 @@ from baton.errors import BatonError, Cancelled, Draining, Rejected, SlowReader
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import CoordinatorMessage, ExplainResponse
 from baton.ratio import Split
+from baton.slo import Slo, parse_slo
 from baton.types import Incarnation, NodeName, Request, RequestId, Standing, mint_id
 from coordinator.core.brain import Arrival, Brain
 from coordinator.core.identity import JoinInfo
@@ -33,6 +34,7 @@ from coordinator.core.messages import (
     PairChanged,
     Replaced,
     Send,
+    Steered,
     Switched,
 )
 from coordinator.core.policies import POLICIES
@@ -76,6 +78,7 @@ class Dispatcher:
             config.local_prefill_share,
             config.degrade_wait,
             config.degraded_max_tokens,
+            parse_slo(config.slo),
         )
         self._config = config
         self.brain = Brain(Registry(config.silence, config.stall), POLICIES[config.placement](), settings)
@@ -129,7 +132,7 @@ class Dispatcher:
 
     def count_rejection(self, error: Rejected, tenant_class: str) -> None:
         """For what a front door refuses before it submits; `submit` counts its own."""
-        self.brain.counters.rejected[error.code, tenant_class] += 1
+        self.brain.refuse(error, tenant_class, self.clock())
 
     async def drain(self, patience: float) -> None:
         """Refuse new requests, wait for those that run, and after `patience` seconds end the rest with Draining."""
@@ -166,6 +169,18 @@ class Dispatcher:
         seconds = self._config.flip_timeout if patience is None else patience
         self._carry_out(self.brain.set_ratio(target, seconds, self.clock()))
         _log.info("ratio set", target=str(target), flip_timeout=seconds)
+        self._changed()
+
+    def auto_ratio(self, slo: Slo | None, patience: float | None) -> None:
+        """See `Brain.auto_ratio`; without `patience`, --flip-timeout."""
+        seconds = self._config.flip_timeout if patience is None else patience
+        self._carry_out(self.brain.auto_ratio(slo, seconds, self.clock()))
+        _log.info("ratio automatic", slo=str(self.brain.pilot.slo), flip_timeout=seconds)
+        self._changed()
+
+    def manual_ratio(self) -> None:
+        self.brain.manual_ratio()
+        _log.info("ratio manual")
         self._changed()
 
     def close(self) -> None:
@@ -261,6 +276,9 @@ class Dispatcher:
                 _log.warning("breaker", state=state.value, prefill=prefill, decode=decode)
             case Switched():
                 self._switched(effect)
+            case Steered(target, reason):
+                _log.info("ratio changed", target=str(target), why=reason)
+                self._changed()
             case Lost(node, name, error, expected):
                 say, what = (_log.info, "node left to join anew") if expected else (_log.warning, "node lost")
                 say(what, node=name, incarnation=node, reason=error.message)

@@ -138,6 +138,7 @@ class BrainCollector(Collector):
             _counter("baton_prefix_directory_resyncs_total", "Snapshots asked of nodes", [], {(): resyncs}),
             _counter("baton_degradation_changes_total", "Steps taken and taken back", ["step", "change"], steps),
             _counter("baton_role_switches_total", "Changes of role", ["role", "outcome"], self._brain.switches.counts),
+            _counter("baton_ratio_moves_total", "Changes of the ratio by auto", [], {(): self._brain.pilot.moves}),
         ]
 
     def _gauges(self) -> list[Metric]:
@@ -155,7 +156,7 @@ class BrainCollector(Collector):
             attempts.add_metric([node.info.name], self._brain.placed_on(node.incarnation))
             for state in _BLOCK_STATES if node.stats is not None else ():
                 blocks.add_metric([node.info.name, state], getattr(node.stats, f"blocks_{state}"))
-        for pool in self._brain.pools.members.values():
+        for pool in self._brain.knowledge.pools.members.values():
             roles.add_metric([pool.info.name, ROLE], 1)
             for state in _BLOCK_STATES if pool.stats is not None else ():
                 blocks.add_metric([pool.info.name, state], getattr(pool.stats, f"blocks_{state}"))
@@ -196,7 +197,15 @@ class BrainCollector(Collector):
         for role in Role if target is not None else ():
             wanted.add_metric([role.value], target.of(role) if target else 0)
         own = [depth, roles, blocks, attempts, errors, directory, running, wanted, breakers, left, held, still]
-        return [*own, degraded, pressure, local]
+        return [*own, degraded, pressure, local, *self._steering()]
+
+    def _steering(self) -> list[Metric]:
+        pilot = self._brain.pilot
+        good = GaugeMetricFamily("baton_goodput_ratio", "Requests of the last minute within the SLO, of all that ended")
+        share = pilot.service(self._clock()).share
+        if share is not None:
+            good.add_metric([], share)
+        return [good, GaugeMetricFamily("baton_ratio_auto", "1 while the ratio is automatic", int(pilot.automatic))]
 
     def _reported(self, taken: set[str]) -> Iterator[Metric]:
         """Nodes' own counters, with the node as a label. One that has a name of ours is put beside it."""

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
+from baton.cli import ratio_steering
 from baton.cli.errors import Bad
 from baton.cli.generate import EXIT_INTERRUPTED
 from baton.cli.options import DEFAULT_ENDPOINT, AdminToken, Endpoint, Json
-from baton.cli.unbuilt import refuse_later
 
 CALL_TIMEOUT = 15.0  # seconds
 _LOOK_EVERY = 0.1  # seconds, at most
@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
     ratio = typer.Typer(help="Show or change the prefill:decode ratio, live.", no_args_is_help=True)
     ratio.command("show")(show)
     ratio.command("set")(change)
-    refuse_later(ratio, "ratio", {"advise": "Recommend a ratio", "auto": "Keep an SLO", "manual": "Stop keeping it"})
+    ratio_steering.register(ratio)
     app.add_typer(ratio, name="ratio")
 
 
@@ -27,7 +27,7 @@ def show(as_json: Json = False, endpoint: Endpoint = DEFAULT_ENDPOINT, admin_tok
     """Show the ratio, the one that was asked for, and which nodes are on their way to another role."""
     from baton.cli.client import admin, connected
     from baton.cli.plain import to_plain
-    from baton.cli.ratio_view import headline, line
+    from baton.cli.ratio_view import headline, line, steering
     from baton.pb import cluster_pb2, cluster_pb2_grpc
 
     with connected(endpoint) as channel:
@@ -37,6 +37,7 @@ def show(as_json: Json = False, endpoint: Endpoint = DEFAULT_ENDPOINT, admin_tok
         print(json.dumps(to_plain(answer)))
         return
     print(headline(answer))
+    print(steering(answer))
     for switch in [*answer.over, *answer.switches]:
         print(f"  {line(switch)}")
     print(f"possible with the live nodes: {answer.possible}")
@@ -58,7 +59,7 @@ def change(
     """Bring the cluster to P:D while it serves, and report each node's switch.
 
     Nodes drain their old role and take the new one in place; weights and cache stay. A probe request goes through each
-    before it counts. Exits with 2 if P + D are not the live nodes, and names what is possible.
+    before it counts. Exits with 2 if P + D are not the live nodes, and names what is possible. Ends `auto`.
     """
     from baton.cli.client import admin, connected
     from baton.cli.plain import to_plain

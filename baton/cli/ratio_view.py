@@ -33,6 +33,12 @@ def line(switch: RoleSwitch) -> str:
     return f"{switch.node}: {switch.from_role} -> {switch.to_role}: {state}{detail}: {seconds}{left}"
 
 
+def steering(ratio: Ratio) -> str:
+    """Who changes it, and why it is as it is."""
+    served = f"; {ratio.good} of {ratio.ended} within it in the last minute" if ratio.ended else ""
+    return f"automatic, for {ratio.slo}{served}: {ratio.reason}" if ratio.automatic else ratio.reason
+
+
 def progress(ratio: Ratio) -> str:
     """One line while it goes on."""
     steps = ", ".join(f"{switch.node} {switch.phase}" for switch in ratio.switches)

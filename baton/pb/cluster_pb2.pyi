@@ -154,8 +154,104 @@ class SetRatioRequest(_message.Message):
     flip_timeout_seconds: float
     def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., flip_timeout_seconds: _Optional[float] = ...) -> None: ...
 
+class AdviseRatioRequest(_message.Message):
+    __slots__ = ("slo",)
+    SLO_FIELD_NUMBER: _ClassVar[int]
+    slo: str
+    def __init__(self, slo: _Optional[str] = ...) -> None: ...
+
+class AutoRatioRequest(_message.Message):
+    __slots__ = ("slo", "flip_timeout_seconds")
+    SLO_FIELD_NUMBER: _ClassVar[int]
+    FLIP_TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    slo: str
+    flip_timeout_seconds: float
+    def __init__(self, slo: _Optional[str] = ..., flip_timeout_seconds: _Optional[float] = ...) -> None: ...
+
+class ManualRatioRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class RatioAdvice(_message.Message):
+    __slots__ = ("slo", "prefill", "decode", "present_prefill", "present_decode", "reason", "forecasts", "seconds", "requests_per_second", "burstiness", "prompt_tokens_mean", "prompt_tokens_deviation", "output_tokens_mean", "output_tokens_deviation", "computed_share", "prefill_tokens_per_second", "decode_tokens_per_second", "queue_seconds", "prefill_seconds", "transfer_seconds", "queued", "waiting_prefill", "waiting_decode", "ended", "good")
+    SLO_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    PRESENT_DECODE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    FORECASTS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    BURSTINESS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_MEAN_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_DEVIATION_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_MEAN_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_DEVIATION_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_SHARE_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    DECODE_TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    WAITING_PREFILL_FIELD_NUMBER: _ClassVar[int]
+    WAITING_DECODE_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    GOOD_FIELD_NUMBER: _ClassVar[int]
+    slo: str
+    prefill: int
+    decode: int
+    present_prefill: int
+    present_decode: int
+    reason: str
+    forecasts: _containers.RepeatedCompositeFieldContainer[SplitForecast]
+    seconds: float
+    requests_per_second: float
+    burstiness: float
+    prompt_tokens_mean: float
+    prompt_tokens_deviation: float
+    output_tokens_mean: float
+    output_tokens_deviation: float
+    computed_share: float
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+    queue_seconds: float
+    prefill_seconds: float
+    transfer_seconds: float
+    queued: int
+    waiting_prefill: int
+    waiting_decode: int
+    ended: int
+    good: int
+    def __init__(self, slo: _Optional[str] = ..., prefill: _Optional[int] = ..., decode: _Optional[int] = ..., present_prefill: _Optional[int] = ..., present_decode: _Optional[int] = ..., reason: _Optional[str] = ..., forecasts: _Optional[_Iterable[_Union[SplitForecast, _Mapping]]] = ..., seconds: _Optional[float] = ..., requests_per_second: _Optional[float] = ..., burstiness: _Optional[float] = ..., prompt_tokens_mean: _Optional[float] = ..., prompt_tokens_deviation: _Optional[float] = ..., output_tokens_mean: _Optional[float] = ..., output_tokens_deviation: _Optional[float] = ..., computed_share: _Optional[float] = ..., prefill_tokens_per_second: _Optional[float] = ..., decode_tokens_per_second: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., transfer_seconds: _Optional[float] = ..., queued: _Optional[int] = ..., waiting_prefill: _Optional[int] = ..., waiting_decode: _Optional[int] = ..., ended: _Optional[int] = ..., good: _Optional[int] = ...) -> None: ...
+
+class SplitForecast(_message.Message):
+    __slots__ = ("prefill", "decode", "ttft_p50", "ttft_p90", "ttft_p99", "tpot", "share", "goodput", "prefill_load", "decode_load")
+    PREFILL_FIELD_NUMBER: _ClassVar[int]
+    DECODE_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P50_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P90_FIELD_NUMBER: _ClassVar[int]
+    TTFT_P99_FIELD_NUMBER: _ClassVar[int]
+    TPOT_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    GOODPUT_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_LOAD_FIELD_NUMBER: _ClassVar[int]
+    DECODE_LOAD_FIELD_NUMBER: _ClassVar[int]
+    prefill: int
+    decode: int
+    ttft_p50: float
+    ttft_p90: float
+    ttft_p99: float
+    tpot: float
+    share: float
+    goodput: float
+    prefill_load: float
+    decode_load: float
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., ttft_p50: _Optional[float] = ..., ttft_p90: _Optional[float] = ..., ttft_p99: _Optional[float] = ..., tpot: _Optional[float] = ..., share: _Optional[float] = ..., goodput: _Optional[float] = ..., prefill_load: _Optional[float] = ..., decode_load: _Optional[float] = ...) -> None: ...
+
 class Ratio(_message.Message):
-    __slots__ = ("prefill", "decode", "has_target", "target_prefill", "target_decode", "generation", "settled", "possible", "switches", "over")
+    __slots__ = ("prefill", "decode", "has_target", "target_prefill", "target_decode", "generation", "settled", "possible", "switches", "over", "automatic", "slo", "reason", "ended", "good")
     PREFILL_FIELD_NUMBER: _ClassVar[int]
     DECODE_FIELD_NUMBER: _ClassVar[int]
     HAS_TARGET_FIELD_NUMBER: _ClassVar[int]
@@ -166,6 +262,11 @@ class Ratio(_message.Message):
     POSSIBLE_FIELD_NUMBER: _ClassVar[int]
     SWITCHES_FIELD_NUMBER: _ClassVar[int]
     OVER_FIELD_NUMBER: _ClassVar[int]
+    AUTOMATIC_FIELD_NUMBER: _ClassVar[int]
+    SLO_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    GOOD_FIELD_NUMBER: _ClassVar[int]
     prefill: int
     decode: int
     has_target: bool
@@ -176,7 +277,12 @@ class Ratio(_message.Message):
     possible: str
     switches: _containers.RepeatedCompositeFieldContainer[RoleSwitch]
     over: _containers.RepeatedCompositeFieldContainer[RoleSwitch]
-    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., has_target: _Optional[bool] = ..., target_prefill: _Optional[int] = ..., target_decode: _Optional[int] = ..., generation: _Optional[int] = ..., settled: _Optional[bool] = ..., possible: _Optional[str] = ..., switches: _Optional[_Iterable[_Union[RoleSwitch, _Mapping]]] = ..., over: _Optional[_Iterable[_Union[RoleSwitch, _Mapping]]] = ...) -> None: ...
+    automatic: bool
+    slo: str
+    reason: str
+    ended: int
+    good: int
+    def __init__(self, prefill: _Optional[int] = ..., decode: _Optional[int] = ..., has_target: _Optional[bool] = ..., target_prefill: _Optional[int] = ..., target_decode: _Optional[int] = ..., generation: _Optional[int] = ..., settled: _Optional[bool] = ..., possible: _Optional[str] = ..., switches: _Optional[_Iterable[_Union[RoleSwitch, _Mapping]]] = ..., over: _Optional[_Iterable[_Union[RoleSwitch, _Mapping]]] = ..., automatic: _Optional[bool] = ..., slo: _Optional[str] = ..., reason: _Optional[str] = ..., ended: _Optional[int] = ..., good: _Optional[int] = ...) -> None: ...
 
 class RoleSwitch(_message.Message):
     __slots__ = ("node", "from_role", "to_role", "phase", "drain_seconds", "switch_seconds", "probe_seconds", "detail", "generation", "placed")

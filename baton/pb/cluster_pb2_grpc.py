@@ -76,6 +76,21 @@ class ClusterStub:
                 request_serializer=baton_dot_pb_dot_cluster__pb2.SetRatioRequest.SerializeToString,
                 response_deserializer=baton_dot_pb_dot_cluster__pb2.Ratio.FromString,
                 _registered_method=True)
+        self.AdviseRatio = channel.unary_unary(
+                '/baton.v1.Cluster/AdviseRatio',
+                request_serializer=baton_dot_pb_dot_cluster__pb2.AdviseRatioRequest.SerializeToString,
+                response_deserializer=baton_dot_pb_dot_cluster__pb2.RatioAdvice.FromString,
+                _registered_method=True)
+        self.AutoRatio = channel.unary_unary(
+                '/baton.v1.Cluster/AutoRatio',
+                request_serializer=baton_dot_pb_dot_cluster__pb2.AutoRatioRequest.SerializeToString,
+                response_deserializer=baton_dot_pb_dot_cluster__pb2.Ratio.FromString,
+                _registered_method=True)
+        self.ManualRatio = channel.unary_unary(
+                '/baton.v1.Cluster/ManualRatio',
+                request_serializer=baton_dot_pb_dot_cluster__pb2.ManualRatioRequest.SerializeToString,
+                response_deserializer=baton_dot_pb_dot_cluster__pb2.Ratio.FromString,
+                _registered_method=True)
         self.ArmFailpoints = channel.unary_unary(
                 '/baton.v1.Cluster/ArmFailpoints',
                 request_serializer=baton_dot_pb_dot_cluster__pb2.ArmFailpointsRequest.SerializeToString,
@@ -146,6 +161,27 @@ class ClusterServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AdviseRatio(self, request, context):
+        """Which ratio would serve what is asked best, by forecast. Changes nothing. UNAVAILABLE while too little was asked.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AutoRatio(self, request, context):
+        """Keep an objective by changing the ratio, until ManualRatio or SetRatio.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ManualRatio(self, request, context):
+        """From now on only SetRatio changes the ratio. Nodes that are on their way go on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ArmFailpoints(self, request, context):
         """For tests: arms failpoints on nodes whose name starts with `node` ("coordinator" is one too). Refused unless the
         cluster runs with --failpoints-rpc.
@@ -195,6 +231,21 @@ def add_ClusterServicer_to_server(servicer, server):
             'SetRatio': grpc.unary_unary_rpc_method_handler(
                     servicer.SetRatio,
                     request_deserializer=baton_dot_pb_dot_cluster__pb2.SetRatioRequest.FromString,
+                    response_serializer=baton_dot_pb_dot_cluster__pb2.Ratio.SerializeToString,
+            ),
+            'AdviseRatio': grpc.unary_unary_rpc_method_handler(
+                    servicer.AdviseRatio,
+                    request_deserializer=baton_dot_pb_dot_cluster__pb2.AdviseRatioRequest.FromString,
+                    response_serializer=baton_dot_pb_dot_cluster__pb2.RatioAdvice.SerializeToString,
+            ),
+            'AutoRatio': grpc.unary_unary_rpc_method_handler(
+                    servicer.AutoRatio,
+                    request_deserializer=baton_dot_pb_dot_cluster__pb2.AutoRatioRequest.FromString,
+                    response_serializer=baton_dot_pb_dot_cluster__pb2.Ratio.SerializeToString,
+            ),
+            'ManualRatio': grpc.unary_unary_rpc_method_handler(
+                    servicer.ManualRatio,
+                    request_deserializer=baton_dot_pb_dot_cluster__pb2.ManualRatioRequest.FromString,
                     response_serializer=baton_dot_pb_dot_cluster__pb2.Ratio.SerializeToString,
             ),
             'ArmFailpoints': grpc.unary_unary_rpc_method_handler(
@@ -420,6 +471,87 @@ class Cluster:
             target,
             '/baton.v1.Cluster/SetRatio',
             baton_dot_pb_dot_cluster__pb2.SetRatioRequest.SerializeToString,
+            baton_dot_pb_dot_cluster__pb2.Ratio.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AdviseRatio(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/AdviseRatio',
+            baton_dot_pb_dot_cluster__pb2.AdviseRatioRequest.SerializeToString,
+            baton_dot_pb_dot_cluster__pb2.RatioAdvice.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AutoRatio(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/AutoRatio',
+            baton_dot_pb_dot_cluster__pb2.AutoRatioRequest.SerializeToString,
+            baton_dot_pb_dot_cluster__pb2.Ratio.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ManualRatio(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Cluster/ManualRatio',
+            baton_dot_pb_dot_cluster__pb2.ManualRatioRequest.SerializeToString,
             baton_dot_pb_dot_cluster__pb2.Ratio.FromString,
             options,
             channel_credentials,

@@ -11,6 +11,7 @@ from baton.errors import (
     InvalidRequest,
     NodeGone,
     NotFound,
+    Overloaded,
     Rejected,
     TooLong,
     Unavailable,
@@ -19,6 +20,7 @@ from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import ExplainResponse
 from baton.pb.common_pb2 import Timeline
 from baton.ratio import Split
+from baton.slo import Slo
 from baton.types import FinishReason, Incarnation, NodeName, Request, RequestId, Standing
 from coordinator.core.admission import Bid
 from coordinator.core.breakers import Breakers
@@ -28,10 +30,11 @@ from coordinator.core.drains import Service, is_empty
 from coordinator.core.explain import MAX_AGE, explain
 from coordinator.core.identity import JoinInfo
 from coordinator.core.knowledge import Knowledge
-from coordinator.core.messages import Degraded, Effect, Heartbeat, Lost, NodeInput, PeerGone, Send
+from coordinator.core.messages import Degraded, Effect, Heartbeat, Lost, NodeInput, PeerGone, Send, Steered
+from coordinator.core.pilot import Pilot
 from coordinator.core.placement import Placement
 from coordinator.core.pool_desk import PoolDesk
-from coordinator.core.pools import PoolInfo, PoolMember, Pools
+from coordinator.core.pools import PoolInfo, PoolMember
 from coordinator.core.record import RequestState
 from coordinator.core.registry import Node, Registry
 from coordinator.core.reports import Reports
@@ -59,6 +62,7 @@ class Brain:
         self._table = RequestTable(registry, placement, settings)
         self._reports = Reports(registry, self._table)
         self.switches = Switches(registry, self._table, settings.mode, self._drop)
+        self.pilot = Pilot(registry, self._table, self.switches, settings.slo)
         self._strain = Strain(self._table, settings)
         self._pool_desk = PoolDesk(registry, self._table)
         self._draining = False
@@ -79,13 +83,19 @@ class Brain:
                 self._require_fit(arrival.request)
         except Rejected as error:
             tenant_class = INTERNAL if internal else arrivals[0].request.standing.tenant_class
-            self.counters.rejected[error.code, tenant_class] += 1
+            self.refuse(error, tenant_class, now)
             raise
         if not internal:
             arrivals = [self._capped(arrival) for arrival in arrivals]
         records = [self._table.add(one.request, now, internal=internal, after=one.after) for one in arrivals]
         records[0].others = tuple(record.request.id for record in records[1:])
         return self._effects(now)
+
+    def refuse(self, error: Rejected, tenant_class: str, now: float) -> None:
+        """Count a request that is not let in. What there is no room for is asked for all the same."""
+        self.counters.rejected[error.code, tenant_class] += 1
+        if isinstance(error, Overloaded) and tenant_class != INTERNAL:
+            self.knowledge.workload.refused(now)
 
     def require_admission(self, standing: Standing, count: int, timeout: float, now: float) -> None:
         """Whether `count` requests would be let in, as far as can be said without a look at their prompts: before
@@ -178,9 +188,21 @@ class Brain:
 
     def set_ratio(self, target: Split, patience: float, now: float) -> list[Effect]:
         """Switch nodes in place until they have this ratio, and keep them so. What a node still does `patience` seconds
-        after it was chosen is placed again elsewhere. Raises InvalidRequest, naming the splits that are possible."""
+        after it was chosen is placed again elsewhere. Ends `auto_ratio`. Raises InvalidRequest, naming the splits that
+        are possible."""
         self.switches.aim(target, patience, now)
+        self.pilot.manual()
         return self._effects(now)
+
+    def auto_ratio(self, slo: Slo | None, patience: float, now: float) -> list[Effect]:
+        """Change the ratio so that an objective is kept, the default one if it is None, until `manual_ratio` or
+        `set_ratio`."""
+        self.pilot.auto(slo, patience, now)
+        return self._effects(now)
+
+    def manual_ratio(self) -> None:
+        """Idempotent. Nodes that are on their way go on."""
+        self.pilot.manual()
 
     def tick(self, now: float) -> list[Effect]:
         """Whatever time alone has made due: silent and stuck nodes, deadlines, patience."""
@@ -194,17 +216,17 @@ class Brain:
         for pair in self._table.breakers.due(now):
             self._table.pair_changed(pair)
         self.switches.due(now)
+        steered = self.pilot.due(now)
+        if steered is not None:
+            self._table.out.append(Steered(steered, self.pilot.reason))
         for request in self._table.timers.due(now):
             self._table.due(request, now)
         return self._effects(now)
 
     def next_due(self) -> float | None:
         """When `tick` is to be called next if nothing else happens."""
-        table = self._table
-        silences = self.registry.next_silence(), self.pools.next_silence()
-        mine = (*silences, self.registry.drains.next(), self.switches.next())
-        degradation = table.degradation.next(waiting=len(table.queue) > 0)
-        times = (*mine, table.timers.next(), table.breakers.next(), table.retries.next(), degradation)
+        members = self.registry.next_silence(), self.registry.drains.next(), self.knowledge.pools.next_silence()
+        times = (*members, self.switches.next(), self.pilot.next(), *self._table.next_due())
         return min((time for time in times if time is not None), default=None)
 
     # views
@@ -217,13 +239,9 @@ class Brain:
     def knowledge(self) -> Knowledge:
         return self._table.knowledge
 
-    @property
-    def pools(self) -> Pools:
-        return self._table.knowledge.pools
-
     def members(self) -> list[Node | PoolMember]:
         """All that a ledger, failpoints and counters can be asked of."""
-        return [*self.registry.nodes.values(), *self.pools.members.values()]
+        return [*self.registry.nodes.values(), *self.knowledge.pools.members.values()]
 
     @property
     def draining(self) -> bool:
@@ -256,8 +274,7 @@ class Brain:
 
     def state(self, request: RequestId) -> RequestState | None:
         """None once it has ended."""
-        record = self._table.records.get(request)
-        return record.state if record else None
+        return record.state if (record := self._table.records.get(request)) else None
 
     def timeline(self, request: RequestId) -> Timeline | None:
         """Of a request that has ended not long ago."""

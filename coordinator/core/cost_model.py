@@ -86,6 +86,11 @@ class CostModel:
         known = (node for node in self._nodes.values() if node.prefill_fit.error.count)
         return min((node.prefill(new, cached) for node in known), default=0.0)
 
+    def any_link_line(self, token_bytes: int) -> tuple[float, float]:
+        """Likewise: seconds as such, and for each token."""
+        fixed, mebi = self._fleet_link.coefficients
+        return fixed, mebi * token_bytes * _MEBI
+
     @property
     def errors(self) -> dict[str, float]:
         """Mean relative error of the fleet's own predictions, by what was predicted."""

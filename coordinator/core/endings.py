@@ -1,19 +1,22 @@
 """What is told, counted and kept of a request that has ended."""
 
-from baton.errors import BatonError, Rejected
+from baton.errors import BatonError, Cancelled, Rejected
+from baton.pb.common_pb2 import Timeline
 from baton.types import FinishReason
 from coordinator.core.counters import Counters
 from coordinator.core.explain import Explanations, explain
 from coordinator.core.messages import End, Finished
 from coordinator.core.record import Record, RequestState
 from coordinator.core.timeline import Ring
+from coordinator.core.workload import Stages, WorkloadMeter
 
 
 class Endings:
-    def __init__(self, counters: Counters, explain_keep: int) -> None:
+    def __init__(self, counters: Counters, workload: WorkloadMeter, explain_keep: int) -> None:
         self.timelines = Ring()
         self.explanations = Explanations(explain_keep)
         self._counters = counters
+        self._workload = workload
 
     def add(self, record: Record, result: FinishReason | BatonError, now: float) -> End:
         """The one terminal event."""
@@ -31,4 +34,12 @@ class Endings:
         counter = self._counters.rejected if refused else self._counters.requests
         counter[label, record.tenant_class] += 1
         tokens, ttft = len(record.emitted), record.marks.ttft
+        if not (record.internal or isinstance(result, Cancelled)):
+            self._measure(ttft if isinstance(result, FinishReason) else None, tokens, timeline, now)
         return End(request, outcome, tokens, timeline, ttft, record.internal, record.tenant_class)
+
+    def _measure(self, ttft: float | None, tokens: int, timeline: Timeline, now: float) -> None:
+        """`ttft` None: it has failed, or was never begun."""
+        tpot = (timeline.total - ttft) / (tokens - 1) if ttft is not None and tokens > 1 else None
+        stages = Stages(timeline.queue, timeline.reserve, timeline.prefill, timeline.transfer)
+        self._workload.ended(ttft, tpot, stages, now)

@@ -16,6 +16,7 @@ from coordinator.core.pools import Pools
 from coordinator.core.prediction import Prediction
 from coordinator.core.prefix_directory import PrefixDirectory
 from coordinator.core.registry import Node, Registry
+from coordinator.core.workload import WorkloadMeter
 
 
 class Knowledge:
@@ -25,6 +26,7 @@ class Knowledge:
         self.answers = AnswerTimes(self.lengths)
         self.directory = PrefixDirectory()
         self.pools = Pools(registry.silence)
+        self.workload = WorkloadMeter()
         self._registry = registry
         self._first_token = MeanError()
 
@@ -100,6 +102,8 @@ class Knowledge:
     def computed(self, node: Incarnation | None, new: int, cached: int, seconds: float) -> None:
         """A prompt, or the part of one that was not cached."""
         found = self._registry.nodes.get(node) if node else None
+        if new:  # else another node has computed it, and says so
+            self.workload.prompt_done(new, cached)
         if found is not None:
             self.costs.prefill_took(found.info.name, new, cached, seconds)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from baton.errors import BatonError
 from baton.pb.cluster_pb2 import NodeStats
 from baton.pb.common_pb2 import HandoffReport, Timeline
+from baton.ratio import Split
 from baton.types import (
     AttemptKey,
     FinishReason,
@@ -292,6 +293,14 @@ class Switched:
 
 
 @dataclass(frozen=True, slots=True)
+class Steered:
+    """The ratio was changed so that an objective is kept: for the log."""
+
+    target: Split
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Degraded:
     """A step of degradation was taken, or taken back: for the log, nothing is to be done."""
 
@@ -300,4 +309,4 @@ class Degraded:
     pressure: float
 
 
-Effect = Degraded | Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost | PairChanged | Switched
+Effect = Degraded | Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost | PairChanged | Switched | Steered

@@ -65,12 +65,12 @@ class RequestTable:
         self.loads = Loads()
         self.timers = Timers()
         self.counters = Counters()
-        self.endings = Endings(self.counters, settings.explain_keep)
         self.out: list[Effect] = []
         self.probed: list[tuple[RequestId, FinishReason | BatonError]] = []  # probes that have ended
         self.last_progress = 0.0  # when a request got further than it had been, or the first of those here came
         self.placeable = False  # something has changed since placement was last tried
         self.knowledge = Knowledge(registry)
+        self.endings = Endings(self.counters, self.knowledge.workload, settings.explain_keep)
         self.prospects = Prospects(registry, self.loads, self.knowledge.costs, self.knowledge.answers)
         self.degradation = Degradation()
         self.admission = Admission(self.queue, settings.max_queue, self.prospects, self.degradation)
@@ -94,6 +94,11 @@ class RequestTable:
         self._followers = Followers(self.records, self.queue)
         self._unadmitted: set[RequestId] = set()
 
+    def next_due(self) -> tuple[float | None, ...]:
+        """When something here is to be looked at again."""
+        degradation = self.degradation.next(waiting=len(self.queue) > 0)
+        return self.timers.next(), self.breakers.next(), self.retries.next(), degradation
+
     def add(self, request: Request, now: float, *, internal: bool, after: RequestId | None = None) -> Record:
         record = Record(request, now + request.timeout, Marks(now), internal)
         if len(request.prompt) == 1:
@@ -103,6 +108,8 @@ class RequestTable:
         self.records[request.id] = record
         self.retries.budget.offered(now)
         self.queue.push(request.id, self.admission.let_in(request, now))
+        if not internal:
+            self.knowledge.workload.arrived(len(request.prompt), self.knowledge.output_of(request), now)
         leader = self.records.get(after) if after is not None else None
         if leader is not None:
             self._followers.add(record, leader)

@@ -3,9 +3,13 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from baton.slo import Slo
 from baton.types import Role
 
 FIRST_REST, LONGEST_REST = 0.1, 2.0  # seconds between attempts that fail
+
+
+DEFAULT_SLO = Slo(0.5, 0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +17,8 @@ class Settings:
     """`answer_timeout`: seconds in which decode must answer a Submit that has a writer with Reserved or Refused.
     `explain_keep`: ended requests that can be explained. `retry_share`: see `RetryBudget`. `prefill_share`: see
     `Decisions`. `degrade_wait`: seconds that a request may wait to be placed, where its class has no limit, before
-    service is degraded; `degraded_max_tokens`: outputs are then capped at this, 0: never."""
+    service is degraded; `degraded_max_tokens`: outputs are then capped at this, 0: never. `slo`: what counts as good,
+    unless another is asked for."""
 
     mode: Literal["disaggregated", "colocated", "auto"]
     max_queue: int
@@ -24,6 +29,7 @@ class Settings:
     prefill_share: float = 0.0
     degrade_wait: float = 5.0
     degraded_max_tokens: int = 0
+    slo: Slo = DEFAULT_SLO
 
     @property
     def roles(self) -> tuple[Role, ...]:

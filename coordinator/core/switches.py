@@ -146,6 +146,11 @@ class Switches:
         have = Counter(node.info.role for node in still if not node.leaving)
         return Split(have[Role.PREFILL], have[Role.DECODE])
 
+    def heading(self, now: float) -> Split:
+        """Live nodes by the role that they have or are on their way to."""
+        bound = Counter(standing.role for standing in self._standings(now))
+        return Split(bound[Role.PREFILL], bound[Role.DECODE])
+
     def possible(self, now: float) -> list[Split]:
         return possible_splits(len(self._standings(now)), self._mode)
 

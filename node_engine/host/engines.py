@@ -18,7 +18,11 @@ def build_engine(config: Config) -> Engine:
     if config.engine == "paced":
         from node_engine.paced import PACED_LAYOUT, PacedCosts, PacedEngine
 
-        costs = PacedCosts(prefill_per_token=config.paced_prefill_us_per_token, decode_base=config.paced_step_ms * 1e3)
+        costs = PacedCosts(
+            prefill_per_token=config.paced_prefill_us_per_token,
+            decode_base=config.paced_step_ms * 1e3,
+            decode_per_sequence=config.paced_sequence_us,
+        )
         return PacedEngine(
             costs,
             layout=replace(PACED_LAYOUT, block_size=config.block_size),

@@ -15,10 +15,11 @@ import httpx
 from baton.errors import BatonError, Cancelled, NotFound, Overloaded, SlowReader, Unavailable
 from baton.generation_defaults import GenerationDefaults
 from baton.limits import ModelBounds
-from baton.pb.cluster_pb2 import DrainResponse, ExplainResponse, LedgerResponse, Ratio, StatusResponse
+from baton.pb.cluster_pb2 import DrainResponse, ExplainResponse, LedgerResponse, Ratio, RatioAdvice, StatusResponse
 from baton.pb.common_pb2 import Ledger, Timeline
 from baton.pb.generation_pb2_grpc import GenerationStub
 from baton.ratio import Split
+from baton.slo import Slo
 from baton.types import FinishReason, RequestId, Standing, mint_id
 from coordinator import admin
 from coordinator.auth import Clients
@@ -106,6 +107,7 @@ class FakeBrain:
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
     abandoned: asyncio.Event = field(default_factory=asyncio.Event)
     ratios: list[tuple[Split, float | None]] = field(default_factory=list)
+    steered: list[tuple[Slo | None, float | None] | None] = field(default_factory=list)
     drained: list[tuple[str, float | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -160,6 +162,17 @@ class FakeBrain:
     def set_ratio(self, target: Split, patience: float | None) -> Ratio:
         self.ratios.append((target, patience))
         return Ratio(has_target=True, target_prefill=target.prefill, target_decode=target.decode)
+
+    def advise_ratio(self, slo: Slo | None) -> RatioAdvice:
+        return RatioAdvice(slo=str(slo), prefill=2, decode=1)
+
+    def auto_ratio(self, slo: Slo | None, patience: float | None) -> Ratio:
+        self.steered.append((slo, patience))
+        return Ratio(automatic=True)
+
+    def manual_ratio(self) -> Ratio:
+        self.steered.append(None)
+        return Ratio()
 
     def undrain(self, name: str) -> DrainResponse:
         self.drained.remove((name, 2.5))

@@ -96,7 +96,8 @@ async def test_failpoints_are_armed_by_name_and_only_when_allowed() -> None:
 
 
 METHODS = {"Status": pb.StatusRequest(), "Ledger": pb.LedgerRequest(), "ArmFailpoints": pb.ArmFailpointsRequest()}
-SEE_OPERATORS = {"Watch", "Explain", "Drain", "Undrain", "GetRatio", "SetRatio"}  # tests/integration/test_operators.py
+RATIO = {"GetRatio", "SetRatio", "AdviseRatio", "AutoRatio", "ManualRatio"}
+SEE_OPERATORS = {"Watch", "Explain", "Drain", "Undrain"} | RATIO  # tests/integration/test_operators.py
 
 
 def test_every_method_is_here() -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from baton.ratio import Split
+from baton.slo import Slo
 from coordinator.admin import NOT_YET
 from tests.integration.front_fixtures import serving
 
@@ -93,3 +94,23 @@ async def test_errors_have_our_shape() -> None:
             response = await front.admin.request(method, path)
             assert response.status_code == status
             assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_advice_and_automatic_change_by_http() -> None:
+    async with serving() as front:
+        told = (await front.admin.get("/admin/ratio/advice", params={"slo": "ttft=1s"})).json()
+        assert (told["slo"], told["prefill"]) == ("ttft=1000ms", 2)
+        bad = await front.admin.get("/admin/ratio/advice", params={"slo": "soon"})
+        assert (bad.status_code, bad.json()["error"]["param"]) == (400, "slo")
+        on = await front.admin.post("/admin/ratio", json={"auto": True, "slo": "tpot=30ms", "flip_timeout": 2.5})
+        assert on.json()["automatic"] is True
+        await front.admin.post("/admin/ratio", json={"auto": True})
+        await front.admin.post("/admin/ratio", json={"auto": False})
+        assert front.brain.steered == [(Slo(tpot=0.03), 2.5), (None, None), None]
+        for body in (
+            {},
+            {"auto": True, "ratio": "1:2"},
+            {"ratio": "1:2", "slo": "ttft=1s"},
+            {"auto": True, "slo": "x"},
+        ):
+            assert (await front.admin.post("/admin/ratio", json=body)).status_code == 400

@@ -18,6 +18,8 @@ CALLS = {
     "Drain": (pb.DrainRequest(node="x"), "NOT_FOUND"),
     "Undrain": (pb.UndrainRequest(node="x"), "NOT_FOUND"),
     "SetRatio": (pb.SetRatioRequest(prefill=1, decode=1), "INVALID_ARGUMENT"),
+    "AdviseRatio": (pb.AdviseRatioRequest(), "INVALID_ARGUMENT"),
+    "AutoRatio": (pb.AutoRatioRequest(slo="soon"), "INVALID_ARGUMENT"),
     "Watch": (pb.WatchRequest(interval_seconds=0.01), "INVALID_ARGUMENT"),
 }
 
@@ -96,8 +98,23 @@ async def test_the_ratio_is_set_and_told(bench: Bench) -> None:
         assert (await error_of(bench, "SetRatio", pb.SetRatioRequest(**fields)))[0] == "INVALID_ARGUMENT"
 
 
+async def test_the_ratio_is_advised_and_kept(bench: Bench) -> None:
+    async with bench.working("p0", "d0", "d1"):
+        code, message = await error_of(bench, "AdviseRatio", pb.AdviseRatioRequest())
+        assert (code, "advice needs 20 at least" in message) == ("UNAVAILABLE", True)
+        told = await call(bench, "AutoRatio", pb.AutoRatioRequest(slo="tpot=30ms"))
+        assert (told.automatic, told.slo, bool(told.reason)) == (True, "tpot=30ms", True)
+        told = await call(bench, "ManualRatio", pb.ManualRatioRequest())
+        assert (told.automatic, told.slo) == (False, "ttft=500ms,tpot=50ms")
+        await call(bench, "AutoRatio", pb.AutoRatioRequest())
+        told = await call(bench, "SetRatio", pb.SetRatioRequest(prefill=1, decode=2))
+        assert not told.automatic
+    bad = pb.AutoRatioRequest(flip_timeout_seconds=-1.0)
+    assert (await error_of(bench, "AutoRatio", bad))[0] == "INVALID_ARGUMENT"
+
+
 @pytest.mark.parametrize(
-    "method", ["Status", "Watch", "Ledger", "Explain", "Drain", "Undrain", "SetRatio", "ArmFailpoints"]
+    "method", ["Status", "Watch", "Ledger", "Explain", "Drain", "Undrain", "SetRatio", "AutoRatio", "ArmFailpoints"]
 )
 async def test_bytes_that_are_no_message(bench: Bench, method: str) -> None:
     async with grpc.aio.insecure_channel(bench.address) as channel:

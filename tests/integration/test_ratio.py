@@ -185,3 +185,29 @@ async def test_a_coordinator_that_restarts_takes_nodes_as_they_are(cluster: Clus
         await ratio(cluster, 2, 2)
         while len(answers) < 6:
             await asyncio.sleep(0.02)
+
+
+@IN_MODULE
+async def test_advice_rests_on_what_is_asked_and_auto_says_what_it_does(cluster: Cluster) -> None:
+    async with load(cluster, streams=6, tokens=10) as answers:
+        async with asyncio.timeout(60):
+            while len(answers) < 30:
+                await asyncio.sleep(0.02)
+        code, out, err = await baton(cluster, "ratio", "advise", "--slo", "ttft=5s,tpot=500ms", "--json")
+    assert (code, err) == (0, "")
+    told = json.loads(out)
+    assert (told["slo"], told["present_prefill"], told["present_decode"]) == ("ttft=5000ms,tpot=500ms", 2, 2)
+    assert (told["ended"] >= 20, told["requests_per_second"] > 0, told["output_tokens_mean"] > 1) == (True, True, True)
+    splits = [(each["prefill"], each["decode"]) for each in told["forecasts"]]
+    assert (told["prefill"], told["decode"]) in splits
+    assert all(each["ttft_p50"] > 0 and each["tpot"] > 0 and 0 <= each["share"] <= 1 for each in told["forecasts"])
+    code, out, _ = await baton(cluster, "ratio", "auto", "--slo", "ttft=5s")
+    assert (code, "automatic, for ttft=5000ms" in out) == (0, True)
+    async with httpx.AsyncClient() as client:
+        metrics = (await client.get(f"{cluster.admin}/metrics")).text
+        assert "baton_ratio_auto 1.0" in metrics
+        assert "baton_goodput_ratio " in metrics
+        answer = await client.post(f"{cluster.admin}/admin/ratio", json={"auto": False})
+        assert answer.json()["reason"].startswith("manual")
+    code, out, _ = await baton(cluster, "ratio", "manual")
+    assert (code, "automatic" in out) == (0, False)

@@ -21,8 +21,13 @@ ADMIN = (
         '`{"node": NAME}`, with `"timeout": SECONDS` or `"undrain": true`: [DrainResponse](#message-drainresponse)',
     ),
     ("GET /", "Not available: 501"),
-    ("GET /admin/ratio", "Not available: 501"),
-    ("POST /admin/ratio", "Not available: 501"),
+    ("GET /admin/ratio", "[Ratio](#message-ratio)"),
+    ("GET /admin/ratio/advice", "[RatioAdvice](#message-ratioadvice); `?slo=ttft=500ms,tpot=50ms`"),
+    (
+        "POST /admin/ratio",
+        '`{"ratio": "P:D"}`, or `{"auto": true}` with `"slo"`, or `{"auto": false}`; with `"flip_timeout": SECONDS`: '
+        "[Ratio](#message-ratio)",
+    ),
 )
 _RANGES = (
     ("minimum", "{} or more"),

@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from baton.slo import Slo
 from benchmarks import comparison, identity
 from benchmarks.compare import chosen, parse_declared, parse_loads, parse_systems, to_rows, verdict
 from benchmarks.comparison import WORKLOADS, Cell, Goodput, Idle, Workload
 from benchmarks.http_stream import Target, parse_url
 from benchmarks.identity import Identity, require_equal
 from benchmarks.measurement import Measurement
-from benchmarks.slo import Slo
 
 SHORT, MIXED, LONG = WORKLOADS
 IDLE = {128: Idle(0.1, 0.01), 2048: Idle(1.0, 0.02)}

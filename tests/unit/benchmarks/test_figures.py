@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.errors import InvalidRequest
+from baton.slo import Slo, parse_slo
 from benchmarks.measurement import Measurement, evaluate
 from benchmarks.percentiles import percentile, summarise
 from benchmarks.report import reproduced_by
 from benchmarks.schedule import Closed, Lengths, Poisson, arrivals, parse_lengths, plan, text_prompt, token_prompt
 from benchmarks.serve import parse_loads, to_rows
-from benchmarks.slo import Slo, parse_slo
 
 FLOATS = st.floats(-1e6, 1e6)
 
@@ -101,7 +102,7 @@ def test_objectives_are_read(text: str, slo: Slo) -> None:
 
 @pytest.mark.parametrize("text", ["", "ttft", "ttft=5", "ttft=5ms,ttft=6ms", "e2e=5s", "ttft=-5ms"])
 def test_objectives_that_make_no_sense_are_quoted(text: str) -> None:
-    with pytest.raises(ValueError, match="is not ttft=TIME"):
+    with pytest.raises(InvalidRequest, match="is not ttft=TIME"):
         parse_slo(text)
 
 

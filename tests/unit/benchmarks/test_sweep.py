@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from baton.slo import Slo
 from benchmarks.measurement import Measurement, evaluate
-from benchmarks.slo import Slo
 from benchmarks.sweep import Point, ceiling, check_plot, describe, plot
 
 

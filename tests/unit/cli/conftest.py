@@ -23,6 +23,7 @@ class FakeFront(generation_pb2_grpc.GenerationServicer, cluster_pb2_grpc.Cluster
     explanation: cluster_pb2.ExplainResponse = field(default_factory=cluster_pb2.ExplainResponse)
     drained: cluster_pb2.DrainResponse = field(default_factory=cluster_pb2.DrainResponse)
     ratio: cluster_pb2.Ratio = field(default_factory=cluster_pb2.Ratio)
+    advice: cluster_pb2.RatioAdvice = field(default_factory=cluster_pb2.RatioAdvice)
     watched: list[cluster_pb2.StatusResponse] = field(default_factory=list)
     error: tuple[grpc.StatusCode, str] | None = None
     requests: list[Any] = field(default_factory=list)
@@ -58,6 +59,18 @@ class FakeFront(generation_pb2_grpc.GenerationServicer, cluster_pb2_grpc.Cluster
         return self.ratio
 
     def SetRatio(self, request: Any, context: grpc.ServicerContext) -> cluster_pb2.Ratio:
+        self._called(request, context)
+        return self.ratio
+
+    def AdviseRatio(self, request: Any, context: grpc.ServicerContext) -> cluster_pb2.RatioAdvice:
+        self._called(request, context)
+        return self.advice
+
+    def AutoRatio(self, request: Any, context: grpc.ServicerContext) -> cluster_pb2.Ratio:
+        self._called(request, context)
+        return self.ratio
+
+    def ManualRatio(self, request: Any, context: grpc.ServicerContext) -> cluster_pb2.Ratio:
         self._called(request, context)
         return self.ratio
 

@@ -76,11 +76,12 @@ def test_a_wait_that_ends_otherwise(
 
 def test_show(front: FakeFront, run: Run, capsys: Capture) -> None:
     front.ratio = ratio(
-        False, 2, over=[switch("lost", detail="it came back as decode")], switches=[switch("probing")]
+        False, 2, over=[switch("lost", detail="it came back as decode")], switches=[switch("probing")], reason="manual"
     )  # fmt: skip
     assert run("ratio", "show", "--endpoint", front.endpoint) == 0
     assert capsys.readouterr().out.splitlines() == [
         "ratio 2:1, 3:1 is asked for: 1 on their way",
+        "manual",
         "  decode-1: decode -> prefill: not done (it came back as decode): drain 1.25 s, switch 0.05 s, probe 0.50 s",
         "  decode-1: decode -> prefill: probing: drain 1.25 s, switch 0.05 s, probe 0.50 s",
         "possible with the live nodes: 1:3, 2:2, 3:1",
@@ -102,7 +103,75 @@ def test_status_and_top_show_it(front: FakeFront, run: Run, capsys: Capture) -> 
     assert capsys.readouterr().out.count(line) == 2
 
 
-@pytest.mark.parametrize("command", ["advise", "auto", "manual"])
-def test_what_is_not_built_says_so(run: Run, capsys: Capture, command: str) -> None:
-    assert run("ratio", command, "--slo", "ttft=500ms") == 1
-    assert capsys.readouterr().err == f"error: baton ratio {command} is not available in this version\n"
+def advice(prefill: int = 6) -> pb.RatioAdvice:
+    forecasts = [
+        pb.SplitForecast(
+            prefill=each, decode=8 - each, ttft_p50=0.31, ttft_p90=0.42, ttft_p99=12.5, tpot=0.028,
+            share=each / 8, goodput=each / 2, prefill_load=0.5, decode_load=1.25,
+        )
+        for each in (4, 5, 6)
+    ]  # fmt: skip
+    return pb.RatioAdvice(
+        slo="ttft=500ms,tpot=50ms", prefill=prefill, decode=8 - prefill, present_prefill=4, present_decode=4,
+        reason="because", forecasts=forecasts, seconds=60, requests_per_second=7.25, burstiness=1.5,
+        prompt_tokens_mean=680, prompt_tokens_deviation=300, output_tokens_mean=16, output_tokens_deviation=5,
+        computed_share=0.9, prefill_tokens_per_second=4437, decode_tokens_per_second=116, queue_seconds=0.05,
+        prefill_seconds=0.3, transfer_seconds=0.002, queued=3, waiting_prefill=2, ended=400, good=380,
+    )  # fmt: skip
+
+
+def test_advise_tells_what_it_rests_on_what_it_expects_and_what_to_do(
+    front: FakeFront, run: Run, capsys: Capture
+) -> None:
+    front.advice = advice()
+    assert run("ratio", "advise", "--slo", "ttft=0.5s,tpot=50ms", "--endpoint", front.endpoint) == 0
+    assert front.requests[0] == pb.AdviseRatioRequest(slo="ttft=500ms,tpot=50ms")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:3] == [
+        "asked in 60 s: 7.25 requests/s (burstiness 1.5), prompts of 680 ± 300 tokens, 10% of them cached, "
+        "answers of 16 ± 5",
+        "to do: 4437 prefill tokens/s, 116 decode tokens/s; waiting: 3 in the coordinator, 2 on prefill nodes, "
+        "0 on decode nodes",
+        "served with 4:4: 380 of 400 within ttft=500ms,tpot=50ms; mean waits: 50 ms queue, 300 ms prefill, "
+        "2 ms hand-off",
+    ]
+    assert [line.split() for line in lines[5:8]] == [
+        ["4:4", *"310 ms / 420 ms / 12 s 28 ms 50% 2.00/s 50% / 125% present".split()],
+        ["5:3", *"310 ms / 420 ms / 12 s 28 ms 62% 2.50/s 50% / 125%".split()],
+        ["6:2", *"310 ms / 420 ms / 12 s 28 ms 75% 3.00/s 50% / 125% best".split()],
+    ]
+    assert lines[8:] == ["because", "to apply: baton ratio set 6:2"]
+    front.advice = advice(4)
+    assert run("ratio", "advise", "--endpoint", front.endpoint) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "nothing to do"
+
+
+def test_advice_as_json_and_none(front: FakeFront, run: Run, capsys: Capture) -> None:
+    front.advice = advice()
+    assert run("ratio", "advise", "--json", "--endpoint", front.endpoint) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["command"], told["forecasts"][2]["prefill"]) == ("baton ratio set 6:2", 6)
+    front.error = (grpc.StatusCode.UNAVAILABLE, "3 requests came in the last 60 s: advice needs 20 at least")
+    assert run("ratio", "advise", "--endpoint", front.endpoint) in (1, 3)
+    assert "advice needs 20" in capsys.readouterr().err
+
+
+def test_auto_and_manual(front: FakeFront, run: Run, capsys: Capture) -> None:
+    front.ratio = ratio(True, automatic=True, slo="tpot=30ms", reason="kept: 98% are predicted", ended=50, good=49)
+    assert run("ratio", "auto", "--slo", "tpot=30ms", "--flip-timeout", "2", "--endpoint", front.endpoint) == 0
+    assert front.requests[-1] == pb.AutoRatioRequest(slo="tpot=30ms", flip_timeout_seconds=2.0)
+    assert capsys.readouterr().out.splitlines() == [
+        "ratio 3:1, as asked for",
+        "automatic, for tpot=30ms; 49 of 50 within it in the last minute: kept: 98% are predicted",
+    ]
+    front.ratio = ratio(True, reason="manual: it changes when an operator says so")
+    assert run("ratio", "manual", "--endpoint", front.endpoint) == 0
+    assert front.requests[-1] == pb.ManualRatioRequest()
+    assert capsys.readouterr().out.splitlines()[1] == "manual: it changes when an operator says so"
+
+
+@pytest.mark.parametrize("command", ["advise", "auto"])
+@pytest.mark.parametrize("slo", ["fast", "ttft=5", "ttft=1s,ttft=2s", "ttft=0ms"])
+def test_what_is_no_objective_is_wrong_usage(run: Run, capsys: Capture, command: str, slo: str) -> None:
+    assert run("ratio", command, "--slo", slo) == 2
+    assert "is not ttft=TIME,tpot=TIME" in capsys.readouterr().err

@@ -114,7 +114,7 @@ def test_a_silent_pool_is_given_up_and_one_that_is_heard_is_not() -> None:
     assert due <= SILENCE
     lost = [effect for effect in made.tick(SILENCE) if isinstance(effect, Lost)]
     assert [effect.name for effect in lost] == ["pool-0"]
-    assert not made.pools.members
+    assert not made.knowledge.pools.members
     assert made.receive(AS_POOL, Heartbeat(NodeStats()), SILENCE) == []
     assert made.counters.dropped_messages["stale"] == 1
 
@@ -124,7 +124,7 @@ def test_a_pool_that_joins_again_replaces_itself() -> None:
     made.join_pool(POOL, AS_POOL, 0.0)
     effects = made.join_pool(POOL, Incarnation("4" * 16), 1.0)
     assert [effect.node for effect in effects if isinstance(effect, Lost)] == [AS_POOL]
-    assert set(made.pools.members) == {"4" * 16}
+    assert set(made.knowledge.pools.members) == {"4" * 16}
 
 
 def test_what_only_nodes_say_is_dropped() -> None:

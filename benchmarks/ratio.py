@@ -1,0 +1,153 @@
+"""`ratio`: is the advice good, and does `auto` keep an objective? On eight paced nodes, with real processes.
+
+sweep   four workloads, every split: what `baton ratio advise` recommends, asked in 4:4, against the best split. A split
+        that serves less than half as much as the best in its first run is not measured again.
+turn    a load that turns from prompt-heavy to output-heavy, with `baton ratio auto`, and without
+swing   a load that swings between both every 20 s, with it and without
+"""
+
+import argparse
+import asyncio
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from baton.ratio import Split
+from benchmarks import ratio_workloads as workloads
+from benchmarks.ratio_cluster import PacedCluster, good, paced_cluster
+from benchmarks.ratio_plots import Curve, plot_courses, plot_sweep
+from benchmarks.ratio_time import run_swing, run_turn
+from benchmarks.report import Row, row
+from benchmarks.sweep import check_plot
+
+HELP = "the advised ratio against every other, and the ratio kept by itself"
+PARTS = ("sweep", "turn", "swing")
+AIM = 0.95  # of the best split's goodput
+_HOPELESS = 0.5  # of the best split's: not measured again
+_BEGIN = Split(workloads.NODES // 2, workloads.NODES // 2)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--part", choices=(*PARTS, "all"), default="all", help="which (default all)")
+    parser.add_argument(
+        "--workload", choices=(*workloads.WORKLOADS, "all"), default="all", help="of the sweep (default all)"
+    )
+    parser.add_argument("--splits", default="", metavar="P:D,...", help="of the sweep (default: all of eight nodes)")
+    parser.add_argument("--seconds", type=float, default=36.0, help="of a run of the sweep (default 36)")
+    parser.add_argument("--ask-seconds", type=float, default=60.0, help="of load before advice is asked (default 60)")
+    parser.add_argument("--runs", type=int, default=3, help="of each split, whose median counts (default 3)")
+    parser.add_argument("--phase", type=float, default=90.0, help="seconds of each load of `turn` (default 90)")
+    parser.add_argument("--swings", type=int, default=9, help="of 20 s and 20 s, of `swing` (default 9)")
+    parser.add_argument("--plot", type=Path, default=Path("ratio.svg"), help="of the sweep (default ratio.svg)")
+    parser.add_argument(
+        "--auto-plot", type=Path, default=Path("ratio-auto.svg"), help="of turn and swing (default ratio-auto.svg)"
+    )
+    parser.add_argument("--seed", default="ratio", help="of lengths, arrivals and prompts (default ratio)")
+
+
+async def run(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
+    for path in (options.plot, options.auto_plot):
+        check_plot(path)
+    parts = PARTS if options.part == "all" else (options.part,)
+    rows: list[Row] = []
+    async with paced_cluster(console) as cluster:
+        if "sweep" in parts:
+            rows += await _sweeps(cluster, options, console, command)
+        courses = []
+        if "turn" in parts:
+            courses += await run_turn(cluster, options.phase, options.seed, console)
+        if "swing" in parts:
+            courses += await run_swing(cluster, options.swings, options.seed, console)
+    if courses:
+        plot_courses([course for course, _ in courses], options.auto_plot)
+        console.print(f"picture: {options.auto_plot}")
+        rows += [row(f"ratio/{name}", value, unit, command) for _, told in courses for name, value, unit in told]
+    return rows
+
+
+async def _sweeps(cluster: PacedCluster, options: argparse.Namespace, console: Console, command: str) -> list[Row]:
+    names = list(workloads.WORKLOADS) if options.workload == "all" else [options.workload]
+    curves: dict[str, Curve] = {}
+    rows: list[Row] = []
+    for name in names:
+        curves[name] = await _sweep(cluster, name, options, console)
+        rows += to_rows(name, curves[name], command)
+    console.print(table(curves))
+    plot_sweep(curves, {name: medians(curve) for name, curve in curves.items()}, options.plot)
+    console.print(f"picture: {options.plot}")
+    return rows
+
+
+async def _sweep(cluster: PacedCluster, name: str, options: argparse.Namespace, console: Console) -> Curve:
+    load, slo, seconds = workloads.WORKLOADS[name], workloads.SLO, options.seconds
+    await cluster.set(_BEGIN)
+    await cluster.offer(load.plan(f"{options.seed}/ask", options.ask_seconds), options.ask_seconds - 10.0, "ask")
+    advice = await cluster.advise(slo)
+    advised = Split(advice.prefill, advice.decode)
+    console.print(f"{name}: {advised} is advised: {advice.reason}")
+    runs: dict[Split, list[float]] = {split: [] for split in {*_splits(options.splits), advised}}
+    for number in range(options.runs):
+        best = max((statistics.median(each) for each in runs.values() if each), default=0.0)
+        for split in sorted(runs, key=lambda split: split.prefill):
+            if number and statistics.median(runs[split]) < _HOPELESS * best:
+                continue
+            await cluster.set(split)
+            plan = load.plan(f"{options.seed}/{number}", seconds)
+            seen = await cluster.offer(plan, seconds, f"{name}/{split}/{number}")
+            runs[split].append(sum(good(one, slo) for one in seen) / seconds)
+            console.print(f"{name} {split} run {number + 1}: goodput {runs[split][-1]:.2f}/s of {load.rate:g}/s")
+    return Curve(runs, advised)
+
+
+def _splits(text: str) -> list[Split]:
+    """Raises ValueError."""
+    if not text:
+        return [Split(prefill, workloads.NODES - prefill) for prefill in range(1, workloads.NODES)]
+    found = [Split(*map(int, word.split(":"))) for word in text.split(",")]
+    if any(split.nodes != workloads.NODES or not split.prefill or not split.decode for split in found):
+        raise ValueError(f"--splits {text}: each has {workloads.NODES} nodes, and one of each role at least")
+    return found
+
+
+def medians(curve: Curve) -> dict[Split, float]:
+    return {split: statistics.median(runs) for split, runs in curve.runs.items()}
+
+
+def difference(runs: Sequence[float]) -> float:
+    """Between runs of the same split: the range over the median."""
+    middle = statistics.median(runs)
+    return (max(runs) - min(runs)) / middle if middle else 0.0
+
+
+def to_rows(name: str, curve: Curve, command: str) -> list[Row]:
+    found, best = medians(curve), max(medians(curve).values())
+    rows = [row(f"ratio/{name}/{split}/goodput", value, "requests/s", command) for split, value in found.items()]
+    rows.append(row(f"ratio/{name}/advised", found[curve.advised], "requests/s", command, best))
+    rows.append(row(f"ratio/{name}/of_best", found[curve.advised] / best if best else 0.0, "of the best", command, AIM))
+    leader = max(found, key=lambda split: found[split])
+    rows.append(row(f"ratio/{name}/run_to_run", difference(curve.runs[leader]), "of the median", command))
+    return rows
+
+
+def table(curves: dict[str, Curve]) -> Table:
+    shown = Table(title="goodput, requests/s", title_justify="left", box=None, header_style="bold")
+    shown.add_column("workload", no_wrap=True)
+    for heading in ("advised", "its goodput", "best", "its goodput", "advised / best", "run to run"):
+        shown.add_column(heading, justify="right", no_wrap=True)
+    for name, curve in curves.items():
+        found = medians(curve)
+        best = max(found, key=lambda split: found[split])
+        share = found[curve.advised] / found[best] if found[best] else 0.0
+        told = (found[curve.advised], found[best])
+        shown.add_row(
+            name, str(curve.advised), f"{told[0]:.2f}", str(best), f"{told[1]:.2f}", f"{share:.0%}",
+            f"{difference(curve.runs[best]):.0%}",
+        )  # fmt: skip
+    return shown
+
+
+def main(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
+    return asyncio.run(run(options, console, command))
