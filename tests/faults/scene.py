@@ -85,6 +85,15 @@ class Scene:
 
         await self.until(f"{requests} requests placed", placed)
 
+    async def until_taken_in(self, requests: int) -> None:
+        """Placed or queued."""
+
+        async def held() -> bool:
+            status = await self.cluster.status()
+            return bool(status.running + status.queued >= requests)
+
+        await self.until(f"{requests} requests taken in", held)
+
     async def until_queued(self, requests: int = 1) -> None:
         async def queued() -> bool:
             return bool((await self.cluster.status()).queued >= requests)

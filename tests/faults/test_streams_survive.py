@@ -79,7 +79,7 @@ async def test_a_coordinator_that_stops_in_order_answers_everybody(scene: Scene)
     crowd = [scene.ask(call(door, 100, tokens, salt=tokens)) for tokens in (30, 600) for door in Door]
     await scene.until("tokens at somebody", lambda: any(len(asked.operation.tokens) > 3 for asked in crowd))
     late = [scene.ask(call(door, 300, 5)) for door in Door]
-    await scene.until_placed(len(crowd))
+    await scene.until_taken_in(len(late) + sum(asked.operation.call.max_tokens > 30 for asked in crowd))
     scene.cluster.terminate("coordinator")
     ends = [(await asked.over()).end for asked in [*crowd, *late]]
     assert await scene.cluster.ended("coordinator") == 0

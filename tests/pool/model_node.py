@@ -31,7 +31,8 @@ class ModelNode:
         self.mapped = space.attach(self.arena.name), space.attach(self.shared.name)
         self.start = space.map.span(self.shared.name).start
         self.copies = BlockCopies(space.view(), layout.block_bytes)
-        self.engine.bind(space.view() if in_place else self.arena.view, BLOCKS)
+        own = self.arena.view[: BLOCKS * layout.block_bytes]  # without what the segment's size was rounded up by
+        self.engine.bind(space.view() if in_place else own, BLOCKS)
         self.pool = BlockPool(BLOCKS, layout.block_size, lambda: 0.0)
         limits = SchedulerLimits(4, 64, 2048)
         self.scheduler = Scheduler(self.pool, limits, copy_in=None if in_place else self.copies.copy)
