@@ -1,5 +1,7 @@
 """Types to protobuf and back. Nobody else reads a field of a message that carries these types."""
 
+from collections.abc import Iterable, Mapping
+
 from baton.cache_journal import CacheChange
 from baton.errors import BatonError, from_code
 from baton.kv_layout import KVLayout
@@ -225,3 +227,24 @@ def cache_to_pb(change: CacheChange, incarnation: Incarnation) -> cluster_pb2.No
         message.cache_events.inserted.extend(change.inserted)
         message.cache_events.evicted.extend(change.evicted)
     return message
+
+
+def ledger_to_pb(
+    query: int,
+    node: str,
+    incarnation: Incarnation,
+    total: int,  # blocks; whoever reads it holds the counts against it
+    counts: Mapping[str, int],  # by state
+    owners: Iterable[tuple[str, str, int, float]],  # owner, state, blocks, seconds since the first
+) -> cluster_pb2.NodeMessage:
+    ledger = common_pb2.Ledger(
+        node=node,
+        incarnation=incarnation,
+        total=total,
+        owners=[
+            common_pb2.LedgerOwner(owner=owner, state=state, blocks=blocks, age_seconds=age)
+            for owner, state, blocks, age in owners
+        ],
+        **counts,
+    )
+    return cluster_pb2.NodeMessage(incarnation=incarnation, ledger=cluster_pb2.LedgerReply(query=query, ledger=ledger))

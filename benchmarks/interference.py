@@ -147,6 +147,7 @@ def to_rows(transport: str, seen: Mapping[str, Seen], seconds: float, command: s
 
 async def _measure(transport: str, options: argparse.Namespace, console: Console) -> dict[str, Seen]:
     settings = {"transport": transport, "threads": "1", "max_batched_tokens": 512, "kv_memory": "1GiB"}
+    settings["pool_memory"] = "0"  # what decode finds in a pool is not handed over
     own = {"decode-0": {"BATON_KV_MEMORY": _DECODE_KV}}
     source = random.Random(options.seed)
     seen = {name: Seen() for name in WINDOWS}

@@ -9,7 +9,7 @@ from baton.cache_journal import INTERVAL, CacheChange
 from baton.clock import Clock
 from baton.config import Config
 from baton.coordinator_link import CoordinatorLink
-from baton.pb import cluster_pb2, common_pb2
+from baton.pb import cluster_pb2
 from baton.types import Incarnation, mint_id
 from kv_pool.host import PoolHost
 
@@ -85,18 +85,9 @@ class Membership:
 
     def _ledger(self, query: int) -> cluster_pb2.NodeMessage:
         snapshot = self._host.pool.ledger(self._clock())
-        ledger = common_pb2.Ledger(
-            node=self._name,
-            incarnation=self._incarnation,
-            total=snapshot.total,
-            owners=[
-                common_pb2.LedgerOwner(owner=e.holder, state=e.state.value, blocks=e.blocks, age_seconds=e.age)
-                for e in snapshot.entries
-            ],
-            **{state.value: count for state, count in snapshot.counts.items()},
-        )
-        reply = cluster_pb2.LedgerReply(query=query, ledger=ledger)
-        return cluster_pb2.NodeMessage(incarnation=self._incarnation, ledger=reply)
+        counts = {state.value: count for state, count in snapshot.counts.items()}
+        owners = ((one.holder, one.state.value, one.blocks, one.age) for one in snapshot.entries)
+        return wire.ledger_to_pb(query, self._name, self._incarnation, snapshot.total, counts, owners)
 
     def _tell_changes(self) -> None:
         self._telling = None

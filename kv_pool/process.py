@@ -23,6 +23,7 @@ from kv_pool.store import KNOB
 
 async def host_pool(config: Config, stop: asyncio.Event) -> None:
     """Run the pool of this host until `stop` is set. Raises ConfigError for what a restart would not mend."""
+    log.configure(config.log_level, config.log_format, node=config.name or "pool")
     require_key("--listen", host_part(config.listen), "cluster_token", config.cluster_token, insecure=config.insecure)
     folder = Path(config.segment_dir)
     segments.sweep(folder)

@@ -85,15 +85,6 @@ class Reporter:
             self._send(wire.cache_to_pb(change, self.incarnation))
 
     def ledger(self, query: int, snapshot: Ledger) -> None:
-        ledger = common_pb2.Ledger(
-            node=self._name,
-            incarnation=self.incarnation,
-            total=snapshot.total,
-            owners=[
-                common_pb2.LedgerOwner(owner=e.owner, state=e.state.value, blocks=e.blocks, age_seconds=e.age)
-                for e in snapshot.entries
-            ],
-            **{state.value: count for state, count in snapshot.counts.items()},
-        )
-        reply = cluster_pb2.LedgerReply(query=query, ledger=ledger)
-        self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, ledger=reply))
+        counts = {state.value: count for state, count in snapshot.counts.items()}
+        owners = ((one.owner, one.state.value, one.blocks, one.age) for one in snapshot.entries)
+        self._send(wire.ledger_to_pb(query, self._name, self.incarnation, snapshot.total, counts, owners))

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _read(limit: int | None) -> list[Source]:
-    files = list(sources.collect(sources.library()))
+    files = list(sources.collect(sources.standard_library()))
     if limit is not None:
         random.Random(SEED).shuffle(files)
         del files[limit:]

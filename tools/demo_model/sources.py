@@ -35,7 +35,7 @@ class Source:
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def library() -> Path:
+def standard_library() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 

@@ -1,0 +1,26 @@
+"""What every process of ours does before it is itself: its supervisor, its settings, its log."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Callable
+
+from baton import log, runtime
+from baton.config import Config
+from baton.errors import ConfigError
+from baton.failpoints import arm_from_environment
+
+
+def enter(settings: Callable[[], Config], main: Callable[[Config, asyncio.Event], Awaitable[None]]) -> int:
+    """Run `main(settings(), stop)` until it returns; the exit code of the process. It ends with its supervisor."""
+    supervisor = os.environ.get("BATON_SUPERVISOR_PID")
+    if supervisor:
+        runtime.die_with(int(supervisor))
+    try:
+        arm_from_environment()
+        config = settings()
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return runtime.EXIT_USAGE
+    log.configure(config.log_level, config.log_format)
+    return runtime.run(lambda stop: main(config, stop))
