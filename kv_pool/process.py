@@ -81,7 +81,7 @@ class _Process:
             await asyncio.gather(stopping, member, return_exceptions=True)
             await server.stop(grace=None)
             await health.stop()
-            self._host.close()
+            await self._host.close()
 
     async def _be_member(self, endpoint: str) -> None:
         """From the moment on at which there is something to tell. Without a coordinator, for ever alone."""
