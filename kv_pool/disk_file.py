@@ -11,12 +11,13 @@ import os
 import secrets
 import stat
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import xxhash
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, Draining
 from baton.kv_layout import KVLayout
 
 KNOB = "--pool-disk"
@@ -24,6 +25,7 @@ FOLDER_KNOB = "--pool-disk-dir"
 NAME = "pool-disk.kv"
 HEADER_BYTES = 4096
 _FORMAT = 1
+_FILL = 256 << 20  # bytes at once
 _MAGIC = b"BATONKV\0"
 _HEAD = struct.Struct("<8sIQ")  # magic, length of what follows, XXH3 of it
 
@@ -79,9 +81,10 @@ class DiskFile:
         return HEADER_BYTES + slot * self._block_bytes
 
 
-def open_disk(folder: Path, size: int, digest: str, layout: KVLayout) -> DiskFile:
+def open_disk(folder: Path, size: int, digest: str, layout: KVLayout, wanted: Callable[[], bool]) -> DiskFile:
     """The file of about `size` bytes in `folder`; made anew unless it is there, whole, and of this model and layout. It
-    may take a while. Raises ConfigError, with the setting that mends it."""
+    may take a while. Raises ConfigError, with the setting that mends it, and Draining once it is not `wanted` any
+    more."""
     contents = Contents(digest, layout, (size - HEADER_BYTES) // layout.block_bytes)
     if contents.slots < 1:
         least = HEADER_BYTES + layout.block_bytes
@@ -89,7 +92,7 @@ def open_disk(folder: Path, size: int, digest: str, layout: KVLayout) -> DiskFil
     path = folder / NAME
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        return _reused(path, contents) or _made(path, contents)
+        return _reused(path, contents) or _made(path, contents, wanted)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}: choose another folder with {FOLDER_KNOB}") from None
 
@@ -133,12 +136,12 @@ def _reused(path: Path, contents: Contents) -> DiskFile | None:
     return None
 
 
-def _made(path: Path, contents: Contents) -> DiskFile:
+def _made(path: Path, contents: Contents, wanted: Callable[[], bool]) -> DiskFile:
     size = HEADER_BYTES + contents.slots * contents.layout.block_bytes
     fd = open_own(path, os.O_CREAT | os.O_EXCL)
     try:
         _lock(fd, path)
-        _fill(fd, path, size)
+        _fill(fd, path, size, wanted)
         generation = secrets.randbits(64)
         write_all(fd, contents.header(generation), 0)
     except BaseException:
@@ -148,9 +151,12 @@ def _made(path: Path, contents: Contents) -> DiskFile:
     return DiskFile(fd, contents, generation, fresh=True)
 
 
-def _fill(fd: int, path: Path, size: int) -> None:
+def _fill(fd: int, path: Path, size: int, wanted: Callable[[], bool]) -> None:
     try:
-        os.posix_fallocate(fd, 0, size)
+        for start in range(0, size, _FILL):  # some file systems write every byte
+            if not wanted():
+                raise Draining("the pool is stopping")
+            os.posix_fallocate(fd, start, min(_FILL, size - start))
     except OSError as error:
         free = os.statvfs(path.parent)
         raise ConfigError(

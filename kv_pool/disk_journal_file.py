@@ -27,9 +27,9 @@ class DiskJournal:
         self._count = 0
         self._check = file.generation
         self._fd = open_own(self._path, os.O_CREAT)
-        os.fchmod(self._fd, 0o600)
-        if file.fresh:
+        if file.fresh or os.fstat(self._fd).st_mode & 0o077:  # anybody may have written what it says
             os.ftruncate(self._fd, 0)
+        os.fchmod(self._fd, 0o600)
 
     @property
     def size(self) -> int:

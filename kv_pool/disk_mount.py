@@ -43,9 +43,11 @@ def mount(
     memory: BlockRows,
     clock: Clock,
     failed: Callable[[OSError], None],
+    wanted: Callable[[], bool],
 ) -> Disk:
-    """It may take a while. Raises ConfigError, with the setting that mends it. `failed`: see DiskThread."""
-    file = open_disk(terms.folder, terms.size, digest, layout)
+    """It may take a while. Raises ConfigError, with the setting that mends it, and Draining once it is not `wanted` any
+    more. `failed`: see DiskThread."""
+    file = open_disk(terms.folder, terms.size, digest, layout, wanted)
     try:
         journal = DiskJournal(terms.folder, file, layout.block_size)
         tier = Tier(file.slots, layout.block_size, eviction(file.slots, layout.block_size))

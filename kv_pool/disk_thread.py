@@ -1,6 +1,7 @@
 """The one thread that waits for the disk. What it is to write has been copied out of the pool's memory before, to rows
 of its own; there are only so many, so a disk that is behind costs memory of a known size. Reads go first."""
 
+import errno
 import mmap
 import threading
 from collections import Counter, deque
@@ -9,6 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from baton.clock import Clock
+from baton.errors import BatonError
+from baton.failpoints import FAILPOINTS, Action
 from kv_pool.block_rows import BlockRows
 from kv_pool.core.disk_journal import Entry
 from kv_pool.disk_file import DiskFile
@@ -16,6 +19,7 @@ from kv_pool.disk_journal_file import DiskJournal
 
 _STAGING = 64 << 20  # bytes
 _MOST_ROWS = 1024
+_LAST_WORDS = 5.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +109,14 @@ class DiskThread:
         return job.result
 
     def close(self) -> None:
-        """When everything is written."""
+        """When everything is written, or the disk takes too long."""
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join()
-        self._file.close()
-        self._journal.close()
+        self._thread.join(_LAST_WORDS)
+        if not self._thread.is_alive():
+            self._file.close()
+            self._journal.close()
 
     # this thread
 
@@ -139,6 +144,8 @@ class DiskThread:
     def _write(self, job: _Write) -> None:
         try:
             if not self._broken:
+                if _fault("pool.disk.write") is Action.CORRUPT:
+                    self.staging.flip_bit(job.row)
                 self._file.write(job.entry.slot, self.staging.row(job.row))
                 self._journal.append(job.entry)
                 self.written += 1
@@ -160,6 +167,7 @@ class DiskThread:
 
     def _read_blocks(self, job: _Read) -> int:
         for number, (slot, place) in enumerate(zip(job.slots, job.places, strict=True)):
+            _fault("pool.disk.read")
             whole = self._file.read(slot, self._memory.row(place))
             if not whole or self._memory.checksum(place) != job.checksums[number]:
                 return number
@@ -169,3 +177,11 @@ class DiskThread:
         if not self._broken:
             self._broken = True
             self._failed(error)
+
+
+def _fault(name: str) -> Action | None:
+    """A failpoint's error is the disk's."""
+    try:
+        return FAILPOINTS.hit(name)
+    except BatonError as error:
+        raise OSError(errno.EIO, error.message) from None

@@ -13,8 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from baton import log
 from baton.clock import Clock
-from baton.errors import ConfigError
-from baton.failpoints import FAILPOINTS, Action
+from baton.errors import ConfigError, Draining
 from baton.kv_layout import KVLayout
 from kv_pool.arrivals import Offer, Wanted
 from kv_pool.core.disk import Move
@@ -51,6 +50,7 @@ class DiskTier:
         self._worth = LoadWorth()
         self._disk: Disk | None = None
         self._ended: Disk | None = None  # it has failed
+        self._closing = False
         self._loads: set[_Load] = set()
         self._copying: asyncio.Future[None] | None = None
         self._counters: dict[str, float] = {}
@@ -79,6 +79,7 @@ class DiskTier:
 
     async def close(self) -> None:
         """When everything is written."""
+        self._closing = True
         await asyncio.gather(self._opening, return_exceptions=True)
         if self._copying is not None:
             await asyncio.wait({self._copying})
@@ -140,8 +141,6 @@ class DiskTier:
     async def _fetch(self, load: "_Load", publication: Publication) -> Sequence[int]:
         slots = load.places_of(publication)
         sums = [load.disk.sums[slot] for slot in slots]
-        if FAILPOINTS.hit("pool.load.before") is Action.CORRUPT:
-            sums[-1] ^= 1
         done = await asyncio.wrap_future(load.disk.thread.read(slots, sums, publication.blocks))
         size = done.whole * self._layout.block_bytes
         if done.whole:
@@ -161,9 +160,17 @@ class DiskTier:
 
         try:
             disk = await asyncio.to_thread(
-                mount, terms, eviction, digest, self._layout, self._store.rows, self._clock, failed
+                mount,
+                terms,
+                eviction,
+                digest,
+                self._layout,
+                self._store.rows,
+                self._clock,
+                failed,
+                lambda: not self._closing,
             )
-        except ConfigError as error:
+        except (ConfigError, Draining) as error:
             self._log.warning("the pool has no disk", reason=error.message)
             return
         self._disk = disk

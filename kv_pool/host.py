@@ -121,6 +121,7 @@ class PoolHost:
         self._opened, self._changed = opened, changed
         self._opening = asyncio.Lock()
         self._open: _Open | None = None
+        self._closed = False
         self._numbers = count(1)
         self._fences: dict[Holder, int] = {}
         self._retry: asyncio.TimerHandle | None = None
@@ -269,6 +270,7 @@ class PoolHost:
         self.pool.withdraw(desk.holder, PublicationId(publication))
 
     async def close(self) -> None:
+        self._closed = True
         if self._retry is not None:
             self._retry.cancel()
         if self._open is not None:
@@ -280,12 +282,13 @@ class PoolHost:
         return self.pool.find(desk.holder, asked.chain, asked.most_tokens, self._clock(), partial=asked.partial)
 
     def _expect(self, asked: Question, found: Found) -> Arrival | None:
-        most = min(len(asked.chain), asked.most_tokens // asked.chain.block_size)
+        size = asked.chain.block_size  # of a last block that is wanted in part all of it has to come
+        most = min(len(asked.chain), -(-asked.most_tokens // size) if asked.partial else asked.most_tokens // size)
         return self._it.arrivals.expect(asked.chain, found, most, asked.token_seconds)
 
     async def _make(self, applicant: Applicant) -> None:
         try:
-            store = await asyncio.to_thread(Store, self._folder, self._size, applicant.layout)
+            store = await asyncio.to_thread(Store, self._folder, self._size, applicant.layout, lambda: not self._closed)
         except ConfigError as error:
             if not self.failed.done():
                 self.failed.set_exception(error)
