@@ -19,7 +19,8 @@ class Ledgers:
         self._open: dict[int, dict[Incarnation, asyncio.Future[list[Ledger]]]] = {}
 
     async def collect(self, patience: float = PATIENCE) -> LedgerResponse:
-        """Every node's ledger, with a pool's that of its disk, and the names of those that did not answer within `patience` seconds."""
+        """Every node's ledger, with a pool's that of its disk, and the names of those that did not answer within
+        `patience` seconds."""
         number = next(self._numbers)
         loop = asyncio.get_running_loop()
         names = {member.incarnation: member.info.name for member in self._dispatcher.brain.members()}
