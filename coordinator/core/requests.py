@@ -301,8 +301,8 @@ class RequestTable:
             return
         attempt = record.attempt
         if attempt is not None:
-            blamed = () if error is None or isinstance(error, Drained) else (attempt.prefill, attempt.decode)
-            record.avoid = frozenset(node for node in blamed if node is not None)
+            spared = error is None or isinstance(error, Drained)
+            record.avoid = frozenset() if spared else record.blamed(attempt, self._registry.nodes)
             self._leave_attempt(record, attempt, error or Cancelled("the other node has no room"))
             attempt.notes.end(now, error.code if error else REFUSED, error.message if error else "no room there")
             self.out.append(Replaced(attempt.key, error.message if error is not None else "refused"))
