@@ -112,6 +112,13 @@ class Admission:
         weight = self.tenants.get(standing.tenant).weight
         return Claim(standing.tenant, standing.level, weight, tokens, when, now)
 
+    def give_back(self, request: Request, now: float, *, accepted: bool) -> None:
+        """It has ended and was never placed, so nothing was computed for it. `accepted`: the cluster had taken it on."""
+        account = self._account(request.standing.tenant, now)
+        if account.requests is not None and not accepted:
+            account.requests.pay(-1.0, now)
+        self.produced(request.standing.tenant, -len(request.prompt), now)
+
     def reserve_against(self, standing: Standing) -> float:
         """The share of a node's blocks and places that a request must leave to the first class."""
         return self.tenants.reserve if standing.level > 0 else 0.0

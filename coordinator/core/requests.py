@@ -330,6 +330,8 @@ class RequestTable:
         self.retries.forget(request)
         if record.pin is not None:
             self.probed.append((request, result))
+        elif not record.attempts:
+            self.admission.give_back(record.request, now, accepted=record.admit_by is None)
         if isinstance(result, FinishReason):
             began = record.marks.first_token
             self.knowledge.answered(record.request, len(record.emitted), now - began if began is not None else 0.0)

@@ -20,7 +20,8 @@ class Sources(NamedTuple):
 
 def split(ended: PrefillEnded | None, admitted: Admitted | None) -> Sources:
     """What decode held counts as its cache or the pool's, even where prefill had to compute it again to reach what
-    decode lacked. A prefix that a cache and the pool have begins in the cache. No figure is below zero, whatever nodes say."""
+    decode lacked. A prefix that a cache and the pool have begins in the cache. No figure is below zero, whatever nodes
+    say."""
     if admitted is None:
         if ended is None:
             return Sources(0, 0, 0, 0)
