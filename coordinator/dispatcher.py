@@ -17,7 +17,7 @@ from baton.pb.cluster_pb2 import CoordinatorMessage, ExplainResponse
 from baton.ratio import Split
 from baton.slo import Slo, parse_slo
 from baton.types import Incarnation, NodeName, Request, RequestId, Standing, mint_id
-from coordinator.core.brain import Arrival, Brain
+from coordinator.core.brain import Brain
 from coordinator.core.identity import JoinInfo
 from coordinator.core.messages import (
     Admit,
@@ -39,6 +39,7 @@ from coordinator.core.messages import (
 )
 from coordinator.core.policies import POLICIES
 from coordinator.core.pools import PoolInfo
+from coordinator.core.reception import Arrival
 from coordinator.core.registry import Registry
 from coordinator.core.settings import Settings
 from coordinator.core.tenants import OURS, Tenants

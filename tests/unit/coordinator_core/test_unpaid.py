@@ -42,6 +42,9 @@ def test_those_that_wait_to_their_deadline_cost_their_place_and_no_tokens() -> N
         world.advance(1.0)
         assert world.error(request).code == "deadline_exceeded"
     assert len(world.sent(decode, object)) == 1
+    account = world.brain._table.admission._accounts[LIMITED.name]
+    assert account.tokens is not None
+    assert account.tokens.level > 0.9 * LIMITED.token_burst
     with pytest.raises(Overloaded, match="requests_per_second"):
         world.submit(prompt=PROMPT, standing=standing)
 
@@ -55,3 +58,33 @@ def test_what_is_given_back_is_no_more_than_was_saved_up() -> None:
     account = world.brain._table.admission._accounts[LIMITED.name]
     assert account.tokens is not None
     assert account.tokens.level == LIMITED.token_burst
+
+
+def test_what_a_tenant_may_not_ask_is_no_demand() -> None:
+    """It would be refused with any ratio: neither the advice on it nor the share within the SLO is about it."""
+    world, tenants = limited()
+    standing = tenants.standing(LIMITED)
+    world.join("p0", PREFILL)
+    world.join("d0", DECODE)
+    for _ in range(2):
+        world.submit(prompt=10, standing=standing)
+    for _ in range(50):
+        with pytest.raises(Overloaded, match="requests_per_second"):
+            world.submit(prompt=10, standing=standing)
+    workload = world.brain.knowledge.workload.over(60.0, world.now + 1.0)
+    assert workload is not None
+    assert workload.rate == pytest.approx(2.0)
+    assert world.brain.pilot.service(world.now + 1.0).ended == 0
+    assert world.brain.counters.rejected["overloaded", "default"] == 50
+
+
+def test_what_there_is_no_room_for_is_demand() -> None:
+    world = World(max_queue=1)
+    world.join("p0", PREFILL)
+    world.join("d0", DECODE, max_num_seqs=1)
+    for _ in range(2):
+        world.submit()
+    for _ in range(3):
+        with pytest.raises(Overloaded, match="--max-queue"):
+            world.submit()
+    assert world.brain.pilot.service(world.now + 1.0).ended == 3
