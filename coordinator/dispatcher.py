@@ -289,19 +289,17 @@ class Dispatcher:
                 self._changed()
 
     def _ended(self, end: End) -> None:
-        stream = self._streams.pop(end.request, None)
+        stream, result, line = self._streams.pop(end.request, None), end.result, end.timeline
         if stream is not None:
-            result = end.result
             if isinstance(result, Finished):
-                stream.end(Done(result.reason, result.cached_tokens, end.timeline))
+                stream.end(Done(result.reason, result.cached_tokens, line), line)
             else:
-                stream.end(result)
+                stream.end(result, line)
         if not self._streams:
             self._idle.set()
         for callback in self.on_end:
             callback(end)
-        line = end.timeline
-        outcome = end.result.reason.value if isinstance(end.result, Finished) else end.result.code
+        outcome = result.reason.value if isinstance(result, Finished) else result.code
         _log.info("request ended", request=end.request, outcome=outcome, attempts=line.attempts, seconds=line.total)
 
     def _switched(self, switch: Switched) -> None:

@@ -145,7 +145,7 @@ def test_any_message_breaks_the_silence() -> None:
 
 
 def test_whoever_looks_when_told_finds_a_silent_node_the_moment_that_it_is_one() -> None:
-    """Many are heard all the time, one is heard no more: looks may come early, never late, and do not come in a rush."""
+    """Many are heard all the time, one is heard no more: looks come early, never late, and not in a rush."""
     world = World()
     nodes = [world.join(f"p{number}", PREFILL) for number in range(4)]
     began, looks = world.now, 0
