@@ -11,7 +11,7 @@ from typing import Protocol
 from baton import log
 from baton.clock import Clock, steady
 from baton.config import Config
-from baton.errors import BatonError, Cancelled, Draining, Rejected, SlowReader
+from baton.errors import BatonError, Cancelled, ConfigError, Draining, InvalidRequest, Rejected, SlowReader
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import CoordinatorMessage, ExplainResponse
 from baton.ratio import Split
@@ -68,6 +68,7 @@ class Dispatcher:
     """A `Generator` for the front doors and the member list for the node link. One event loop, no locks."""
 
     def __init__(self, config: Config, clock: Clock = steady) -> None:
+        """Raises ConfigError."""
         mode = config.mode if config.prefill else "colocated"
         settings = Settings(
             mode,
@@ -79,7 +80,7 @@ class Dispatcher:
             config.local_prefill_share,
             config.degrade_wait,
             config.degraded_max_tokens,
-            parse_slo(config.slo),
+            _objective(config.slo),
         )
         self._config = config
         self.brain = Brain(Registry(config.silence, config.stall), POLICIES[config.placement](), settings)
@@ -328,6 +329,14 @@ class Dispatcher:
     def _tick(self) -> None:
         self._timer = None
         self._carry_out(self.brain.tick(self.clock()))
+
+
+def _objective(slo: str) -> Slo:
+    """Raises ConfigError."""
+    try:
+        return parse_slo(slo)
+    except InvalidRequest as error:
+        raise ConfigError(f"--slo: {error.message}", param="slo") from None
 
 
 def _arrivals(submissions: Sequence[Submission], *, internal: bool) -> list[Arrival]:
