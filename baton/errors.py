@@ -94,7 +94,7 @@ class NotAvailable(Rejected):
 
 
 class Overloaded(Rejected):
-    """It would be served too late, or as many requests wait as may (--max-queue)."""
+    """It would be served too late, too many wait (--max-queue), or its tenant has used up its limits."""
 
     http_status = 429
     grpc_code = "RESOURCE_EXHAUSTED"
