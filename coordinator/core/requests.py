@@ -174,11 +174,14 @@ class RequestTable:
 
     def _place_one(self, now: float) -> bool:
         views = self.decisions.views(now)
+        full = self.prospects.decode_full()
         for request in self.queue.candidates() if self._registry.nodes else ():
             record = self.records[request]
             if (late := self.decisions.too_late(record, now, wanted=len(self.queue) > 1)) is not None:
                 self.end(record, late, now)
                 return True
+            if full and record.remaining > 1 and record.pin is None:
+                continue  # as it is most of the time under load
             decision = self.decisions.decide(record, views, now)
             if decision is not None:
                 self.queue.take(request, now)
