@@ -215,6 +215,8 @@ class RequestTable:
             if decode is not None:
                 attempt.answer_by = now + self._settings.answer_timeout
                 self.timers.set(request.id, record.next_due())
+        if record.holder is not None and decode not in (None, record.holder):
+            self._followers.elsewhere(record)
         attempt.notes.held_back, record.held_back = record.held_back, 0.0
         pair = attempt.pair
         attempt.notes.probe = pair is not None and self.breakers.placed(pair, key)

@@ -55,3 +55,21 @@ def test_whether_a_prompt_can_be_computed_in_time_is_mostly_one_question() -> No
     least = costs.least_prefill(100, 0)
     assert costs.can_prefill_within(100, 0, least * 1.01)
     assert not costs.can_prefill_within(100, 0, least)
+
+
+def test_further_choices_that_find_the_holder_full_bring_their_prompt_to_another_node_once() -> None:
+    world = World(max_queue=16)
+    prefill = world.join("p0", PREFILL, max_num_seqs=16, max_batched_tokens=1024)
+    full = world.join("d0", DECODE, max_num_seqs=3)
+    first = world.arrival()
+    world.submit_all(first, *(world.arrival(after=first.request.id, choice=number) for number in range(1, 8)))
+    roomy = world.join("d1", DECODE, max_num_seqs=8)
+    world.reserve(full, world.key(full), prefill)
+    world.token(full, world.key(full), 0)
+    assert len(world.sent(full, m.Submit)) == 3
+    assert [order.writer is not None for order in world.sent(roomy, m.Submit)] == [True], "the others wait for it"
+    world.reserve(roomy, world.key(roomy), prefill)
+    world.token(roomy, world.key(roomy), 0)
+    assert [order.writer is not None for order in world.sent(roomy, m.Submit)] == [True, False, False, False, False]
+    assert len(world.sent(prefill, m.Prefill)) == 2, "one for each cache"
+    assert not world.brain._table._followers._of
