@@ -20,7 +20,7 @@ up: setup
 	$(BIN)/baton up
 
 test: setup lint types
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check .

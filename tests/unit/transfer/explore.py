@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from tests.unit.transfer.model import Setting, Violation, World
+from tests.unit.transfer.model import World
+from tests.unit.transfer.setting import Setting, Violation
 
 
 def explore(setting: Setting, limit: int = 1_000_000) -> int:
