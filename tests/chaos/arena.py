@@ -27,8 +27,8 @@ from tests.linked_cluster import LinkedCluster
 
 _LOOK_EVERY = 0.2  # seconds between looks at the ledgers while a load runs
 _AFTER_FAILURE = 0.05  # seconds that a client waits before it asks again
-_RECOVERY = 15.0  # seconds from the end of a fault to full service
-_QUIET = 10.0  # seconds from the end of a load until nothing is held
+_RECOVERY = 30.0  # seconds from the end of a fault to full service
+_QUIET = 30.0  # seconds from the end of a load until nothing is held
 
 
 class Arena:

@@ -110,6 +110,7 @@ def free(tmp_path: Path) -> Iterator[dict[str, str]]:
         "BATON_STATE_DIR": str(state),
         "BATON_SEGMENT_DIR": str(shared),
         "BATON_KV_MEMORY": "16MiB",
+        "BATON_POOL_MEMORY": "16MiB",
         "BATON_DRAIN_TIMEOUT": "5",
     }
     left = pids_with("BATON_STATE_DIR", str(state))
