@@ -16,6 +16,7 @@ from kv_pool.core.holders import Found
 from kv_pool.host import Applicant, Desk, PoolHost
 
 _FIRST_TIMEOUT = 5.0  # seconds until the first question
+_FLUSH_PATIENCE = 1.0  # seconds that a pool which stops waits for a node to take its last answers
 _UNREAD = 4096  # answers; a node that leaves so many unread is given up
 
 Context = Any  # grpc.aio.ServicerContext, which ships without types
@@ -83,7 +84,7 @@ class _Stream:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if stopped.done() and not reader.done():
-                await self._flush()
+                await self._flush(writer)
             for task in (writer, reader):
                 if task.done():
                     task.result()
@@ -109,10 +110,13 @@ class _Stream:
             await self._context.write(answer)
             self._answers.task_done()
 
-    async def _flush(self) -> None:
+    async def _flush(self, writer: "asyncio.Task[None]") -> None:
+        """Unless the node is gone, or stopped and reads nothing."""
         if self._seals:
             await asyncio.wait(self._seals)
-        await self._answers.join()
+        told = asyncio.create_task(self._answers.join())
+        await asyncio.wait({told, writer}, return_when=asyncio.FIRST_COMPLETED, timeout=_FLUSH_PATIENCE)
+        told.cancel()
 
     def _say(self, question: int, **answer: Any) -> None:
         try:

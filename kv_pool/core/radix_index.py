@@ -3,15 +3,15 @@ a prompt, block by block.
 
 A parent is there if its child is: insertion asks for it, and only leaves are removed. So of the names of a prompt a
 beginning is present and the rest is not, and the last one present is found by binary search: a handful of look-ups for
-a prompt of any length, and then the path down to it (kv_pool/core/path_table.py). Entries are found by the first 8 bytes of their names; the
-whole name, the root and the token ids of the whole path are compared. Of two names with equal first bytes the second is
-refused, and what would follow it too.
+a prompt of any length, and then the path down to it (kv_pool/core/path_table.py). Entries are found by the first 8
+bytes of their names; the whole name, the root and the token ids of the whole path are compared. Of two names with equal
+first bytes the second is refused, and what would follow it too.
 """
 
 from array import array
 from bisect import bisect_left
 
-from baton.block_hash import HASH_BYTES, BlockHash
+from baton.block_hash import BlockHash
 from kv_pool.core.chain import Chain
 from kv_pool.core.ledger import require
 from kv_pool.core.name_table import NameTable

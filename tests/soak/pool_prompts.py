@@ -8,7 +8,7 @@ from random import Random
 from baton.block_hash import HASH_BYTES, chain_names, pack_tokens
 from tests.pool.rig import LAYOUT, SALTLESS
 
-FAMILIES, BRANCHES = 40, 4
+FAMILIES, BRANCHES = 120, 3
 BLOCKS = 10  # of each prompt
 
 

@@ -1,5 +1,5 @@
-"""A pool and its users as processes, and what befalls them: killed, stopped and woken, told to end, at moments and in an
-order that a seed decides. Whoever is killed is started again."""
+"""A pool and its users as processes, and what befalls them: killed, stopped and woken, told to end, at moments and in
+an order that a seed decides. Whoever is killed is started again."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ class UserProcess:
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "tests.soak.pool_user", *self._arguments),
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "GRPC_VERBOSITY": "ERROR"},
             stdin=PIPE,
             stdout=PIPE,
         )

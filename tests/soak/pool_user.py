@@ -26,6 +26,7 @@ from tests.soak.pool_prompts import BLOCKS, Prompt, Reader, content, every_promp
 
 TASKS = 3  # at once, in one process
 HELD = 6  # hits that a task holds at most
+KEPT = (20, 100)  # operations for which what was found through a former attachment is kept, least and most
 SAY_EVERY = 16  # operations
 SPOILED = ("corrupt*1", "error*1", "delay(0.005)*4", "delay(0.03)*1")  # what may happen to a copy on its way
 
@@ -147,25 +148,32 @@ class _Task:
         self._number = number
         self._random = random
         self._held: list[Held] = []
+        self._kept: list[Held] = []  # through attachments that are over
+        self._keep_for = 0  # operations
 
     async def run(self, over: asyncio.Event) -> None:
         names, weights = list(OPERATIONS), list(OPERATIONS.values())
         while not over.is_set():
-            if not self._user.membership.client.attached:
+            if not self._attached:
                 self._read_all()
-                await self._attached(over)
+                await until("attached", lambda: self._attached or over.is_set(), patience=60.0)
                 continue
             (what,) = self._random.choices(names, weights)
             if not self._held and what in ("read", "release"):
                 what = "look_up"
             await _ACTS[what](self)
             self._user.did(what)
+            self._keep_for -= 1
+            if self._kept and self._keep_for <= 0:
+                self._let_go_of_kept()
+        self._let_go_of_kept()
         while self._held:
             self._let_go()
 
-    async def _attached(self, over: asyncio.Event) -> None:
-        client = self._user.membership.client
-        await until("attached", lambda: client.attached or over.is_set(), patience=60.0)
+    @property
+    def _attached(self) -> bool:
+        """Whoever is the user's client now."""
+        return self._user.membership.client.attached
 
     async def look_up(self) -> None:
         membership, prompt = self._user.membership, self._user.prompt(self._random)
@@ -204,9 +212,11 @@ class _Task:
         self._let_go()
 
     async def abandon(self) -> None:
+        self._keep()
         self._user.membership.abandon()
 
     async def goodbye(self) -> None:
+        self._keep()
         await self._user.move()
 
     def _hold(self, membership: Membership, hit: PoolHit, prompt: Prompt) -> None:
@@ -223,12 +233,23 @@ class _Task:
         assert held.hit.pin is not None
         held.membership.client.release(held.hit.pin)
 
+    def _keep(self) -> None:
+        """Until much has been published since."""
+        self._kept += self._held
+        self._held = []
+        self._keep_for = self._random.randrange(*KEPT)
+
+    def _let_go_of_kept(self) -> None:
+        self._held, self._kept = self._held + self._kept, []
+        while len(self._held) > HELD:
+            self._let_go()
+
     def _read_all(self) -> None:
-        for held in self._held:
+        for held in (*self._held, *self._kept):
             self._user.read(held)
 
 
-OPERATIONS = {"look_up": 34, "read": 26, "release": 22, "publish": 15, "spoil": 2, "abandon": 0.5, "goodbye": 0.5}
+OPERATIONS = {"look_up": 32, "read": 24, "release": 20, "publish": 20, "spoil": 2, "abandon": 1, "goodbye": 1}
 _ACTS: dict[str, Callable[[_Task], Awaitable[None]]] = {name: getattr(_Task, name) for name in OPERATIONS}
 
 

@@ -1,7 +1,8 @@
 """A pool and four users for a long time, all of them killed and stopped at random: nobody ever reads a block that is
 torn or somebody else's, and at the end nothing is held or left behind.
 
-`make test` runs a slice of a few hundred operations, `make soak` a hundred thousand. `--soak-seed` repeats what is done.
+`make test` runs a slice of a few hundred operations, `make soak` a hundred thousand. `--soak-seed` repeats what is
+done.
 """
 
 import os
