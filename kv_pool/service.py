@@ -16,7 +16,7 @@ from kv_pool.core.holders import Found
 from kv_pool.host import Applicant, Desk, PoolHost
 
 _FIRST_TIMEOUT = 5.0  # seconds until the first question
-_FLUSH_PATIENCE = 1.0  # seconds that a pool which stops waits for a node to take its last answers
+_LAST_WORDS = 2.0  # seconds that a node has to take the last answers of a pool that stops
 _UNREAD = 4096  # answers; a node that leaves so many unread is given up
 
 Context = Any  # grpc.aio.ServicerContext, which ships without types
@@ -84,7 +84,9 @@ class _Stream:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if stopped.done() and not reader.done():
-                await self._flush(writer)
+                flushed = asyncio.create_task(self._flush())
+                tasks.add(flushed)
+                await asyncio.wait({flushed, writer}, timeout=_LAST_WORDS, return_when=asyncio.FIRST_COMPLETED)
             for task in (writer, reader):
                 if task.done():
                     task.result()
@@ -110,13 +112,10 @@ class _Stream:
             await self._context.write(answer)
             self._answers.task_done()
 
-    async def _flush(self, writer: "asyncio.Task[None]") -> None:
-        """Unless the node is gone, or stopped and reads nothing."""
+    async def _flush(self) -> None:
         if self._seals:
             await asyncio.wait(self._seals)
-        told = asyncio.create_task(self._answers.join())
-        await asyncio.wait({told, writer}, return_when=asyncio.FIRST_COMPLETED, timeout=_FLUSH_PATIENCE)
-        told.cancel()
+        await self._answers.join()
 
     def _say(self, question: int, **answer: Any) -> None:
         try:

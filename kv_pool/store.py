@@ -1,7 +1,7 @@
 """The pool's memory: the segment, its fence file, and the one thread that reads back what publishers copied."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,10 +14,11 @@ KNOB = "--pool-memory"
 
 
 class Store:
-    def __init__(self, folder: Path, size: int, layout: KVLayout) -> None:
-        """Of about `size` bytes; filling it in takes a while. Raises ConfigError when the folder cannot hold it."""
+    def __init__(self, folder: Path, size: int, layout: KVLayout, wanted: Callable[[], bool] = lambda: True) -> None:
+        """Of about `size` bytes; filling it in takes a while. Raises ConfigError when the folder cannot hold it, and
+        Draining once it is not `wanted` any more."""
         whole = segments.segment_bytes(size, layout.block_bytes)
-        self._segment = segments.create(folder, "pool", whole, knob=KNOB)
+        self._segment = segments.create(folder, "pool", whole, KNOB, wanted)
         self.fences = ArenaFences(self._segment.path)
         self.rows = BlockRows(self._segment.view, layout.block_bytes)
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="pool-verifier")
