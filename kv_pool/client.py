@@ -25,7 +25,15 @@ from kv_pool.line import Line
 from kv_pool.link import Dialer
 from kv_pool.publisher import Job, Publisher
 from kv_pool.session import Session
-from kv_pool.terms import FIND_PATIENCE, FIRST_PATIENCE, PROTOCOL_VERSION, REFUSED_RETRY, RETRY, PoolClientConfig
+from kv_pool.terms import (
+    FIND_PATIENCE,
+    FIRST_PATIENCE,
+    LATE,
+    PROTOCOL_VERSION,
+    REFUSED_RETRY,
+    RETRY,
+    PoolClientConfig,
+)
 
 _GOODBYE_PATIENCE = 1.0  # seconds
 _GONE = (PeerGone, Draining, TimeoutError)  # and perhaps back at any moment; everything else is a refusal
@@ -198,8 +206,10 @@ class PoolClient:
         if hit is None:
             self._count("baton_pool_publish_failed_total")
         else:
+            lag = self._clock() - job.since
             self._count("baton_pool_publications_total")
-            self._count("baton_pool_publish_lag_seconds_total", self._clock() - job.since)
+            self._count("baton_pool_publish_lag_seconds_total", lag)
+            self._count("baton_pool_publications_late_total", lag > LATE)
         job.order.then(hit)
 
     # inside
