@@ -125,7 +125,13 @@ class PoolHost:
         return (BlockHash(index.name(block)) for block in range(self.pool.memory.total) if block in index)
 
     def all_counters(self) -> dict[str, float]:
-        return self.counters | {'baton_pool_evictions_total{tier="memory"}': float(self.pool.memory.evictions)}
+        """And gauges: what is there now."""
+        memory = self.pool.memory
+        return self.counters | {
+            'baton_pool_evictions_total{tier="memory"}': float(memory.evictions),
+            "baton_pool_bytes": float(len(memory.index) * self.layout.block_bytes),
+            "baton_pool_pins": float(self.pool.pins),
+        }
 
     # attachments
 
