@@ -68,11 +68,10 @@ def pool_line(status: StatusResponse, speed: PoolRates) -> str:
     held = sum(one.blocks_cached + one.blocks_in_use + one.blocks_quarantined for one in stats)
     blocks, pinned = sum(one.blocks_total for one in stats), sum(one.blocks_in_use for one in stats)
     size, pins = (sum(total(one.counters, name) for one in stats) for name in ("baton_pool_bytes", "baton_pool_pins"))
-    return (
-        f"pool: {speed.lookups:.2f} look-ups/s, {speed.hits:.0%} hits, {speed.lookup_seconds * 1e3:.2f} ms each  "
-        f"{speed.published:.1f} blocks/s published, {speed.lag_seconds * 1e3:.1f} ms each  "
-        f"{speed.evicted:.1f}/s evicted  holds {held} of {blocks} blocks, {size / 1e6:.1f} MB  {pins:.0f} pins on {pinned} blocks"
-    )
+    asked = f"{speed.lookups:.2f} look-ups/s, {speed.hits:.0%} hits, {speed.lookup_seconds * 1e3:.2f} ms each"
+    given = f"{speed.published:.1f} blocks/s published, {speed.lag_seconds * 1e3:.1f} ms each"
+    has = f"holds {held} of {blocks} blocks, {size / 1e6:.1f} MB  {pins:.0f} pins on {pinned} blocks"
+    return f"pool: {asked}  {given}  {speed.evicted:.1f}/s evicted  {has}"
 
 
 def _mean(what: float, of: float) -> float:
