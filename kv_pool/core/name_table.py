@@ -31,24 +31,18 @@ class NameTable:
 
     def find(self, name: bytes) -> int | None:
         """The block whose name begins with the first 8 bytes of this one."""
-        places, names, mask = self._places, self._names, self._mask
-        key = name[:_KEY_BYTES]
-        place = int.from_bytes(key, "big") & mask
-        while (block := places[place]) != _EMPTY:
-            start = block * HASH_BYTES
-            if names[start : start + _KEY_BYTES] == key:
-                return block
-            place = (place + 1) & mask
-        return None
+        block = self._places[self._place(name)]
+        return None if block == _EMPTY else block
 
-    def add(self, block: int, name: bytes) -> None:
-        """`block` is not in it, and no name that begins alike."""
+    def add(self, block: int, name: bytes) -> bool:
+        """False, and nothing changed, if a name that begins alike is in it. `block` is not."""
+        place = self._place(name)
+        if self._places[place] != _EMPTY:
+            return False
         self._names[block * HASH_BYTES : (block + 1) * HASH_BYTES] = name
-        place = self._home(block)
-        while self._places[place] != _EMPTY:
-            place = (place + 1) & self._mask
         self._places[place] = block
         self._count += 1
+        return True
 
     def remove(self, block: int) -> None:
         """`block` is in it. What stands behind it moves up, so that nothing is searched for past an empty place."""
@@ -67,6 +61,17 @@ class NameTable:
     def blocks(self) -> list[int]:
         """All that are in it, in no order."""
         return [block for block in self._places if block != _EMPTY]
+
+    def _place(self, name: bytes) -> int:
+        """Of the block whose name begins like this one, or the empty one where it would be."""
+        places, names, mask, key = self._places, self._names, self._mask, name[:_KEY_BYTES]
+        place = int.from_bytes(key, "big") & mask
+        while (block := places[place]) != _EMPTY:
+            start = block * HASH_BYTES
+            if names[start : start + _KEY_BYTES] == key:
+                break
+            place = (place + 1) & mask
+        return place
 
     def _home(self, block: int) -> int:
         """The place where the search for it begins."""

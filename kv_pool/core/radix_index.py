@@ -116,11 +116,9 @@ class RadixIndex:
         """`block` holds the block `number` of `chain`, whose block before that is `parent` (ROOT for the first). False,
         and nothing changed, if another name has its first bytes."""
         require(block not in self, f"block {block} is in the index already")
-        name = chain.name(number)
-        if self._names.find(name) is not None:
-            return False
         require(number == 0 if parent == ROOT else self.depth(parent) + 1 == number, f"block {block} without a parent")
-        self._names.add(block, name)
+        if not self._names.add(block, chain.name(number)):
+            return False
         self._tokens.put(block, chain.block_tokens(number))
         self._paths.add(block, parent)
         if parent == ROOT:

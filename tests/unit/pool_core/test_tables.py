@@ -28,7 +28,8 @@ def test_names_are_found_whatever_stands_in_their_way(steps: list[tuple[int, int
             free.append(model.pop(wanted))
         elif free:
             model[wanted] = free.pop(0)
-            table.add(model[wanted], wanted)
+            assert table.add(model[wanted], wanted)
+            assert not table.add(blocks, wanted)
         assert len(table) == len(model)
         assert sorted(table.blocks()) == sorted(model.values())
         for other in {name(255 - one, two) for one, two in steps}:
