@@ -55,7 +55,7 @@ def rates(before: StatusResponse | None, now: StatusResponse) -> Rates:
 
 
 def render(status: StatusResponse, speed: Rates) -> RenderableType:
-    lines = [_headline(status), progress(status.ratio), _traffic(status, speed), _latency(status)]
+    lines = [_headline(status), escape(progress(status.ratio)), _traffic(status, speed), _latency(status)]
     pool = pool_line(status, speed.pool)
     return Group(*lines, *([pool] if pool else []), _nodes(status))
 
@@ -100,7 +100,7 @@ def _nodes(status: StatusResponse) -> Table:
         stats = node.stats
         numbers = (node.placed, stats.running, stats.waiting, stats.queued_tokens)
         table.add_row(
-            node.name,
+            escape(node.name),
             node.role,
             _SERVICE.get(node.service, node.service),
             *map(str, numbers),
