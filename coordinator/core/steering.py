@@ -41,7 +41,7 @@ KEPT_SHARE, EXPECTED_SHARE = 0.95, 0.8  # of the requests, measured and predicte
 GAIN = 0.05  # of the requests
 LOOKS = 2  # that agree
 HOPELESS, STRIKING = 0.05, 0.5  # of the requests: predicted as it is, and gained
-PRICE = 4.0, 16.0  # seconds of what comes
+PRICE = 5.0, 20.0  # seconds of what comes
 REST = 10.0  # after a change
 PAUSE, MOST_DOUBLINGS = 480.0, 3
 
