@@ -150,7 +150,10 @@ async def test_ratios_that_cannot_be_and_what_is_shown(cluster: Cluster) -> None
 @IN_MODULE
 @pytest.mark.parametrize("phase", ["draining", "switching", "probing"])
 async def test_when_a_node_is_killed_on_its_way_the_ratio_is_reached_all_the_same(cluster: Cluster, phase: str) -> None:
-    """It comes back in its first role, as under `baton up`, and the target still holds. Requests go on meanwhile."""
+    """It comes back in its first role, as under `baton up`, and the target still holds. Requests go on meanwhile. While
+    it drains, steps are slow from before the first token, so that nothing ends until it is killed."""
+    if phase == "draining":
+        await cluster.arm("decode", "decode.step.after=delay(0.05)")
     async with load(cluster, streams=3, tokens=300 if phase == "draining" else 40):
         if phase == "switching":
             await cluster.arm("decode", "decode.step.after=delay(1.0)*1")

@@ -89,7 +89,7 @@ def test_hindsight_counts_what_each_split_would_have_missed_and_forgets() -> Non
     assert missed[0] > 60
     assert hindsight.saved(Split(4, 4), Split(1, 7)) >= 0
     assert (hindsight.asked(LONG), hindsight.asked(10.0)) == (180, 30)
-    told(hindsight, 60.0, 60.0 + LONG, [], Split(4, 4))
+    told(hindsight, 60.0, 100.0 + LONG, [], Split(4, 4))
     assert [hindsight.missed(split) for split in SPLITS] == [0] * len(SPLITS)
 
 
