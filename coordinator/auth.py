@@ -1,10 +1,10 @@
 """Who may do what. Keys are compared in constant time; they are never logged."""
 
 import hmac
+from urllib.parse import urlsplit
 
-from baton.config import Config
-from baton.errors import ConfigError, Unauthenticated
-from baton.exposure import is_loopback, require_key
+from baton.errors import Unauthenticated
+from baton.exposure import is_loopback, is_numeric_or_local
 from baton.types import Standing
 from coordinator.core.tenants import ANYONE, Tenant, Tenants
 
@@ -75,14 +75,18 @@ class AdminGate:
         elif peer is None or not is_loopback(peer):
             raise Unauthenticated("admin calls from another host need --admin-token to be set and sent")
 
-
-def check_exposure(settings: Config) -> None:
-    """Every port of the coordinator has its key. Raises ConfigError."""
-    if settings.tenants and settings.api_key:
-        raise ConfigError(
-            "--api-key and --tenants are both set: with tenants, keys stand in their file", param="api_key"
-        )
-    for host, key in (("host", "api_key"), ("cluster_host", "cluster_token"), ("admin_host", "admin_token")):
-        flag = f"--{host.replace('_', '-')}"
-        value = getattr(settings, key) or (settings.tenants if key == "api_key" else "")
-        require_key(flag, getattr(settings, host), key, value, insecure=settings.insecure)
+    def check_page(self, host: str, origin: str | None) -> None:
+        """Of the headers of an HTTP call: without a token, no web page of elsewhere may use this machine's browser to
+        call, not under a name that it made to point here either. Raises Unauthenticated."""
+        if self._key.required:
+            return
+        try:
+            named = not is_numeric_or_local(urlsplit(f"//{host}").hostname or "")
+            foreign = origin is not None and urlsplit(origin).netloc != host
+        except ValueError:
+            named = foreign = True
+        if named or foreign:
+            raise Unauthenticated(
+                "admin calls by a web page, or to this machine by another name than its address or localhost, need "
+                "--admin-token to be set and sent"
+            )

@@ -25,7 +25,7 @@ from kv_pool.core.eviction import Evictor, Lru
 from kv_pool.core.holders import Found, Granted, Holder, PinId, Publication, PublicationId
 from kv_pool.core.pool import Pool
 from kv_pool.core.tier import Tier
-from kv_pool.store import Store
+from kv_pool.store import Store, make
 from kv_pool.terms import PROTOCOL_VERSION, RETRY
 
 _PUBLICATIONS = 16  # unfinished, of one attachment
@@ -86,6 +86,7 @@ class PoolHost:
         self._opened, self._changed = opened, changed
         self._opening = asyncio.Lock()
         self._open: _Open | None = None
+        self._closed = False
         self._numbers = count(1)
         self._fences: dict[Holder, int] = {}
         self._retry: asyncio.TimerHandle | None = None
@@ -204,6 +205,7 @@ class PoolHost:
         self.pool.withdraw(desk.holder, PublicationId(publication))
 
     def close(self) -> None:
+        self._closed = True
         if self._retry is not None:
             self._retry.cancel()
         if self._open is not None:
@@ -213,7 +215,7 @@ class PoolHost:
 
     async def _make(self, applicant: Applicant) -> None:
         try:
-            store = await asyncio.to_thread(Store, self._folder, self._size, applicant.layout)
+            store = await make(self._folder, self._size, applicant.layout, lambda: not self._closed)
         except ConfigError as error:
             if not self.failed.done():
                 self.failed.set_exception(error)

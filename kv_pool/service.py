@@ -16,6 +16,7 @@ from kv_pool.core.holders import Found
 from kv_pool.host import Applicant, Desk, PoolHost
 
 _FIRST_TIMEOUT = 5.0  # seconds until the first question
+_LAST_WORDS = 2.0  # seconds that a node has to take the last answers of a pool that stops
 _UNREAD = 4096  # answers; a node that leaves so many unread is given up
 
 Context = Any  # grpc.aio.ServicerContext, which ships without types
@@ -83,7 +84,9 @@ class _Stream:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if stopped.done() and not reader.done():
-                await self._flush()
+                flushed = asyncio.create_task(self._flush())
+                tasks.add(flushed)
+                await asyncio.wait({flushed, writer}, timeout=_LAST_WORDS, return_when=asyncio.FIRST_COMPLETED)
             for task in (writer, reader):
                 if task.done():
                     task.result()

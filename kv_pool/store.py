@@ -1,7 +1,9 @@
 """The pool's memory: the segment, its fence file, and the one thread that reads back what publishers copied."""
 
 import asyncio
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,13 +13,28 @@ from baton.kv_layout import KVLayout
 from kv_pool.block_rows import BlockRows
 
 KNOB = "--pool-memory"
+_NICE = 10  # of the thread that fills the memory in, while the nodes serve already
+
+
+async def make(folder: Path, size: int, layout: KVLayout, wanted: Callable[[], bool]) -> "Store":
+    """A Store, made on a thread that gives way to others. Raises what Store does."""
+    maker = ThreadPoolExecutor(1, thread_name_prefix="pool-maker", initializer=_give_way)
+    try:
+        return await asyncio.get_running_loop().run_in_executor(maker, Store, folder, size, layout, wanted)
+    finally:
+        maker.shutdown(wait=False)
+
+
+def _give_way() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # on Linux, of this thread alone
 
 
 class Store:
-    def __init__(self, folder: Path, size: int, layout: KVLayout) -> None:
-        """Of about `size` bytes; filling it in takes a while. Raises ConfigError when the folder cannot hold it."""
+    def __init__(self, folder: Path, size: int, layout: KVLayout, wanted: Callable[[], bool] = lambda: True) -> None:
+        """Of about `size` bytes; filling it in takes a while. Raises ConfigError when the folder cannot hold it, and
+        Draining once it is not `wanted` any more."""
         whole = segments.segment_bytes(size, layout.block_bytes)
-        self._segment = segments.create(folder, "pool", whole, knob=KNOB)
+        self._segment = segments.create(folder, "pool", whole, KNOB, wanted)
         self.fences = ArenaFences(self._segment.path)
         self.rows = BlockRows(self._segment.view, layout.block_bytes)
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="pool-verifier")

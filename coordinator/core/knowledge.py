@@ -53,11 +53,15 @@ class Knowledge:
     def held(self, names: PromptNames) -> dict[Incarnation, int]:
         """Tokens of the prompt that each node's cache, or the pool of its host, seems to have."""
         found = self.directory.match(names)
-        shared = [(pool.info.host_id, found.pop(pool.incarnation, 0)) for pool in self.pools.members.values()]
-        for host, blocks in shared:
-            for node in self._registry.nodes.values() if blocks else ():
-                if node.info.host_id == host:
-                    found[node.incarnation] = max(blocks, found.get(node.incarnation, 0))
+        pooled: dict[str, int] = {}  # by host
+        for pool in self.pools.members.values():
+            blocks = found.pop(pool.incarnation, 0)
+            if blocks:
+                pooled[pool.info.host_id] = max(blocks, pooled.get(pool.info.host_id, 0))
+        for node in self._registry.nodes.values() if pooled else ():
+            blocks = pooled.get(node.info.host_id, 0)
+            if blocks > found.get(node.incarnation, 0):
+                found[node.incarnation] = blocks
         return {node: blocks * names.block_size for node, blocks in found.items()}
 
     def output_of(self, request: Request) -> float:

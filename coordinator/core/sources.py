@@ -20,19 +20,22 @@ class Sources(NamedTuple):
 
 def split(ended: PrefillEnded | None, admitted: Admitted | None) -> Sources:
     """What decode held counts as its cache or the pool's, even where prefill had to compute it again to reach what
-    decode lacked. A prefix that a cache and the pool have begins in the cache."""
+    decode lacked. A prefix that a cache and the pool have begins in the cache. No figure is below zero, whatever nodes
+    say."""
     if admitted is None:
         if ended is None:
             return Sources(0, 0, 0, 0)
-        return Sources(ended.computed_tokens, 0, ended.cached_tokens - ended.pooled_tokens, ended.pooled_tokens)
+        pooled = min(ended.pooled_tokens, ended.cached_tokens)
+        return Sources(ended.computed_tokens, 0, ended.cached_tokens - pooled, pooled)
     cached_there = max(0, ended.cached_tokens - admitted.cached_tokens) if ended else 0
     received_cached = min(cached_there, admitted.received_tokens)
     received_pooled = min(received_cached, ended.pooled_tokens) if ended else 0
+    pooled = min(admitted.pooled_tokens, admitted.cached_tokens)
     return Sources(
         computed_prefill=admitted.received_tokens - received_cached,
         computed_decode=admitted.computed_tokens,
-        local_cache=admitted.cached_tokens - admitted.pooled_tokens + received_cached - received_pooled,
-        pool=admitted.pooled_tokens + received_pooled,
+        local_cache=admitted.cached_tokens - pooled + received_cached - received_pooled,
+        pool=pooled + received_pooled,
     )
 
 

@@ -27,9 +27,10 @@ from baton.types import (
 )
 from baton.wire import PROTOCOL_VERSION
 from coordinator.core import messages as m
-from coordinator.core.brain import Arrival, Brain
+from coordinator.core.brain import Brain
 from coordinator.core.identity import JoinInfo
 from coordinator.core.placement import Placement
+from coordinator.core.reception import Arrival
 from coordinator.core.registry import Registry
 from coordinator.core.settings import Settings
 from coordinator.core.simple_policies import LeastLoaded
@@ -250,3 +251,11 @@ def ticket_for(node: Incarnation, key: AttemptKey, writer: Incarnation) -> Ticke
         segment=SegmentRef("s", node),
         fence=1,
     )
+
+
+def stream_one(world: World, prefill: Incarnation, decode: Incarnation) -> AttemptKey:
+    key = world.key(decode)
+    world.reserve(decode, key, prefill)
+    world.prefill_ended(prefill, key)
+    world.token(decode, key, 0)
+    return key
