@@ -74,6 +74,8 @@ POINTS: dict[str, frozenset[Action]] = {
     "pool.find.before": _PASSING,  # in the pool, as the next two
     "pool.seal.before": _PASSING,
     "pool.seal.after": _PASSING,
+    "pool.disk.read": _SIMPLE,  # of one block; an error is the disk's
+    "pool.disk.write": _SIMPLE | {Action.CORRUPT},
     "link.node.send": frozenset({Action.DELAY, Action.DROP, Action.DUPLICATE, Action.EXIT}),
     "link.coordinator.send": frozenset({Action.DELAY, Action.DROP, Action.DUPLICATE, Action.EXIT}),
 }

@@ -10,7 +10,7 @@ from kv_pool.process import host_pool
 
 POOL_FIELDS = (
     *("coordinator", "cluster_token", "insecure", "name", "listen", "health_port", "segment_dir", "silence"),
-    *("pool_memory", "pool_eviction", "log_level", "log_format"),
+    *("pool_memory", "pool_disk", "pool_disk_dir", "state_dir", "pool_eviction", "log_level", "log_format"),
 )
 
 

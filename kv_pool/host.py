@@ -5,7 +5,8 @@ block known. Attachments end by their own goodbye or by proof: their byte of the
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -19,12 +20,16 @@ from baton.failpoints import FAILPOINTS
 from baton.kv_layout import DTYPE_BYTES, KVLayout
 from baton.segment import host_id
 from baton.types import mint_id
+from kv_pool.arrivals import Arrival, Arrivals
 from kv_pool.core.chain import Chain
-from kv_pool.core.cost_eviction import CostEviction
-from kv_pool.core.eviction import Evictor, Lru
+from kv_pool.core.disk import Move
 from kv_pool.core.holders import Found, Granted, Holder, PinId, Publication, PublicationId
+from kv_pool.core.ledger import PoolLedger
+from kv_pool.core.policies import Eviction
 from kv_pool.core.pool import Pool
 from kv_pool.core.tier import Tier
+from kv_pool.disk_mount import DiskTerms
+from kv_pool.disk_tier import DiskTier
 from kv_pool.store import Store, make
 from kv_pool.terms import PROTOCOL_VERSION, RETRY
 
@@ -51,28 +56,57 @@ class Desk:
     fence: int
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The longest prefix of `chain` that may be read, of at most `most_tokens`; with `partial` the block that goes on
+    from there, too. `token_seconds`: what the node takes to compute a token, None if it does not know."""
+
+    chain: Chain
+    most_tokens: int
+    partial: bool = True
+    token_seconds: float | None = None
+
+
 class _Open:
     """Everything that there is from the first attachment on."""
 
-    def __init__(self, applicant: Applicant, store: Store, eviction: str) -> None:
+    def __init__(
+        self, applicant: Applicant, store: Store, terms: DiskTerms | None, eviction: Eviction, clock: Clock
+    ) -> None:
         self.digest, self.layout = applicant.digest, applicant.layout
         self.store = store
         blocks, tokens = len(store.rows), applicant.layout.block_size
-        evictor: Evictor = CostEviction(blocks, tokens) if eviction == "cost" else Lru(blocks)
-        self.pool = Pool(Tier(blocks, tokens, evictor))
+        self.pool = Pool(Tier(blocks, tokens, eviction(blocks, tokens)))
+        self.disk = DiskTier(terms, eviction, self.pool, store, self.digest, self.layout, clock) if terms else None
+        self.arrivals = Arrivals(self.pool, clock, carry_out=self.carry_out, sealed=self.sealed)
+        self.arrivals.sources += [self.disk] if self.disk else []
+
+    def carry_out(self, moves: Sequence[Move]) -> Awaitable[None] | None:
+        return self.disk.carry_out(moves) if self.disk else None
+
+    def sealed(self, blocks: Sequence[int], checksums: Sequence[int]) -> None:
+        if self.disk is not None:
+            self.disk.sealed(blocks, checksums)
+
+    async def close(self) -> None:
+        await self.arrivals.close()
+        if self.disk is not None:
+            await self.disk.close()
+        self.store.close()
 
 
 class PoolHost:
-    """`size` of the segment in bytes. `opened` is called when there is a segment, `changed` when the index has gained
-    or lost blocks."""
+    """`size` of the segment in bytes; `disk`: none if None. `opened` is called when there is a segment, `changed` when
+    the index has gained or lost blocks."""
 
     def __init__(
         self,
         folder: Path,
         size: int,
-        eviction: str,
+        eviction: Eviction,
         clock: Clock,
         *,
+        disk: DiskTerms | None = None,
         opened: Callable[[], None] = lambda: None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
@@ -82,6 +116,7 @@ class PoolHost:
         self.counters: dict[str, float] = {}
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._folder, self._size, self._eviction = folder, size, eviction
+        self._disk_terms = disk
         self._clock = clock
         self._opened, self._changed = opened, changed
         self._opening = asyncio.Lock()
@@ -125,7 +160,14 @@ class PoolHost:
         return (BlockHash(index.name(block)) for block in range(self.pool.memory.total) if block in index)
 
     def all_counters(self) -> dict[str, float]:
-        return self.counters | {'baton_pool_evictions_total{tier="memory"}': float(self.pool.memory.evictions)}
+        it = self._it
+        evicted = {'baton_pool_evictions_total{tier="memory"}': float(it.pool.memory.evictions)}
+        return self.counters | it.arrivals.counters | evicted | (it.disk.counters() if it.disk else {})
+
+    def disk_ledger(self) -> PoolLedger | None:
+        """Of the disk's slots, if there is one."""
+        disk = self._it.disk
+        return disk.ledger(self._clock()) if disk else None
 
     # attachments
 
@@ -155,12 +197,32 @@ class PoolHost:
 
     # questions
 
-    def find(self, desk: Desk, chain: Chain, most_tokens: int, *, partial: bool) -> Found:
+    def find(self, desk: Desk, asked: Question) -> tuple[Found, Arrival | None]:
+        """What is here, and what brings more: then `find_more` has the rest of the answer."""
         FAILPOINTS.hit("pool.find.before")
-        found = self.pool.find(desk.holder, chain, most_tokens, self._clock(), partial=partial)
+        found = self._find(desk, asked)
         self._count("baton_pool_finds_total{result=" + ('"hit"}' if found.blocks else '"miss"}'))
         self._count('baton_pool_found_blocks_total{tier="memory"}', len(found.blocks))
-        return found
+        return found, self._expect(asked, found)
+
+    async def find_more(self, desk: Desk, asked: Question, arrival: Arrival, known: int) -> Found:
+        """What is here when nothing more comes; `known` blocks were before. Raises Stale if the attachment is over by
+        then."""
+        found, waiting = Found(None, array("i")), arrival
+        while True:
+            await waiting.over.wait()
+            if not self.pool.is_live(desk.holder):
+                raise Stale(f"{desk.holder} is not attached any more")
+            before, found = found, self._find(desk, asked)
+            if before.pin is not None:
+                self.pool.release(desk.holder, before.pin)
+            came = max(0, len(found.blocks) - known)
+            self._count(f'baton_pool_found_blocks_total{{tier="{waiting.tier}"}}', came)
+            known += came
+            following = self._expect(asked, found) if came else None
+            if following is None:
+                return found
+            waiting = following
 
     def release(self, desk: Desk, pins: Sequence[int]) -> None:
         """Raises InvalidRequest for a pin that it does not hold."""
@@ -170,14 +232,16 @@ class PoolHost:
             except KeyError:
                 raise InvalidRequest(f"pin {pin} is not one of {desk.holder}'s") from None
 
-    def reserve(self, desk: Desk, chain: Chain, first: int) -> Granted:
-        """Raises InvalidRequest when it has too many unfinished publications."""
+    def reserve(self, desk: Desk, chain: Chain, first: int) -> tuple[Granted, Awaitable[None] | None]:
+        """Places, and what is to be waited for before they are written to. Raises InvalidRequest when it has too many
+        unfinished publications."""
         if self.pool.unfinished(desk.holder) >= _PUBLICATIONS:
             raise InvalidRequest(f"{desk.holder} has {_PUBLICATIONS} unfinished publications: seal or withdraw one")
         granted = self.pool.reserve(desk.holder, chain, first, self._clock())
+        room_made = self._it.carry_out(self.pool.take_moves())
         if granted.publication is None and granted.first < len(chain):
             self._count("baton_pool_grants_refused_total")
-        return granted
+        return granted, room_made
 
     async def seal(self, desk: Desk, publication: int, checksums: Sequence[int]) -> Found:
         """Raises ChecksumMismatch if a copy is not whole; its places are free then. Raises Stale if the attachment is
@@ -195,6 +259,7 @@ class PoolHost:
             self._count("baton_pool_checksum_failures_total")
             self.pool.withdraw(desk.holder, number)
             raise ChecksumMismatch(f"publication {publication}: a copy is not what its checksum says")
+        self._it.sealed(blocks, checksums)
         found = self.pool.seal(desk.holder, number, len(blocks), self._clock())
         FAILPOINTS.hit("pool.seal.after")
         return found
@@ -204,14 +269,22 @@ class PoolHost:
         self._writing(desk, publication)
         self.pool.withdraw(desk.holder, PublicationId(publication))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._closed = True
         if self._retry is not None:
             self._retry.cancel()
         if self._open is not None:
-            self._open.store.close()
+            await self._open.close()
 
     # inside
+
+    def _find(self, desk: Desk, asked: Question) -> Found:
+        return self.pool.find(desk.holder, asked.chain, asked.most_tokens, self._clock(), partial=asked.partial)
+
+    def _expect(self, asked: Question, found: Found) -> Arrival | None:
+        size = asked.chain.block_size  # of a last block that is wanted in part all of it has to come
+        most = min(len(asked.chain), -(-asked.most_tokens // size) if asked.partial else asked.most_tokens // size)
+        return self._it.arrivals.expect(asked.chain, found, most, asked.token_seconds)
 
     async def _make(self, applicant: Applicant) -> None:
         try:
@@ -220,7 +293,7 @@ class PoolHost:
             if not self.failed.done():
                 self.failed.set_exception(error)
             raise
-        self._open = _Open(applicant, store, self._eviction)
+        self._open = _Open(applicant, store, self._disk_terms, self._eviction, self._clock)
         self.pool.memory.follow(gained=self._gained, losing=self._losing)
         self._log.info("segment made", segment=store.name, blocks=len(store.rows), block_bytes=self.layout.block_bytes)
         self._opened()

@@ -11,6 +11,7 @@ from baton.config import Config
 from baton.coordinator_link import CoordinatorLink
 from baton.pb import cluster_pb2
 from baton.types import Incarnation, mint_id
+from kv_pool.core.ledger import PoolLedger
 from kv_pool.host import PoolHost
 
 ROLE = "pool"
@@ -84,10 +85,16 @@ class Membership:
     # telling
 
     def _ledger(self, query: int) -> cluster_pb2.NodeMessage:
-        snapshot = self._host.pool.ledger(self._clock())
-        counts = {state.value: count for state, count in snapshot.counts.items()}
-        owners = ((one.holder, one.state.value, one.blocks, one.age) for one in snapshot.entries)
-        return wire.ledger_to_pb(query, self._name, self._incarnation, snapshot.total, counts, owners)
+        told = self._account(query, self._name, self._host.pool.ledger(self._clock()))
+        slots = self._host.disk_ledger()
+        if slots is not None:
+            told.ledger.disk.CopyFrom(self._account(query, f"{self._name} disk", slots).ledger.ledger)
+        return told
+
+    def _account(self, query: int, name: str, ledger: PoolLedger) -> cluster_pb2.NodeMessage:
+        counts = {state.value: count for state, count in ledger.counts.items()}
+        owners = ((one.holder, one.state.value, one.blocks, one.age) for one in ledger.entries)
+        return wire.ledger_to_pb(query, name, self._incarnation, ledger.total, counts, owners)
 
     def _tell_changes(self) -> None:
         self._telling = None

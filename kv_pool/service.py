@@ -1,7 +1,9 @@
-"""PoolLink: one stream, one attachment. Questions are answered at once, but for a seal, which waits for its blocks to
-be read back; so answers may come in another order than questions."""
+"""PoolLink: one stream, one attachment. Questions are answered at once, but for those that wait: a seal until its
+blocks have been read back, places that are not free before what was there is copied, and a look-up of which more is on
+its way here, which is answered twice. So answers may come in another order than questions."""
 
 import asyncio
+from collections.abc import Awaitable, Coroutine
 from typing import Any
 
 import grpc
@@ -13,11 +15,12 @@ from baton.pb import pool_pb2 as pb
 from baton.pb import pool_pb2_grpc
 from kv_pool.core.chain import Chain
 from kv_pool.core.holders import Found
-from kv_pool.host import Applicant, Desk, PoolHost
+from kv_pool.host import Applicant, Desk, PoolHost, Question
 
 _FIRST_TIMEOUT = 5.0  # seconds until the first question
 _LAST_WORDS = 2.0  # seconds that a node has to take the last answers of a pool that stops
 _UNREAD = 4096  # answers; a node that leaves so many unread is given up
+_SLOW = 256  # answers that wait for something; a look-up that comes then waits for nothing
 
 Context = Any  # grpc.aio.ServicerContext, which ships without types
 
@@ -65,7 +68,7 @@ class _Stream:
         self._context = context
         self._stop = asyncio.Event()
         self._answers: asyncio.Queue[pb.PoolAnswer] = asyncio.Queue(_UNREAD)
-        self._seals: set[asyncio.Task[None]] = set()
+        self._slow: set[asyncio.Task[None]] = set()  # answers that take a while
 
     def stop(self) -> None:
         self._stop.set()
@@ -91,7 +94,7 @@ class _Stream:
                 if task.done():
                     task.result()
         finally:
-            tasks |= self._seals
+            tasks |= self._slow
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -113,8 +116,8 @@ class _Stream:
             self._answers.task_done()
 
     async def _flush(self) -> None:
-        if self._seals:
-            await asyncio.wait(self._seals)
+        if self._slow:
+            await asyncio.wait(self._slow)
         await self._answers.join()
 
     def _say(self, question: int, **answer: Any) -> None:
@@ -128,31 +131,49 @@ class _Stream:
         host, desk = self._host, self._desk
         match question.WhichOneof("question"):
             case "find":
-                find = question.find
-                found = host.find(desk, self._chain(find.chain), find.max_tokens, partial=find.partial)
-                self._say(question.id, found=_found(found))
+                self._find(question.id, question.find)
             case "release":
                 host.release(desk, question.release.pins)
             case "reserve":
-                granted = host.reserve(desk, self._chain(question.reserve.chain), question.reserve.first)
+                granted, room_made = host.reserve(desk, self._chain(question.reserve.chain), question.reserve.first)
                 places = pb.Granted(publication=granted.publication or 0, first=granted.first, blocks=granted.blocks)
-                self._say(question.id, granted=places)
+                if room_made is None:
+                    self._say(question.id, granted=places)
+                else:
+                    self._take_time(self._grant(question.id, places, room_made))
             case "seal":
-                task = asyncio.create_task(self._seal(question.id, question.seal))
-                self._seals.add(task)
-                task.add_done_callback(self._seals.discard)
+                seal = question.seal
+                self._take_time(self._found(question.id, host.seal(desk, seal.publication, seal.checksums)))
             case "withdraw":
                 host.withdraw(desk, question.withdraw.publication)
             case other:
                 raise InvalidRequest(f"question {other!r} cannot be asked here")
 
-    async def _seal(self, question: int, seal: pb.SealPlaces) -> None:
+    def _find(self, number: int, find: pb.FindPrefix) -> None:
+        asked = Question(self._chain(find.chain), find.max_tokens, find.partial, find.token_seconds or None)
+        found, arrival = self._host.find(self._desk, asked)
+        answer = _found_pb(found)
+        if arrival is not None and len(self._slow) < _SLOW:
+            answer.loading, answer.patience = arrival.blocks, arrival.patience
+            self._take_time(self._found(number, self._host.find_more(self._desk, asked, arrival, len(found.blocks))))
+        self._say(number, found=answer)
+
+    def _take_time(self, answering: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(answering)
+        self._slow.add(task)
+        task.add_done_callback(self._slow.discard)
+
+    async def _grant(self, question: int, places: pb.Granted, room_made: Awaitable[None]) -> None:
+        await room_made
+        self._say(question, granted=places)
+
+    async def _found(self, question: int, finding: Coroutine[None, None, Found]) -> None:
         try:
-            found = await self._host.seal(self._desk, seal.publication, seal.checksums)
+            found = await finding
         except BatonError as error:
             self._say(question, error=wire.error_to_pb(error))
         else:
-            self._say(question, found=_found(found))
+            self._say(question, found=_found_pb(found))
 
     def _chain(self, chain: pb.Chain) -> Chain:
         """Raises InvalidRequest."""
@@ -181,6 +202,6 @@ def _applicant(attach: pb.AttachPool) -> Applicant:
     )
 
 
-def _found(found: Found) -> pb.Found:
+def _found_pb(found: Found) -> pb.Found:
     block, tokens = found.partial or (0, 0)
     return pb.Found(pin=found.pin or 0, blocks=found.blocks, partial_block=block, partial_tokens=tokens)

@@ -1,4 +1,5 @@
-"""The pool's memory: the segment, its fence file, and the one thread that reads back what publishers copied."""
+"""The pool's memory: the segment, its fence file, and the one thread that reads it: to verify what publishers copied,
+and to copy what goes to disk."""
 
 import asyncio
 import os
@@ -49,6 +50,10 @@ class Store:
         loop = asyncio.get_running_loop()
         whole = await loop.run_in_executor(self._verifier, self.rows.whole, blocks, checksums)
         return whole == len(blocks)
+
+    def soon(self, call: Callable[[], None]) -> "asyncio.Future[None]":
+        """After what is being verified, and before what will be."""
+        return asyncio.get_running_loop().run_in_executor(self._verifier, call)
 
     def close(self) -> None:
         """Those who map the segment keep it until they let go."""
