@@ -17,8 +17,10 @@ from coordinator.core.workload import Asked
 
 LONG = 480.0  # seconds that are remembered
 ANEW, MOST = 10.0, 0.6
-NEAREST = 16  # splits around the present one that are played through
-AT_ONCE = 512  # requests between two looks: of more, so many are taken, which bounds what a look costs
+NEAREST = 16  # splits around the present one that are played through, the present one among them
+AT_ONCE = 512  # requests between two looks: of more, so many are taken
+PLAYS = 1024  # requests times splits: with many requests fewer splits are played through, so that a look is short
+_FEWEST = 3  # the present split and one on each side
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ class Hindsight:
         now: float,
     ) -> None:
         """All that came since the last time. `splits` are those that may be, the present one among them."""
-        near = sorted(splits, key=lambda split: abs(split.prefill - present.prefill))[:NEAREST]
+        near = sorted(splits, key=lambda split: abs(split.prefill - present.prefill))
+        near = near[: max(_FEWEST, min(NEAREST, PLAYS // max(1, len(asked))))]
         self._keep(near, present, machine)
         before = {split: replay.missed for split, replay in self._replays.items()}
         for replay in self._replays.values():

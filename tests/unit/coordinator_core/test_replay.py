@@ -108,3 +108,12 @@ def test_nodes_that_come_and_go_are_no_error() -> None:
     hindsight.add([(5.5, PROMPT)], 1.0, MACHINE, seven, Split(3, 4), 6.0)
     assert hindsight.missed(Split(3, 4)) == 5, "it was not there before: as many as came"
     assert hindsight.saved(Split(3, 4), Split(4, 4)) == 0
+
+
+def test_with_many_requests_fewer_splits_are_played_through() -> None:
+    """So a look does not take ever longer. Of a split that is not, all count as missed."""
+    splits, present = [Split(number, 20 - number) for number in range(1, 20)], Split(10, 10)
+    for requests, played in ((10, 16), (512, 3)):
+        hindsight = Hindsight(SLO, 0.0)
+        hindsight.add([(1.0, PROMPT)] * requests, 0.001, MACHINE, splits, present, 60.0)
+        assert sum(hindsight.missed(split) < requests for split in splits) == played
