@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.block_hash import BlockHash
-from baton.types import BlockIndex
+from baton.types import BlockIndex, PeerAddress
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,17 @@ class PoolHit:
     pin: PoolPin | None
     blocks: tuple[BlockIndex, ...]
     partial: tuple[BlockIndex, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Another host's pool that seems to have the first `tokens` of a context, which is more than there is on this host.
+    Its endpoint is the HOST:PORT where it answers. Computing one of the tokens that lack here takes `token_seconds` on
+    the node that is to compute them, as far as is known."""
+
+    pool: PeerAddress
+    tokens: int
+    token_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,12 +99,13 @@ def input_from_pb(message: pb.NodeMessage) -> m.NodeInput | None:
 
 def order_to_pb(order: m.NodeOrder) -> pb.CoordinatorMessage:
     match order:
-        case m.Submit(work, writer, share):
-            peer = wire.peer_to_pb(writer) if writer else None
-            submit = pb.Submit(work=wire.work_to_pb(work), writer=peer, prefill_share=share)
+        case m.Submit(work, writer, share, elsewhere):
+            peer, there = wire.peer_to_pb(writer) if writer else None, wire.elsewhere_to_pb(elsewhere)
+            submit = pb.Submit(work=wire.work_to_pb(work), writer=peer, prefill_share=share, elsewhere=there)
             return pb.CoordinatorMessage(submit=submit)
-        case m.Prefill(work, alone):
-            return pb.CoordinatorMessage(prefill=pb.Prefill(work=wire.work_to_pb(work), alone=alone))
+        case m.Prefill(work, alone, elsewhere):
+            there = wire.elsewhere_to_pb(elsewhere)
+            return pb.CoordinatorMessage(prefill=pb.Prefill(work=wire.work_to_pb(work), alone=alone, elsewhere=there))
         case m.GiveTicket(ticket):
             return pb.CoordinatorMessage(ticket=pb.GiveTicket(ticket=wire.ticket_to_pb(ticket)))
         case m.Cancel(key, reason):

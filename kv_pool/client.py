@@ -66,9 +66,9 @@ class PoolClient:
         self._loop = asyncio.get_running_loop()
         self._publisher.start()
         try:
-            dialer = await asyncio.to_thread(Dialer, self._config.address, self._config.token)
+            dialer = await asyncio.to_thread(Dialer, self._config.token)
             while True:
-                async with dialer.dial() as channel:
+                async with dialer.dial(self._config.address) as channel:
                     await self._session(Session(channel))
                 await asyncio.sleep(RETRY)  # a redial's pause, not a poll
         finally:

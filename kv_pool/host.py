@@ -17,7 +17,7 @@ from baton.clock import Clock
 from baton.errors import ChecksumMismatch, ConfigError, InvalidRequest, LayoutMismatch, Stale
 from baton.failpoints import FAILPOINTS
 from baton.kv_layout import DTYPE_BYTES, KVLayout
-from baton.segment import host_id
+from baton.segment import host_id as host_of
 from baton.types import mint_id
 from kv_pool.core.chain import Chain
 from kv_pool.core.cost_eviction import CostEviction
@@ -63,7 +63,7 @@ class _Open:
 
 
 class PoolHost:
-    """`size` of the segment in bytes. `opened` is called when there is a segment, `changed` when the index has gained
+    """`size` of the segment in bytes; `host_id` is that of the folder by default. `opened` is called when there is a segment, `changed` when the index has gained
     or lost blocks."""
 
     def __init__(
@@ -73,11 +73,12 @@ class PoolHost:
         eviction: str,
         clock: Clock,
         *,
+        host_id: str = "",
         opened: Callable[[], None] = lambda: None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.incarnation = mint_id(64)
-        self.host_id = host_id(folder)
+        self.host_id = host_id or host_of(folder)
         self.journal = CacheJournal()
         self.counters: dict[str, float] = {}
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -111,6 +112,14 @@ class PoolHost:
     def segment(self) -> str:
         """Its name."""
         return self._it.store.name
+
+    @property
+    def memory(self) -> memoryview:
+        """Of the segment."""
+        return self._it.store.view
+
+    async def checksums(self, blocks: Sequence[int]) -> Sequence[int]:
+        return await self._it.store.checksums(blocks)
 
     @property
     def _it(self) -> _Open:

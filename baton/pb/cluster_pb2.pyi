@@ -652,23 +652,37 @@ class Ticket(_message.Message):
     fence: int
     def __init__(self, id: _Optional[str] = ..., key: _Optional[_Union[AttemptKey, _Mapping]] = ..., decode: _Optional[_Union[Peer, _Mapping]] = ..., writer: _Optional[str] = ..., first_block: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., ttl_seconds: _Optional[float] = ..., transport: _Optional[str] = ..., segment: _Optional[str] = ..., fence: _Optional[int] = ...) -> None: ...
 
+class Elsewhere(_message.Message):
+    __slots__ = ("pool", "tokens", "token_seconds")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    pool: Peer
+    tokens: int
+    token_seconds: float
+    def __init__(self, pool: _Optional[_Union[Peer, _Mapping]] = ..., tokens: _Optional[int] = ..., token_seconds: _Optional[float] = ...) -> None: ...
+
 class Submit(_message.Message):
-    __slots__ = ("work", "writer", "prefill_share")
+    __slots__ = ("work", "writer", "prefill_share", "elsewhere")
     WORK_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SHARE_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     work: Work
     writer: Peer
     prefill_share: float
-    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., writer: _Optional[_Union[Peer, _Mapping]] = ..., prefill_share: _Optional[float] = ...) -> None: ...
+    elsewhere: Elsewhere
+    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., writer: _Optional[_Union[Peer, _Mapping]] = ..., prefill_share: _Optional[float] = ..., elsewhere: _Optional[_Union[Elsewhere, _Mapping]] = ...) -> None: ...
 
 class Prefill(_message.Message):
-    __slots__ = ("work", "alone")
+    __slots__ = ("work", "alone", "elsewhere")
     WORK_FIELD_NUMBER: _ClassVar[int]
     ALONE_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     work: Work
     alone: bool
-    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., alone: _Optional[bool] = ...) -> None: ...
+    elsewhere: Elsewhere
+    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., alone: _Optional[bool] = ..., elsewhere: _Optional[_Union[Elsewhere, _Mapping]] = ...) -> None: ...
 
 class GiveTicket(_message.Message):
     __slots__ = ("ticket",)

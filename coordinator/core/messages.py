@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from baton.errors import BatonError
 from baton.pb.cluster_pb2 import NodeStats
 from baton.pb.common_pb2 import HandoffReport, Timeline
+from baton.pool_terms import Elsewhere
 from baton.ratio import Split
 from baton.types import (
     AttemptKey,
@@ -150,17 +151,22 @@ NodeInput = (
 @dataclass(frozen=True, slots=True)
 class Submit:
     """Without a writer the node computes the prompt itself. From now on prompts that are computed there may make a step
-    of running sequences longer by `prefill_share` of it; 0: there is no such bound."""
+    of running sequences longer by `prefill_share` of it; 0: there is no such bound. `elsewhere`: another host's pool
+    that has more of the context than there is on the node's."""
 
     work: Work
     writer: PeerAddress | None
     prefill_share: float = 0.0
+    elsewhere: Elsewhere | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
+    """`elsewhere`: as in Submit."""
+
     work: Work
     alone: bool
+    elsewhere: Elsewhere | None = None
 
 
 @dataclass(frozen=True, slots=True)
