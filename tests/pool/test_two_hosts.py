@@ -1,0 +1,41 @@
+"""Two hosts with a pool each, as real processes: a prefix is computed on one of them and moved to the other once."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import Cluster
+from tests.models import build_model, clear_prompts
+from tests.pool.cluster import metric, sources
+from tests.pool.test_pool_cluster import published
+from tests.pool.two_hosts import two_hosts
+
+OUTPUT = 8
+
+
+async def promotions(cluster: Cluster) -> dict[str, float]:
+    names = ("started", "done", "failed")
+    return {name: await metric(cluster, rf"baton_pool_promotions_{name}_total\S*") for name in names}
+
+
+@pytest.mark.asyncio
+async def test_a_prefix_is_computed_once_and_moved_once(tmp_path: Path) -> None:
+    model = build_model("llama", tmp_path)
+    prefix = [token % 500 for token in range(7, 7 * 801, 7)][:800]
+    asked = clear_prompts(model, (820,) * 6, OUTPUT, shared_prefix=prefix)
+    settings = {"model": str(model), "dtype": "float32", "threads": "1", "placement": "round_robin"}
+    async with two_hosts(tmp_path, **settings) as cluster:
+        first = await cluster.generate(asked[0].prompt, max_tokens=OUTPUT, temperature=0.0)
+        assert first.tokens == asked[0].answer
+        assert (await sources(cluster, first))["computed_prefill"] == 820
+        await published(cluster, 50)
+        answers = await asyncio.gather(
+            *(cluster.generate(one.prompt, max_tokens=OUTPUT, temperature=0.0) for one in asked[1:])
+        )
+        for one, answer in zip(asked[1:], answers, strict=True):
+            assert answer.tokens == one.answer
+            came = await sources(cluster, answer)
+            assert came["computed_prefill"] + came["computed_decode"] <= 20, came
+        assert await promotions(cluster) == {"started": 1, "done": 1, "failed": 0}
+        assert await metric(cluster, r"baton_pool_promoted_blocks_total\S*") == 50
