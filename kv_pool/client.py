@@ -22,9 +22,10 @@ from baton.wire import layout_to_pb
 from kv_pool.attachment import MISS, Attachment, Mappings
 from kv_pool.line import Line
 from kv_pool.link import Dialer
+from kv_pool.lookup import Lookup
 from kv_pool.publisher import Job, Publisher
 from kv_pool.session import Session
-from kv_pool.terms import FIND_PATIENCE, FIRST_PATIENCE, PROTOCOL_VERSION, RETRY, PoolClientConfig
+from kv_pool.terms import FIRST_PATIENCE, PROTOCOL_VERSION, RETRY, PoolClientConfig
 
 _GOODBYE_PATIENCE = 1.0  # seconds
 
@@ -83,12 +84,15 @@ class PoolClient:
         then: Callable[[PoolHit], None],
         *,
         partial: bool = True,
+        token_seconds: float | None = None,
     ) -> None:
-        """Look a prompt up: `names` and `tokens` as in kv_pool/core/chain.py. `then` is called once, on the loop,
-        within FIND_PATIENCE."""
+        """Look a prompt up: `names` and `tokens` as in kv_pool/core/chain.py; `token_seconds` is what this node takes
+        to compute a token of a prompt, if it knows. `then` is called once, on the loop: within FIND_PATIENCE, or, if
+        more is on its way to the pool's memory, by when computing that would have been as quick, but within
+        LOAD_PATIENCE."""
         chain = pb.Chain(root=root, names=names, tokens=tokens)
-        question = pb.PoolQuestion(find=pb.FindPrefix(chain=chain, max_tokens=max_tokens, partial=partial))
-        self._soon(lambda: self._find(question, then))
+        find = pb.FindPrefix(chain=chain, max_tokens=max_tokens, partial=partial, token_seconds=token_seconds or 0.0)
+        self._soon(lambda: self._find(pb.PoolQuestion(find=find), then))
 
     def release(self, pin: PoolPin) -> None:
         """Nothing that it pins is read any more. Raises ValueError for a pin that is not held."""
@@ -179,8 +183,7 @@ class PoolClient:
         if line is None:
             then(MISS)
             return
-        lookup = _Lookup(line, then, late=lambda: self._count("baton_pool_lookups_late_total"))
-        line.session.ask(question).add_done_callback(lookup.answered)
+        Lookup(line, question, then, self._count)
 
     # publishing, on the loop
 
@@ -203,29 +206,3 @@ class PoolClient:
 
     def _count(self, name: str, amount: float = 1.0) -> None:
         self._counters[name] = self._counters.get(name, 0.0) + amount
-
-
-class _Lookup:
-    """One question, answered in time or a miss. What comes later is released at once."""
-
-    def __init__(self, line: Line, then: Callable[[PoolHit], None], late: Callable[[], None]) -> None:
-        self._line = line
-        self._then = then
-        self._late = late
-        self._open = True
-        self._timer = asyncio.get_running_loop().call_later(FIND_PATIENCE, self._expire)
-
-    def answered(self, answer: "asyncio.Future[pb.PoolAnswer]") -> None:
-        hit = self._line.attachment.hit(answer.result().found) if answer.exception() is None else MISS
-        if self._open:
-            self._open = False
-            self._timer.cancel()
-            self._then(hit)
-        elif hit.pin is not None:
-            self._line.release(hit.pin)
-
-    def _expire(self) -> None:
-        if self._open:
-            self._open = False
-            self._late()
-            self._then(MISS)

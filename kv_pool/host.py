@@ -5,6 +5,7 @@ block known. Attachments end by their own goodbye or by proof: their byte of the
 """
 
 import asyncio
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -19,8 +20,10 @@ from baton.failpoints import FAILPOINTS
 from baton.kv_layout import DTYPE_BYTES, KVLayout
 from baton.segment import host_id as host_of
 from baton.types import mint_id
+from kv_pool.arrivals import Arrival, Arrivals
 from kv_pool.core.chain import Chain
 from kv_pool.core.cost_eviction import CostEviction
+from kv_pool.core.disk import Move
 from kv_pool.core.eviction import Evictor, Lru
 from kv_pool.core.holders import Found, Granted, Holder, PinId, Publication, PublicationId
 from kv_pool.core.pool import Pool
@@ -51,15 +54,27 @@ class Desk:
     fence: int
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The longest prefix of `chain` that may be read, of at most `most_tokens`; with `partial` the block that goes on
+    from there, too. `token_seconds`: what the node takes to compute a token, None if it does not know."""
+
+    chain: Chain
+    most_tokens: int
+    partial: bool = True
+    token_seconds: float | None = None
+
+
 class _Open:
     """Everything that there is from the first attachment on."""
 
-    def __init__(self, applicant: Applicant, store: Store, eviction: str) -> None:
+    def __init__(self, applicant: Applicant, store: Store, eviction: str, clock: Clock) -> None:
         self.digest, self.layout = applicant.digest, applicant.layout
         self.store = store
         blocks, tokens = len(store.rows), applicant.layout.block_size
         evictor: Evictor = CostEviction(blocks, tokens) if eviction == "cost" else Lru(blocks)
         self.pool = Pool(Tier(blocks, tokens, evictor))
+        self.arrivals = Arrivals(self.pool, clock, carry_out=_nothing, sealed=lambda blocks, checksums: None)
 
 
 class PoolHost:
@@ -133,7 +148,11 @@ class PoolHost:
         return (BlockHash(index.name(block)) for block in range(self.pool.memory.total) if block in index)
 
     def all_counters(self) -> dict[str, float]:
-        return self.counters | {'baton_pool_evictions_total{tier="memory"}': float(self.pool.memory.evictions)}
+        return (
+            self.counters
+            | self._it.arrivals.counters
+            | {'baton_pool_evictions_total{tier="memory"}': float(self.pool.memory.evictions)}
+        )
 
     # attachments
 
@@ -163,12 +182,32 @@ class PoolHost:
 
     # questions
 
-    def find(self, desk: Desk, chain: Chain, most_tokens: int, *, partial: bool) -> Found:
+    def find(self, desk: Desk, asked: Question) -> tuple[Found, Arrival | None]:
+        """What is here, and what brings more: then `find_more` has the rest of the answer."""
         FAILPOINTS.hit("pool.find.before")
-        found = self.pool.find(desk.holder, chain, most_tokens, self._clock(), partial=partial)
+        found = self._find(desk, asked)
         self._count("baton_pool_finds_total{result=" + ('"hit"}' if found.blocks else '"miss"}'))
         self._count('baton_pool_found_blocks_total{tier="memory"}', len(found.blocks))
-        return found
+        return found, self._expect(asked, found)
+
+    async def find_more(self, desk: Desk, asked: Question, arrival: Arrival, known: int) -> Found:
+        """What is here when nothing more comes; `known` blocks were before. Raises Stale if the attachment is over by
+        then."""
+        found, waiting = Found(None, array("i")), arrival
+        while True:
+            await waiting.over.wait()
+            if not self.pool.is_live(desk.holder):
+                raise Stale(f"{desk.holder} is not attached any more")
+            before, found = found, self._find(desk, asked)
+            if before.pin is not None:
+                self.pool.release(desk.holder, before.pin)
+            came = max(0, len(found.blocks) - known)
+            self._count(f'baton_pool_found_blocks_total{{tier="{waiting.tier}"}}', came)
+            known += came
+            following = self._expect(asked, found) if came else None
+            if following is None:
+                return found
+            waiting = following
 
     def release(self, desk: Desk, pins: Sequence[int]) -> None:
         """Raises InvalidRequest for a pin that it does not hold."""
@@ -212,13 +251,21 @@ class PoolHost:
         self._writing(desk, publication)
         self.pool.withdraw(desk.holder, PublicationId(publication))
 
-    def close(self) -> None:
+    async def close(self) -> None:
         if self._retry is not None:
             self._retry.cancel()
         if self._open is not None:
+            await self._open.arrivals.close()
             self._open.store.close()
 
     # inside
+
+    def _find(self, desk: Desk, asked: Question) -> Found:
+        return self.pool.find(desk.holder, asked.chain, asked.most_tokens, self._clock(), partial=asked.partial)
+
+    def _expect(self, asked: Question, found: Found) -> Arrival | None:
+        most = min(len(asked.chain), asked.most_tokens // asked.chain.block_size)
+        return self._it.arrivals.expect(asked.chain, found, most, asked.token_seconds)
 
     async def _make(self, applicant: Applicant) -> None:
         try:
@@ -227,7 +274,7 @@ class PoolHost:
             if not self.failed.done():
                 self.failed.set_exception(error)
             raise
-        self._open = _Open(applicant, store, self._eviction)
+        self._open = _Open(applicant, store, self._eviction, self._clock)
         self.pool.memory.follow(gained=self._gained, losing=self._losing)
         self._log.info("segment made", segment=store.name, blocks=len(store.rows), block_bytes=self.layout.block_bytes)
         self._opened()
@@ -263,6 +310,10 @@ class PoolHost:
 
     def _count(self, name: str, amount: float = 1.0) -> None:
         self.counters[name] = self.counters.get(name, 0.0) + amount
+
+
+def _nothing(moves: Sequence[Move]) -> None:
+    """Without a disk nothing moves."""
 
 
 def _require_sane(applicant: Applicant) -> None:

@@ -102,7 +102,7 @@ class _Process:
             await health.stop()
             if self._peers is not None:
                 await self._peers.close()
-            self._host.close()
+            await self._host.close()
 
     async def _be_member(self, endpoint: str) -> None:
         """From the moment on at which there is something to tell. Without a coordinator, for ever alone."""

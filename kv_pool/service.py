@@ -1,7 +1,9 @@
 """PoolLink: one stream, one attachment. Questions are answered at once, but for a seal, which waits for its blocks to
-be read back; so answers may come in another order than questions."""
+be read back, and for a look-up of which more is on its way here, which is answered twice; so answers may come in
+another order than questions."""
 
 import asyncio
+from collections.abc import Coroutine
 from typing import Any
 
 import grpc
@@ -13,10 +15,11 @@ from baton.pb import pool_pb2 as pb
 from baton.pb import pool_pb2_grpc
 from kv_pool.core.chain import Chain
 from kv_pool.core.holders import Found
-from kv_pool.host import Applicant, Desk, PoolHost
+from kv_pool.host import Applicant, Desk, PoolHost, Question
 
 _FIRST_TIMEOUT = 5.0  # seconds until the first question
 _UNREAD = 4096  # answers; a node that leaves so many unread is given up
+_SLOW = 256  # answers that wait for something; a look-up that comes then waits for nothing
 
 Context = Any  # grpc.aio.ServicerContext, which ships without types
 
@@ -64,7 +67,7 @@ class _Stream:
         self._context = context
         self._stop = asyncio.Event()
         self._answers: asyncio.Queue[pb.PoolAnswer] = asyncio.Queue(_UNREAD)
-        self._seals: set[asyncio.Task[None]] = set()
+        self._slow: set[asyncio.Task[None]] = set()  # answers that take a while
 
     def stop(self) -> None:
         self._stop.set()
@@ -88,7 +91,7 @@ class _Stream:
                 if task.done():
                     task.result()
         finally:
-            tasks |= self._seals
+            tasks |= self._slow
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -110,8 +113,8 @@ class _Stream:
             self._answers.task_done()
 
     async def _flush(self) -> None:
-        if self._seals:
-            await asyncio.wait(self._seals)
+        if self._slow:
+            await asyncio.wait(self._slow)
         await self._answers.join()
 
     def _say(self, question: int, **answer: Any) -> None:
@@ -125,9 +128,7 @@ class _Stream:
         host, desk = self._host, self._desk
         match question.WhichOneof("question"):
             case "find":
-                find = question.find
-                found = host.find(desk, self._chain(find.chain), find.max_tokens, partial=find.partial)
-                self._say(question.id, found=_found(found))
+                self._find(question.id, question.find)
             case "release":
                 host.release(desk, question.release.pins)
             case "reserve":
@@ -135,17 +136,31 @@ class _Stream:
                 places = pb.Granted(publication=granted.publication or 0, first=granted.first, blocks=granted.blocks)
                 self._say(question.id, granted=places)
             case "seal":
-                task = asyncio.create_task(self._seal(question.id, question.seal))
-                self._seals.add(task)
-                task.add_done_callback(self._seals.discard)
+                self._answer_later(
+                    question.id, self._host.seal(desk, question.seal.publication, question.seal.checksums)
+                )
             case "withdraw":
                 host.withdraw(desk, question.withdraw.publication)
             case other:
                 raise InvalidRequest(f"question {other!r} cannot be asked here")
 
-    async def _seal(self, question: int, seal: pb.SealPlaces) -> None:
+    def _find(self, number: int, find: pb.FindPrefix) -> None:
+        asked = Question(self._chain(find.chain), find.max_tokens, find.partial, find.token_seconds or None)
+        found, arrival = self._host.find(self._desk, asked)
+        answer = _found(found)
+        if arrival is not None and len(self._slow) < _SLOW:
+            answer.loading, answer.patience = arrival.blocks, arrival.patience
+            self._answer_later(number, self._host.find_more(self._desk, asked, arrival, len(found.blocks)))
+        self._say(number, found=answer)
+
+    def _answer_later(self, question: int, finding: Coroutine[None, None, Found]) -> None:
+        task = asyncio.create_task(self._found_later(question, finding))
+        self._slow.add(task)
+        task.add_done_callback(self._slow.discard)
+
+    async def _found_later(self, question: int, finding: Coroutine[None, None, Found]) -> None:
         try:
-            found = await self._host.seal(self._desk, seal.publication, seal.checksums)
+            found = await finding
         except BatonError as error:
             self._say(question, error=wire.error_to_pb(error))
         else:

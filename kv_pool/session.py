@@ -1,6 +1,7 @@
 """One stream to the pool, as questions and answers. Belongs to one event loop."""
 
 import asyncio
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -15,23 +16,34 @@ _UNSENT = 256  # questions; a pool that leaves so many unread is asked no more
 _UNANSWERED = 4096
 
 
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A question without its answer."""
+
+    answer: "asyncio.Future[PoolAnswer]"
+    more: "asyncio.Future[PoolAnswer] | None"
+
+
 class Session:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._call: Any = pool_pb2_grpc.PoolLinkStub(channel).Attach()
         self._ids = count(1)
         self._unsent: asyncio.Queue[PoolQuestion] = asyncio.Queue(_UNSENT)
-        self._waiting: dict[int, asyncio.Future[PoolAnswer]] = {}
+        self._waiting: dict[int, _Open] = {}
         self._over = False
 
-    def ask(self, question: PoolQuestion) -> "asyncio.Future[PoolAnswer]":
+    def ask(
+        self, question: PoolQuestion, more: "asyncio.Future[PoolAnswer] | None" = None
+    ) -> "asyncio.Future[PoolAnswer]":
         """The answers' futures are done in the order in which the pool gave them; with PeerGone when the stream ends
-        first, or is too slow to take the question, and with what the pool says if it refuses."""
+        first, or is too slow to take the question, and with what the pool says if it refuses. `more` is for a second
+        answer, if the first one says that there will be one."""
         answer: asyncio.Future[PoolAnswer] = asyncio.get_running_loop().create_future()
         question.id = next(self._ids)
         if self._over or len(self._waiting) >= _UNANSWERED or not self._put(question):
             answer.set_exception(PeerGone("the pool is gone or too slow"))
         else:
-            self._waiting[question.id] = answer
+            self._waiting[question.id] = _Open(answer, more)
         return answer
 
     def tell(self, question: PoolQuestion) -> None:
@@ -63,8 +75,8 @@ class Session:
         self._over = True
         self._call.cancel()
         waiting, self._waiting = self._waiting, {}
-        for answer in waiting.values():
-            _fail(answer, PeerGone(reason))
+        for question in waiting.values():
+            _fail(question.answer, PeerGone(reason))
 
     def _put(self, question: PoolQuestion) -> bool:
         try:
@@ -82,13 +94,15 @@ class Session:
                 return
 
     def _answered(self, answer: PoolAnswer) -> None:
-        waiting = self._waiting.pop(answer.id, None)
-        if waiting is None or waiting.done():
+        question = self._waiting.pop(answer.id, None)
+        if question is None:
             return
+        if question.more is not None and answer.found.loading:
+            self._waiting[answer.id] = _Open(question.more, None)
         if answer.HasField("error"):
-            _fail(waiting, error_from_pb(answer.error))
-        else:
-            waiting.set_result(answer)
+            _fail(question.answer, error_from_pb(answer.error))
+        elif not question.answer.done():
+            question.answer.set_result(answer)
 
 
 def _fail(answer: "asyncio.Future[PoolAnswer]", error: BatonError) -> None:

@@ -23,10 +23,18 @@ class PoolPort(Protocol):
         ...
 
     def find(
-        self, root: BlockHash, names: bytes, tokens: bytes, max_tokens: int, then: Callable[[PoolHit], None]
+        self,
+        root: BlockHash,
+        names: bytes,
+        tokens: bytes,
+        max_tokens: int,
+        then: Callable[[PoolHit], None],
+        *,
+        token_seconds: float | None = None,
     ) -> None:
         """The longest prefix of a chain that the pool has, at most `max_tokens` long. `then` is called once, within
-        50 ms: too slow an answer, or no pool, is a miss."""
+        50 ms: too slow an answer, or no pool, is a miss. If the pool is loading more of it, that is waited for while
+        computing it would take longer, `token_seconds` a token."""
         ...
 
     def release(self, pin: PoolPin) -> None:

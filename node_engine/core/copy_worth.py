@@ -8,13 +8,13 @@ class CopyWorth:
 
     def __init__(self, copy_seconds: float) -> None:
         self._copy_seconds = copy_seconds
-        self._seconds_per_token: float | None = None
+        self.seconds_per_token: float | None = None  # of prompts; None until one has been computed
 
     def computed(self, tokens: int, seconds: float) -> None:
         """A step of prompts took so long for so many tokens."""
-        newest, mean = seconds / tokens, self._seconds_per_token
-        self._seconds_per_token = newest if mean is None else mean + _WEIGHT * (newest - mean)
+        newest, mean = seconds / tokens, self.seconds_per_token
+        self.seconds_per_token = newest if mean is None else mean + _WEIGHT * (newest - mean)
 
     def pays(self, tokens: int) -> bool:
         """Whether a copy that saves computing so many tokens is quicker than computing them."""
-        return self._seconds_per_token is None or tokens * self._seconds_per_token > self._copy_seconds
+        return self.seconds_per_token is None or tokens * self.seconds_per_token > self._copy_seconds

@@ -1,8 +1,8 @@
 """Looking up in the shared pool before the compute thread hears of an order: on the event loop, so that no step waits.
 
-Commands of an attempt whose look-up is under way wait behind it; those that concern all attempts end every wait. A
-look-up during which this node was told of a publication of its own is asked again: the compute thread gives own copies
-up for what was published, so an older answer may lack what is no longer found here.
+Commands of an attempt whose look-up is under way wait behind it; its cancel ends the wait, and those that concern all
+attempts end every wait. A look-up during which this node was told of a publication of its own is asked again: the
+compute thread gives own copies up for what was published, so an older answer may lack what is no longer found here.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,8 @@ class _Waiting:
 
 class Lookups:
     """`deliver` puts a command on the compute thread's inbox. `root_of` names what a request's blocks descend from;
-    `epoch` grows with each publication that was put there."""
+    `epoch` grows with each publication that was put there; `token_seconds` is what computing a token of a prompt takes,
+    None if that is not known yet."""
 
     def __init__(
         self,
@@ -36,12 +37,14 @@ class Lookups:
         block_size: int,
         epoch: Callable[[], int],
         deliver: Callable[[Command], None],
+        token_seconds: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._port = port
         self._root_of = root_of
         self._block_size = block_size
         self._epoch = epoch
         self._deliver = deliver
+        self._token_seconds = token_seconds
         self._waiting: dict[AttemptKey, _Waiting] = {}
         self._hits = self._misses = 0
 
@@ -58,6 +61,8 @@ class Lookups:
             self.flush()
         elif (waiting := self._waiting.get(key)) is not None:
             waiting.followers.append(command)
+            if isinstance(command, Cancel):
+                self._end(waiting, None)
             return
         elif isinstance(command, Submit | Prefill) and self._port is not None and self._port.attached:
             self._begin(command)
@@ -97,7 +102,7 @@ class Lookups:
             else:
                 self._end(waiting, hit)
 
-        self._port.find(root, names, tokens, most, then)
+        self._port.find(root, names, tokens, most, then, token_seconds=self._token_seconds())
 
     def _give_up(self, hit: PoolHit) -> None:
         assert self._port is not None

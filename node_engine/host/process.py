@@ -118,6 +118,7 @@ class _Node:
             block_size=engine.layout.block_size,
             epoch=lambda: sharing.epoch,
             deliver=self._inbox.put,
+            token_seconds=lambda: sharing.worth.seconds_per_token,
         )
         self._parts = NodeParts(
             config=config,

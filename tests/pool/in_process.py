@@ -77,7 +77,14 @@ class Port:
         return {}
 
     def find(
-        self, root: BlockHash, names: bytes, tokens: bytes, max_tokens: int, then: Callable[[PoolHit], None]
+        self,
+        root: BlockHash,
+        names: bytes,
+        tokens: bytes,
+        max_tokens: int,
+        then: Callable[[PoolHit], None],
+        *,
+        token_seconds: float | None = None,
     ) -> None:
         chain = Chain(root, names, tokens, self._pool.layout.block_size)
 

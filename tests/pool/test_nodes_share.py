@@ -95,13 +95,16 @@ def test_an_answer_from_before_a_publication_is_asked_for_again(host: Host) -> N
     host.check()
 
 
-def test_commands_of_an_attempt_wait_for_its_look_up_and_others_do_not(host: Host) -> None:
+def test_an_attempt_waits_for_its_look_up_until_it_is_cancelled_and_others_do_not(host: Host) -> None:
     node = host.prefill[0]
     assert node.port is not None
     node.port.slow = True
     slow, quick = work(PROMPT, request="a"), work(PROMPT, request="b")
     node.tell(Prefill(slow, alone=False))
+    assert node.role.holding == 0
     node.tell(Cancel(slow.key, Cancelled("the client left")))
+    assert slow.key in node.plane.aborted
+    node.let_go()
     assert node.role.holding == 0
     node.port.slow = False
     node.tell(Prefill(quick, alone=False))
