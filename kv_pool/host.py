@@ -18,9 +18,10 @@ from baton.clock import Clock
 from baton.errors import ChecksumMismatch, ConfigError, InvalidRequest, LayoutMismatch, Stale
 from baton.failpoints import FAILPOINTS
 from baton.kv_layout import DTYPE_BYTES, KVLayout
+from baton.pool_terms import Elsewhere
 from baton.segment import host_id as host_of
 from baton.types import mint_id
-from kv_pool.arrivals import Arrival, Arrivals
+from kv_pool.arrivals import Arrival, Arrivals, Source
 from kv_pool.core.chain import Chain
 from kv_pool.core.cost_eviction import CostEviction
 from kv_pool.core.disk import Move
@@ -57,12 +58,14 @@ class Desk:
 @dataclass(frozen=True, slots=True)
 class Question:
     """The longest prefix of `chain` that may be read, of at most `most_tokens`; with `partial` the block that goes on
-    from there, too. `token_seconds`: what the node takes to compute a token, None if it does not know."""
+    from there, too. `token_seconds`: what the node takes to compute a token, None if it does not know. `elsewhere`:
+    another host's pool that may have more of it."""
 
     chain: Chain
     most_tokens: int
     partial: bool = True
     token_seconds: float | None = None
+    elsewhere: Elsewhere | None = None
 
 
 class _Open:
@@ -78,8 +81,8 @@ class _Open:
 
 
 class PoolHost:
-    """`size` of the segment in bytes; `host_id` is that of the folder by default. `opened` is called when there is a segment, `changed` when the index has gained
-    or lost blocks."""
+    """`size` of the segment in bytes; `host_id` is that of the folder by default. `opened` is called when there is a
+    segment, `changed` when the index has gained or lost blocks."""
 
     def __init__(
         self,
@@ -180,6 +183,10 @@ class PoolHost:
         self.pool.doubt(desk.holder, self._clock())
         self._prove()
 
+    def add_source(self, source: Source) -> None:
+        """Where blocks can come from that are not here."""
+        self._it.arrivals.sources.append(source)
+
     # questions
 
     def find(self, desk: Desk, asked: Question) -> tuple[Found, Arrival | None]:
@@ -265,7 +272,7 @@ class PoolHost:
 
     def _expect(self, asked: Question, found: Found) -> Arrival | None:
         most = min(len(asked.chain), asked.most_tokens // asked.chain.block_size)
-        return self._it.arrivals.expect(asked.chain, found, most, asked.token_seconds)
+        return self._it.arrivals.expect(asked.chain, found, most, asked.token_seconds, asked.elsewhere)
 
     async def _make(self, applicant: Applicant) -> None:
         try:

@@ -1,6 +1,6 @@
-"""The connection between a node and its pool, and between pools: gRPC, both ends with a certificate that only the cluster
-token can make (kv_transfer/certificates.py), so that neither a process without the token nor one that took a dead
-pool's port is believed."""
+"""The connection between a node and its pool, and between pools: gRPC, both ends with a certificate that only the
+cluster token can make (kv_transfer/certificates.py), so that neither a process without the token nor one that took a
+dead pool's port is believed."""
 
 from collections import OrderedDict
 

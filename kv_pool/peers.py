@@ -37,7 +37,8 @@ class Peers:
             lambda emit: build_inbound(fences=None, emit=emit, **parts), me, Channels(dialer), settings.ticket_ttl
         )
         self.sender = Sender(lambda emit: build_outbound(emit=emit, **parts), me, host.pool, clock)
-        self.promotions = Promotions(self.receiver, host.layout, host.checksums, clock)
+        self.promotions = promotions = Promotions(self.receiver, host.layout, host.checksums, clock)
+        host.add_source(promotions)
 
     def rejoin(self, incarnation: Incarnation) -> None:
         """This pool's new one: what was under way with the old one fails."""

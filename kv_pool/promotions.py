@@ -1,4 +1,4 @@
-"""Promotion: what this pool lacks and another host's has is fetched from there, when that is quicker than computing it."""
+"""Promotion: what this pool lacks and another host's has is fetched from there, if that is quicker than computing."""
 
 from collections.abc import Awaitable, Callable, Sequence
 

@@ -1,8 +1,8 @@
-"""Blocks on their way from another host's pool into this one's segment, as hand-offs are on theirs into a decode node's:
+"""Blocks on their way from another host's pool into this one's segment, as a hand-off is on its way to a decode node:
 this pool grants a ticket for places, asks the other one to write them, and nothing counts before it is sealed.
 
-Transports between hosts are two-sided. All that lands lands by this pool's own hand, so once a ticket is lost nothing is
-written there any more.
+Transports between hosts are two-sided. All that lands lands by this pool's own hand, so once a ticket is lost nothing
+is written there any more.
 """
 
 import asyncio

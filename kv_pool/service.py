@@ -145,7 +145,8 @@ class _Stream:
                 raise InvalidRequest(f"question {other!r} cannot be asked here")
 
     def _find(self, number: int, find: pb.FindPrefix) -> None:
-        asked = Question(self._chain(find.chain), find.max_tokens, find.partial, find.token_seconds or None)
+        elsewhere = wire.elsewhere_from_pb(find.elsewhere) if find.HasField("elsewhere") else None
+        asked = Question(self._chain(find.chain), find.max_tokens, find.partial, find.token_seconds or None, elsewhere)
         found, arrival = self._host.find(self._desk, asked)
         answer = _found(found)
         if arrival is not None and len(self._slow) < _SLOW:

@@ -1,5 +1,5 @@
-"""Which other host's pool has more of a prompt than a node's own host: told to the node with its order, so that its pool
-can fetch the blocks instead of letting the node compute them. A hint, as all of the directory is."""
+"""Which other host's pool has more of a prompt than a node's own host: told to the node with its order, so that its
+pool can fetch the blocks instead of letting the node compute them. A hint, as all of the directory is."""
 
 from collections.abc import Iterable, Mapping
 

@@ -1,6 +1,6 @@
 """What is known of the other hosts' pools: how long fetching from each takes, and who is left alone for a while.
 
-    fetch   seconds = a + b bytes      from the question to the last block in place; learned from every fetch that ended well
+    seconds = a + b bytes      from the question to the last block in place, learned from every fetch that ended well
 
 A pool that nothing has been fetched from yet is taken for the average of all. One that failed is not asked for REST
 seconds, twice as long after each further failure, so that a dead or slow one costs few requests anything.

@@ -1,6 +1,7 @@
 """Two pools' ends of the transfer plane in one process, over a real connection: what one fetches, the other sends."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -11,8 +12,8 @@ import numpy as np
 
 from baton.clock import steady
 from baton.failpoints import Failpoints
-from baton.types import Incarnation, NodeName, PeerAddress
 from baton.pb.pool_pb2_grpc import PoolLinkServicer
+from baton.types import Incarnation, NodeName, PeerAddress
 from kv_pool.core.chain import Chain
 from kv_pool.core.eviction import Lru
 from kv_pool.core.holders import Holder, Publication, PublicationId
@@ -92,7 +93,7 @@ class End:
 
 @asynccontextmanager
 async def end(folder: Path, name: str, transport: str = "zmq", blocks: int = 64, **changed: Any) -> AsyncIterator[End]:
-    folder.mkdir(exist_ok=True)
+    os.makedirs(folder, exist_ok=True)
     settings, failpoints = replace(QUICK, transport=transport, segment_folder=folder, **changed), Failpoints()
     store = Store(folder, blocks * LAYOUT.block_bytes, LAYOUT)
     pool = Pool(Tier(blocks, LAYOUT.block_size, Lru(blocks)))

@@ -10,7 +10,7 @@ import numpy as np
 from baton.addressing import AddressSpace
 from baton.block_hash import BlockHash
 from baton.kv_layout import KVLayout
-from baton.pool_terms import PoolHit, PoolPin, Publish
+from baton.pool_terms import Elsewhere, PoolHit, PoolPin, Publish
 from baton.segment import create, segment_bytes
 from baton.types import BlockIndex
 from kv_pool.core.chain import Chain
@@ -85,6 +85,7 @@ class Port:
         then: Callable[[PoolHit], None],
         *,
         token_seconds: float | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         chain = Chain(root, names, tokens, self._pool.layout.block_size)
 

@@ -1,18 +1,16 @@
 """Blocks from one pool to another: all of them or none, whatever happens, and nothing is held afterwards."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from baton.block_hash import root_hash
-from baton.errors import BatonError, ChecksumMismatch, Incomplete, LayoutMismatch, LeaseExpired, PeerGone, Stale
+from baton.errors import BatonError, ChecksumMismatch, Incomplete, LeaseExpired, PeerGone, Stale
 from baton.types import Incarnation
-from dataclasses import replace
 from kv_pool.link import Channels, Dialer
-from tests.pool.ends import NODE, End, end
+from tests.pool.ends import end
 from tests.pool.rig import DIGEST, LAYOUT, expected, tokens_of, until
 
 PROMPT = tokens_of(1, 20)

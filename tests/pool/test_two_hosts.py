@@ -14,9 +14,13 @@ from tests.pool.two_hosts import two_hosts
 OUTPUT = 8
 
 
-async def promotions(cluster: Cluster) -> dict[str, float]:
-    names = ("started", "done", "failed")
-    return {name: await metric(cluster, rf"baton_pool_promotions_{name}_total\S*") for name in names}
+async def promotions(cluster: Cluster, **wanted: int) -> None:
+    """Until pools have told of so many, and of no others."""
+    wanted = {"started": 0, "done": 0, "failed": 0} | wanted
+    async with asyncio.timeout(10):
+        while (told := {name: await metric(cluster, rf"baton_pool_promotions_{name}_total\S*") for name in wanted}) != wanted:
+            assert all(told[name] <= wanted[name] for name in wanted), told
+            await asyncio.sleep(0.05)
 
 
 @pytest.mark.asyncio
@@ -30,6 +34,9 @@ async def test_a_prefix_is_computed_once_and_moved_once(tmp_path: Path) -> None:
         assert first.tokens == asked[0].answer
         assert (await sources(cluster, first))["computed_prefill"] == 820
         await published(cluster, 50)
+        async with asyncio.timeout(10):
+            while await metric(cluster, "baton_prefix_directory_blocks") < 50:
+                await asyncio.sleep(0.05)
         answers = await asyncio.gather(
             *(cluster.generate(one.prompt, max_tokens=OUTPUT, temperature=0.0) for one in asked[1:])
         )
@@ -37,5 +44,5 @@ async def test_a_prefix_is_computed_once_and_moved_once(tmp_path: Path) -> None:
             assert answer.tokens == one.answer
             came = await sources(cluster, answer)
             assert came["computed_prefill"] + came["computed_decode"] <= 20, came
-        assert await promotions(cluster) == {"started": 1, "done": 1, "failed": 0}
+        await promotions(cluster, started=1, done=1)
         assert await metric(cluster, r"baton_pool_promoted_blocks_total\S*") == 50

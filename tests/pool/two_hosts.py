@@ -30,6 +30,7 @@ async def two_hosts(folder: Path, **settings: Any) -> AsyncIterator[Cluster]:
     try:
         async with cluster:
             await until("attached", lambda: attachments(cluster) >= 4)
+            await cluster.wait_status(lambda status: len(status.nodes) == 6)
             yield cluster
             await cluster.wait_quiet()
         cluster.assert_clean()

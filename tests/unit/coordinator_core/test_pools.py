@@ -172,7 +172,9 @@ def test_a_node_without_a_pool_is_told_of_none() -> None:
     made = with_two_pools(10)
     made.node_gone(AS_POOL, NodeGone("gone"), 2.0)
     knowledge = made.knowledge
-    assert knowledge.elsewhere(knowledge.names_of(Request(RequestId("r"), LONG, SamplingParams(1), 10.0)), (HERE,)) == {}
+    assert (
+        knowledge.elsewhere(knowledge.names_of(Request(RequestId("r"), LONG, SamplingParams(1), 10.0)), (HERE,)) == {}
+    )
 
 
 def test_another_salt_is_another_prompt_there_too() -> None:
