@@ -1,6 +1,11 @@
-"""Promotion: what this pool lacks and another host's has is fetched from there, if that is quicker than computing."""
+"""Promotion: what this pool lacks and another host's has is fetched from there, if that is quicker than computing.
+
+Whoever waits does so for as long as computing would take. A fetch that takes longer goes on, and as long as it does its
+pool is asked for nothing else: if it does not answer, only those who were first wait for it.
+"""
 
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
 
 from baton.clock import Clock
 from baton.errors import BatonError, Incomplete
@@ -10,9 +15,15 @@ from baton.types import PeerAddress
 from kv_pool.arrivals import Offer, Wanted
 from kv_pool.core.holders import Publication
 from kv_pool.core.peer_book import PeerBook
-from kv_pool.receiver import Receiver
 
 TIER = "remote"
+
+
+class Fetcher(Protocol):
+    @property
+    def joined(self) -> bool: ...
+
+    async def fetch(self, peer: PeerAddress, written: Publication) -> None: ...
 
 
 class Promotions:
@@ -20,7 +31,7 @@ class Promotions:
 
     def __init__(
         self,
-        receiver: Receiver,
+        receiver: Fetcher,
         layout: KVLayout,
         checksums: Callable[[Sequence[int]], Awaitable[Sequence[int]]],
         clock: Clock,
@@ -31,10 +42,11 @@ class Promotions:
         self._checksums = checksums
         self._clock = clock
         self._book = PeerBook()
+        self._under_way: dict[Publication, tuple[str, float]] = {}  # from whom, and until when it is waited for
 
     def offer(self, wanted: Wanted, now: float) -> Offer | None:
         there = wanted.elsewhere
-        if there is None:
+        if there is None or not self._receiver.joined:
             return None
         end = min(wanted.end, there.tokens // self._layout.block_size)
         blocks = end - wanted.first
@@ -43,25 +55,31 @@ class Promotions:
         # The coordinator's figure is of the node that would compute, which need not be the one that asks.
         token_seconds = there.token_seconds or wanted.token_seconds or 0.0
         patience = token_seconds * blocks * self._layout.block_size
-        if self._book.rests(there.pool.name, now):
+        if self._book.rests(there.pool.name, now) or self._is_late(there.pool.name, now):
             self._decline("resting")
         elif self._book.seconds(there.pool.name, blocks * self._layout.block_bytes) >= patience:
             self._decline("slower")
         else:
-            return Offer(TIER, end, patience, lambda written: self._fetch(there.pool, written))
+            return Offer(TIER, end, patience, lambda written: self._fetch(there.pool, written, now + patience))
         return None
 
-    async def _fetch(self, peer: PeerAddress, written: Publication) -> Sequence[int]:
-        FAILPOINTS.hit("pool.promote.before")
+    def _is_late(self, peer: str, now: float) -> bool:
+        return any(whom == peer and now >= until for whom, until in self._under_way.values())
+
+    async def _fetch(self, peer: PeerAddress, written: Publication, until: float) -> Sequence[int]:
         started, size = self._clock(), len(written.blocks) * self._layout.block_bytes
         self._count("baton_pool_promotions_started_total")
+        self._under_way[written] = peer.name, until
         try:
+            FAILPOINTS.hit("pool.promote.before")
             await self._receiver.fetch(peer, written)
         except BatonError as error:
             self._count(f'baton_pool_promotions_failed_total{{reason="{error.code}"}}')
             if not isinstance(error, Incomplete):  # then it has it no more, and that is all
                 self._book.failed(peer.name, self._clock())
             raise
+        finally:
+            del self._under_way[written]
         self._book.took(peer.name, size, self._clock() - started)
         self._count("baton_pool_promotions_done_total")
         self._count("baton_pool_promoted_blocks_total", len(written.blocks))

@@ -12,7 +12,7 @@ from contextlib import suppress
 import grpc
 
 from baton import wire
-from baton.errors import BatonError, HandoffFailed, PeerGone, Stale
+from baton.errors import BatonError, HandoffFailed, PeerGone
 from baton.pb import pool_pb2 as pb
 from baton.pb import pool_pb2_grpc
 from baton.types import AttemptKey, Incarnation, PeerAddress, RequestId, SegmentRef, Ticket, TicketId, mint_id
@@ -38,15 +38,18 @@ class Receiver:
         self._landing: dict[TicketId, asyncio.Future[None]] = {}
         self._asking: set[asyncio.Task[None]] = set()
 
+    @property
+    def joined(self) -> bool:
+        """Tickets can be granted: there is an incarnation to bind them to."""
+        return bool(self._incarnation)
+
     def rejoin(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation
         self._plane.rejoin(incarnation)
 
     async def fetch(self, peer: PeerAddress, written: Publication) -> None:
-        """Fill the places of a publication with what `peer` has. Raises BatonError if it does not come, whole; either
-        way nothing is written to them afterwards."""
-        if not self._incarnation:
-            raise Stale("this pool has no coordinator yet")
+        """Once joined: fill the places of a publication with what `peer` has. Raises BatonError if it does not come, or
+        not whole; either way nothing is written to them afterwards."""
         ticket = self._ticket(peer, written)
         landed = self._landing[ticket.id] = self._loop.create_future()
         self._plane.grant(ticket)

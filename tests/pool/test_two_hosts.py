@@ -18,7 +18,9 @@ async def promotions(cluster: Cluster, **wanted: int) -> None:
     """Until pools have told of so many, and of no others."""
     wanted = {"started": 0, "done": 0, "failed": 0} | wanted
     async with asyncio.timeout(10):
-        while (told := {name: await metric(cluster, rf"baton_pool_promotions_{name}_total\S*") for name in wanted}) != wanted:
+        while (
+            told := {name: await metric(cluster, rf"baton_pool_promotions_{name}_total\S*") for name in wanted}
+        ) != wanted:
             assert all(told[name] <= wanted[name] for name in wanted), told
             await asyncio.sleep(0.05)
 
