@@ -42,7 +42,7 @@ class Promotions:
         self._checksums = checksums
         self._clock = clock
         self._book = PeerBook()
-        self._under_way: dict[Publication, tuple[str, float]] = {}  # from whom, and until when it is waited for
+        self._under_way: dict[Publication, tuple[PeerAddress, float]] = {}  # from whom, and until when it is waited for
 
     def offer(self, wanted: Wanted, now: float) -> Offer | None:
         there = wanted.elsewhere
@@ -55,32 +55,32 @@ class Promotions:
         # The coordinator's figure is of the node that would compute, which need not be the one that asks.
         token_seconds = there.token_seconds or wanted.token_seconds or 0.0
         patience = token_seconds * blocks * self._layout.block_size
-        if self._book.rests(there.pool.name, now) or self._is_late(there.pool.name, now):
+        if self._book.rests(there.pool, now) or self._is_late(there.pool, now):
             self._decline("resting")
-        elif self._book.seconds(there.pool.name, blocks * self._layout.block_bytes) >= patience:
+        elif self._book.seconds(there.pool, blocks * self._layout.block_bytes) >= patience:
             self._decline("slower")
         else:
             return Offer(TIER, end, patience, lambda written: self._fetch(there.pool, written, now + patience))
         return None
 
-    def _is_late(self, peer: str, now: float) -> bool:
+    def _is_late(self, peer: PeerAddress, now: float) -> bool:
         return any(whom == peer and now >= until for whom, until in self._under_way.values())
 
     async def _fetch(self, peer: PeerAddress, written: Publication, until: float) -> Sequence[int]:
         started, size = self._clock(), len(written.blocks) * self._layout.block_bytes
         self._count("baton_pool_promotions_started_total")
-        self._under_way[written] = peer.name, until
+        self._under_way[written] = peer, until
         try:
             FAILPOINTS.hit("pool.promote.before")
             await self._receiver.fetch(peer, written)
         except BatonError as error:
             self._count(f'baton_pool_promotions_failed_total{{reason="{error.code}"}}')
             if not isinstance(error, Incomplete):  # then it has it no more, and that is all
-                self._book.failed(peer.name, self._clock())
+                self._book.failed(peer, self._clock())
             raise
         finally:
             del self._under_way[written]
-        self._book.took(peer.name, size, self._clock() - started)
+        self._book.took(peer, size, self._clock() - started)
         self._count("baton_pool_promotions_done_total")
         self._count("baton_pool_promoted_blocks_total", len(written.blocks))
         self._count("baton_pool_promoted_bytes_total", size)

@@ -3,12 +3,15 @@
     seconds = a + b bytes      from the question to the last block in place, learned from every fetch that ended well
 
 A pool that nothing has been fetched from yet is taken for the average of all. One that failed is not asked for REST
-seconds, twice as long after each further failure, so that a dead or slow one costs few requests anything.
+seconds, twice as long after each further failure, so that a dead or slow one costs few requests anything. What was
+learned of it is kept when it is started again; its failures are its former life's.
 """
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from baton.fit import Fit
+from baton.types import Incarnation, NodeName, PeerAddress
 
 PRIOR = (0.005, 0.001)  # seconds: as such, per MiB
 REST, LONGEST_REST = 1.0, 30.0  # seconds
@@ -16,47 +19,45 @@ MOST = 256  # pools that are remembered, the last used first
 _MEBI = 1 / 1024**2
 
 
-class _Peer:
-    def __init__(self, prior: tuple[float, ...]) -> None:
-        self.fetching = Fit(prior)
-        self.failures = 0  # one upon the other
-        self.rests_until = 0.0
+@dataclass(slots=True)
+class _Failing:
+    times: int = 0  # one upon the other
+    until: float = 0.0
 
 
 class PeerBook:
-    """Of pools, by name. `now` in seconds."""
+    """`now` in seconds."""
 
     def __init__(self) -> None:
         self._average = Fit(PRIOR)
-        self._peers: OrderedDict[str, _Peer] = OrderedDict()
+        self._fits: OrderedDict[NodeName, Fit] = OrderedDict()
+        self._failing: OrderedDict[Incarnation, _Failing] = OrderedDict()
 
-    def seconds(self, peer: str, size: int) -> float:
+    def seconds(self, peer: PeerAddress, size: int) -> float:
         """What fetching `size` bytes from `peer` takes."""
-        known = self._peers.get(peer)
-        return (known.fetching if known else self._average).predict(_features(size))
+        return self._fits.get(peer.name, self._average).predict(_features(size))
 
-    def rests(self, peer: str, now: float) -> bool:
-        known = self._peers.get(peer)
-        return known is not None and now < known.rests_until
+    def rests(self, peer: PeerAddress, now: float) -> bool:
+        failing = self._failing.get(peer.incarnation)
+        return failing is not None and now < failing.until
 
-    def took(self, peer: str, size: int, seconds: float) -> None:
-        known = self._known(peer)
-        known.failures = 0
-        known.fetching.add(_features(size), seconds)
+    def took(self, peer: PeerAddress, size: int, seconds: float) -> None:
+        self._failing.pop(peer.incarnation, None)
+        if peer.name not in self._fits:
+            self._fits[peer.name] = Fit(self._average.coefficients)
+        self._fits.move_to_end(peer.name)
+        if len(self._fits) > MOST:
+            self._fits.popitem(last=False)
+        self._fits[peer.name].add(_features(size), seconds)
         self._average.add(_features(size), seconds)
 
-    def failed(self, peer: str, now: float) -> None:
-        known = self._known(peer)
-        known.rests_until = now + min(REST * 2.0**known.failures, LONGEST_REST)
-        known.failures = min(known.failures + 1, 16)
-
-    def _known(self, peer: str) -> _Peer:
-        if peer not in self._peers:
-            self._peers[peer] = _Peer(self._average.coefficients)
-        self._peers.move_to_end(peer)
-        if len(self._peers) > MOST:
-            self._peers.popitem(last=False)
-        return self._peers[peer]
+    def failed(self, peer: PeerAddress, now: float) -> None:
+        failing = self._failing.setdefault(peer.incarnation, _Failing())
+        failing.until = now + min(REST * 2.0**failing.times, LONGEST_REST)
+        failing.times = min(failing.times + 1, 16)
+        self._failing.move_to_end(peer.incarnation)
+        if len(self._failing) > MOST:
+            self._failing.popitem(last=False)
 
 
 def _features(size: int) -> tuple[float, float]:
