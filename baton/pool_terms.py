@@ -19,11 +19,13 @@ class PoolPin:
 @dataclass(frozen=True, slots=True)
 class PoolHit:
     """Full blocks 0, 1, ... of a chain by their global block indices, and the block that goes on from there with how
-    many of its first tokens agree. `pin` is None exactly if there is neither."""
+    many of its first tokens agree. `pin` is None exactly if there is neither. The last `remote` of the blocks have come
+    from another host's pool for this look-up."""
 
     pin: PoolPin | None
     blocks: tuple[BlockIndex, ...]
     partial: tuple[BlockIndex, int] | None = None
+    remote: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,14 +58,14 @@ def _reserved(message: pb.Reserved) -> m.Reserved:
 
 
 def _prefill_ended(message: pb.PrefillEnded) -> m.PrefillEnded:
-    tokens = message.computed_tokens, message.cached_tokens
-    return m.PrefillEnded(wire.key_from_pb(message.key), *tokens, message.share_seconds, message.pooled_tokens)
+    tokens, pooled = (message.computed_tokens, message.cached_tokens), (message.pooled_tokens, message.remote_tokens)
+    return m.PrefillEnded(wire.key_from_pb(message.key), *tokens, message.share_seconds, *pooled)
 
 
 def _admitted(message: pb.Admitted) -> m.Admitted:
     key = wire.key_from_pb(message.key)
     tokens = message.computed_tokens, message.cached_tokens, message.received_tokens
-    return m.Admitted(key, *tokens, message.share_seconds, message.pooled_tokens)
+    return m.Admitted(key, *tokens, message.share_seconds, message.pooled_tokens, message.remote_tokens)
 
 
 def _prompt_scores(message: pb.PromptScores) -> m.PromptScores:

@@ -7,7 +7,7 @@ block known. Attachments end by their own goodbye or by proof: their byte of the
 import asyncio
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from kv_pool.core.holders import Found, Granted, Holder, PinId, Publication, Pub
 from kv_pool.core.pool import Pool
 from kv_pool.core.tier import Tier
 from kv_pool.store import Store
-from kv_pool.terms import PROTOCOL_VERSION, RETRY
+from kv_pool.terms import PROTOCOL_VERSION, REMOTE, RETRY
 
 _PUBLICATIONS = 16  # unfinished, of one attachment
 
@@ -200,7 +200,7 @@ class PoolHost:
     async def find_more(self, desk: Desk, asked: Question, arrival: Arrival, known: int) -> Found:
         """What is here when nothing more comes; `known` blocks were before. Raises Stale if the attachment is over by
         then."""
-        found, waiting = Found(None, array("i")), arrival
+        found, waiting, remote = Found(None, array("i")), arrival, 0
         while True:
             await waiting.over.wait()
             if not self.pool.is_live(desk.holder):
@@ -211,9 +211,10 @@ class PoolHost:
             came = max(0, len(found.blocks) - known)
             self._count(f'baton_pool_found_blocks_total{{tier="{waiting.tier}"}}', came)
             known += came
+            remote += came if waiting.tier == REMOTE else 0
             following = self._expect(asked, found) if came else None
             if following is None:
-                return found
+                return replace(found, remote=remote)
             waiting = following
 
     def release(self, desk: Desk, pins: Sequence[int]) -> None:

@@ -35,10 +35,7 @@ async def host_pool(config: Config, stop: asyncio.Event) -> None:
     segments.sweep(folder)
     size = pool_bytes(config)
     log.get("pool").info("pool sized", bytes=size)
-    if config.coordinator:
-        config = await advertised(config, stop)
-    if not stop.is_set():
-        await _Process(config, name, folder, size).run(stop)
+    await _Process(config, name, folder, size).run(stop)
 
 
 def pool_bytes(config: Config) -> int:
@@ -78,13 +75,13 @@ class _Process:
         service = PoolService(self._host)
         server, port = listening(config.listen, config.cluster_token, service, self._peer_service)
         health = HealthPort(config)
-        endpoint = dialled(config.advertise or config.listen.rpartition(":")[0], str(port))
         stopping = asyncio.create_task(stop.wait())
-        member = asyncio.create_task(self._be_member(endpoint))
+        member = asyncio.create_task(self._be_member(str(port), stop))
         try:
             await server.start()
             await health.start()
-            log.get("pool").info("serving", endpoint=endpoint, health_port=health.port, pid=os.getpid())
+            where = dialled(config.listen.rpartition(":")[0], str(port))
+            log.get("pool").info("serving", endpoint=where, health_port=health.port, pid=os.getpid())
             ends: set[asyncio.Future[Any]] = {stopping, member, self._host.failed}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for end in (member, self._host.failed):
@@ -104,15 +101,17 @@ class _Process:
                 await self._peers.close()
             await self._host.close()
 
-    async def _be_member(self, endpoint: str) -> None:
+    async def _be_member(self, port: str, stop: asyncio.Event) -> None:
         """From the moment on at which there is something to tell. Without a coordinator, for ever alone."""
         await self._open.wait()
         if not self._config.coordinator:
             await asyncio.Event().wait()
-        dialer = await asyncio.to_thread(Dialer, self._config.cluster_token)
-        self._peers = Peers(self._config, self._host, self._name, dialer, steady)
+        config = await advertised(self._config, stop)
+        dialer = await asyncio.to_thread(Dialer, config.cluster_token)
+        self._peers = Peers(config, self._host, self._name, dialer, steady)
         self._peer_service.sender = self._peers.sender
-        self._membership = Membership(self._config, self._name, self._host, self._peers, endpoint, steady)
+        endpoint = dialled(config.advertise or config.listen.rpartition(":")[0], port)
+        self._membership = Membership(config, self._name, self._host, self._peers, endpoint, steady)
         await self._membership.run()
 
     def _changed(self) -> None:

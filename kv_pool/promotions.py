@@ -15,8 +15,7 @@ from baton.types import PeerAddress
 from kv_pool.arrivals import Offer, Wanted
 from kv_pool.core.holders import Publication
 from kv_pool.core.peer_book import PeerBook
-
-TIER = "remote"
+from kv_pool.terms import REMOTE
 
 
 class Fetcher(Protocol):
@@ -60,7 +59,7 @@ class Promotions:
         elif self._book.seconds(there.pool, blocks * self._layout.block_bytes) >= patience:
             self._decline("slower")
         else:
-            return Offer(TIER, end, patience, lambda written: self._fetch(there.pool, written, now + patience))
+            return Offer(REMOTE, end, patience, lambda written: self._fetch(there.pool, written, now + patience))
         return None
 
     def _is_late(self, peer: PeerAddress, now: float) -> bool:

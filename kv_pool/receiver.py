@@ -107,6 +107,9 @@ class Receiver:
         except grpc.aio.AioRpcError as failure:
             error: BatonError = PeerGone(f"pool {peer.name} at {peer.transfer_endpoint}: {failure.code().name}")
             await self._channels.drop(peer.transfer_endpoint, channel)
+        except asyncio.CancelledError:  # also when the channel is closed under it
+            self._plane.revoke(ticket.id, PeerGone(f"pool {peer.name} is asked no further"))
+            raise
         else:
             if not answer.HasField("error"):
                 return

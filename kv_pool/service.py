@@ -196,4 +196,6 @@ def _applicant(attach: pb.AttachPool) -> Applicant:
 
 def _found(found: Found) -> pb.Found:
     block, tokens = found.partial or (0, 0)
-    return pb.Found(pin=found.pin or 0, blocks=found.blocks, partial_block=block, partial_tokens=tokens)
+    return pb.Found(
+        pin=found.pin or 0, blocks=found.blocks, partial_block=block, partial_tokens=tokens, remote=found.remote
+    )

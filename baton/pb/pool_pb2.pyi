@@ -133,20 +133,22 @@ class Attached(_message.Message):
     def __init__(self, segment: _Optional[str] = ..., blocks: _Optional[int] = ..., fence: _Optional[int] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class Found(_message.Message):
-    __slots__ = ("pin", "blocks", "partial_block", "partial_tokens", "loading", "patience")
+    __slots__ = ("pin", "blocks", "partial_block", "partial_tokens", "loading", "remote", "patience")
     PIN_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_BLOCK_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOADING_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_FIELD_NUMBER: _ClassVar[int]
     PATIENCE_FIELD_NUMBER: _ClassVar[int]
     pin: int
     blocks: _containers.RepeatedScalarFieldContainer[int]
     partial_block: int
     partial_tokens: int
     loading: int
+    remote: int
     patience: float
-    def __init__(self, pin: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., partial_block: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., loading: _Optional[int] = ..., patience: _Optional[float] = ...) -> None: ...
+    def __init__(self, pin: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., partial_block: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., loading: _Optional[int] = ..., remote: _Optional[int] = ..., patience: _Optional[float] = ...) -> None: ...
 
 class Granted(_message.Message):
     __slots__ = ("publication", "first", "blocks")

@@ -74,13 +74,15 @@ class AttemptFailed:
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
     """The prompt is computed on the prefill node; the hand-off is about to be sealed. In tokens, and in seconds of its
-    steps: the prompt's share of them. Of `cached_tokens` the shared pool had `pooled_tokens`."""
+    steps: the prompt's share of them. Of `cached_tokens` the shared pool had `pooled_tokens`, and `remote_tokens` of
+    these it has fetched from another host's pool for this attempt."""
 
     key: AttemptKey
     computed_tokens: int
     cached_tokens: int
     share_seconds: float = 0.0
     pooled_tokens: int = 0
+    remote_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,7 @@ class Admitted:
     received_tokens: int
     share_seconds: float = 0.0
     pooled_tokens: int = 0
+    remote_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

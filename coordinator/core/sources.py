@@ -12,27 +12,32 @@ class Sources(NamedTuple):
     computed_decode: int
     local_cache: int
     pool: int
+    remote_pool: int
 
     @property
     def cached(self) -> int:
-        return self.local_cache + self.pool
+        return self.local_cache + self.pool + self.remote_pool
 
 
 def split(ended: PrefillEnded | None, admitted: Admitted | None) -> Sources:
     """What decode held counts as its cache or the pool's, even where prefill had to compute it again to reach what
-    decode lacked. A prefix that a cache and the pool have begins in the cache."""
+    decode lacked. A prefix that a cache and the pool have begins in the cache, and what the pool fetched follows what
+    it had."""
     if admitted is None:
         if ended is None:
-            return Sources(0, 0, 0, 0)
-        return Sources(ended.computed_tokens, 0, ended.cached_tokens - ended.pooled_tokens, ended.pooled_tokens)
+            return Sources(0, 0, 0, 0, 0)
+        cached, pooled, remote = ended.cached_tokens, ended.pooled_tokens, ended.remote_tokens
+        return Sources(ended.computed_tokens, 0, cached - pooled, pooled - remote, remote)
     cached_there = max(0, ended.cached_tokens - admitted.cached_tokens) if ended else 0
     received_cached = min(cached_there, admitted.received_tokens)
     received_pooled = min(received_cached, ended.pooled_tokens) if ended else 0
+    received_remote = min(received_pooled, ended.remote_tokens) if ended else 0
     return Sources(
         computed_prefill=admitted.received_tokens - received_cached,
         computed_decode=admitted.computed_tokens,
         local_cache=admitted.cached_tokens - admitted.pooled_tokens + received_cached - received_pooled,
-        pool=admitted.pooled_tokens + received_pooled,
+        pool=admitted.pooled_tokens - admitted.remote_tokens + received_pooled - received_remote,
+        remote_pool=admitted.remote_tokens + received_remote,
     )
 
 

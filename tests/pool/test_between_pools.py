@@ -89,6 +89,21 @@ async def test_a_pool_that_dies_in_between_is_noticed_at_once(tmp_path: Path) ->
 
 
 @pytest.mark.asyncio
+async def test_whoever_asks_no_further_is_sent_no_more(tmp_path: Path) -> None:
+    """As when the asking pool dies, or gives a connection up that another question has failed on."""
+    async with end(tmp_path / "a", "a") as here, end(tmp_path / "b", "b") as there:
+        there.put(PROMPT)
+        there.failpoints.arm("transfer.write.before=delay(0.3)*1")
+        fetching = asyncio.create_task(here.fetch(there, PROMPT))
+        await until("asked", lambda: there.pool.ledger(0.0).entries)
+        await here.receiver._channels.close()
+        with pytest.raises(PeerGone):
+            await fetching
+        await there.at_rest()
+        await here.fetch(there, PROMPT)
+
+
+@pytest.mark.asyncio
 async def test_whoever_has_not_the_token_is_not_heard(tmp_path: Path) -> None:
     async with end(tmp_path / "a", "a") as here, end(tmp_path / "b", "b") as there:
         there.put(PROMPT)

@@ -9,7 +9,7 @@ from tests.cluster import Cluster
 from tests.models import build_model, clear_prompts
 from tests.pool.cluster import metric, sources
 from tests.pool.test_pool_cluster import published
-from tests.pool.two_hosts import two_hosts
+from tests.pool.two_hosts import POOLS, two_hosts
 
 OUTPUT = 8
 
@@ -42,9 +42,16 @@ async def test_a_prefix_is_computed_once_and_moved_once(tmp_path: Path) -> None:
         answers = await asyncio.gather(
             *(cluster.generate(one.prompt, max_tokens=OUTPUT, temperature=0.0) for one in asked[1:])
         )
+        remote = 0
         for one, answer in zip(asked[1:], answers, strict=True):
             assert answer.tokens == one.answer
             came = await sources(cluster, answer)
-            assert came["computed_prefill"] + came["computed_decode"] <= 20, came
+            assert came["pool"] + came["remote_pool"] >= 800
+            assert came["computed_prefill"] + came["computed_decode"] <= 20
+            remote += came["remote_pool"]
+        assert remote >= 800, "of whoever waited for it"
         await promotions(cluster, started=1, done=1)
+        ledgers = {ledger.node: ledger.cached for ledger in (await cluster.wait_quiet()).ledgers}
+        assert all(50 <= ledgers.pop(pool) < 100 for pool in POOLS), "once per pool"
+        assert sum(ledgers.values()) < 50, "and in no node's own memory"
         assert await metric(cluster, r"baton_pool_promoted_blocks_total\S*") == 50
