@@ -22,7 +22,7 @@ MAX_SECONDS = 1e6  # eleven days; timers do not take an infinite wait
 Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 
 
-NO_POOL = "0"  # as --pool-memory
+NO_POOL = "0"  # as --pool-memory, and as --pool-disk
 
 
 def _help(text: str) -> Meta:
@@ -129,6 +129,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pool_memory: Annotated[
         str, _help("Memory of a host's pool: 4GiB, a share such as 0.5, auto: a tenth, at most 4GiB; 0 is no pool")
     ] = "auto"
+    pool_disk: Annotated[
+        str, _help("Disk behind a host's pool, for what its memory evicts: 100GiB, a share such as 0.5; 0 is none")
+    ] = "0"
+    pool_disk_dir: Annotated[str, _help("Folder of the pool's disk file; that of --state-dir when empty")] = ""
     pool_port: Annotated[Port, _help("Port where `up` lets its nodes dial the pool; 0 picks a free one")] = 0
     pool_eviction: Annotated[
         Literal["cost", "lru"], _help("What leaves the pool first: what is least worth keeping, or least recently used")
@@ -164,6 +168,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def has_pool(self) -> bool:
         """Whether `up` starts a pool."""
         return self.pool_memory.strip() != NO_POOL
+
+    @property
+    def has_pool_disk(self) -> bool:
+        return self.pool_disk.strip() != NO_POOL
 
 
 SECRETS = frozenset({"api_key", "cluster_token", "admin_token"})

@@ -20,5 +20,6 @@ def parse_memory(text: str, free: int, field: str = "kv_memory") -> int:
     except ValueError:
         number = math.nan
     if not (math.isfinite(number) and number > 0):
-        raise ConfigError(f"{field} is {text!r}: say 4GiB, 512MiB, a share such as 0.5, or auto", param=field)
+        auto = ", or auto" if field in _MOST else ""
+        raise ConfigError(f"{field} is {text!r}: say 4GiB, 512MiB, a share such as 0.5{auto}", param=field)
     return int(number * free) if number < 1.0 and not unit else int(number)

@@ -66,6 +66,7 @@ class Arrival:
     tier: str
     blocks: int
     patience: float
+    since: float
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -104,11 +105,14 @@ class Arrivals:
         wanted = Wanted(chain, len(found.blocks), most, token_seconds, elsewhere)
         if wanted.first >= wanted.end:
             return None
+        now = self._clock()
         arrival = self._under_way.get(chain.name(wanted.first))
-        if arrival is not None or len(self._under_way) >= _MOST:
-            return arrival
+        if arrival is not None:  # one that takes longer than it should is not waited for by anybody else
+            return arrival if now < arrival.since + arrival.patience else None
+        if len(self._under_way) >= _MOST:
+            return None
         for source in self.sources:
-            offer = source.offer(wanted, self._clock())
+            offer = source.offer(wanted, now)
             if offer is not None:
                 return self._begin(wanted, offer)
         return None
@@ -124,7 +128,7 @@ class Arrivals:
         if granted.publication is None:
             offer.let_go()
             return None
-        arrival = Arrival(offer.tier, len(granted.blocks), offer.patience)
+        arrival = Arrival(offer.tier, len(granted.blocks), offer.patience, self._clock())
         self._under_way[wanted.chain.name(wanted.first)] = arrival
         task = asyncio.create_task(self._bring(arrival, wanted, granted, room_made, offer))
         self._tasks.add(task)

@@ -15,6 +15,11 @@ class BlockRows:
     def __len__(self) -> int:
         return len(self._rows)
 
+    def row(self, block: int) -> memoryview:
+        """Its memory."""
+        memory: memoryview = self._rows[block].data
+        return memory
+
     def copy(self, block: int, source: "BlockRows", of: int) -> None:
         np.copyto(self._rows[block], source._rows[of])
 

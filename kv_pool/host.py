@@ -6,7 +6,7 @@ block known. Attachments end by their own goodbye or by proof: their byte of the
 
 import asyncio
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
@@ -23,12 +23,14 @@ from baton.segment import host_id as host_of
 from baton.types import mint_id
 from kv_pool.arrivals import Arrival, Arrivals, Source
 from kv_pool.core.chain import Chain
-from kv_pool.core.cost_eviction import CostEviction
 from kv_pool.core.disk import Move
-from kv_pool.core.eviction import Evictor, Lru
 from kv_pool.core.holders import Found, Granted, Holder, PinId, Publication, PublicationId
+from kv_pool.core.ledger import PoolLedger
+from kv_pool.core.policies import Eviction
 from kv_pool.core.pool import Pool
 from kv_pool.core.tier import Tier
+from kv_pool.disk_mount import DiskTerms
+from kv_pool.disk_tier import DiskTier
 from kv_pool.store import Store
 from kv_pool.terms import PROTOCOL_VERSION, REMOTE, RETRY
 
@@ -71,27 +73,44 @@ class Question:
 class _Open:
     """Everything that there is from the first attachment on."""
 
-    def __init__(self, applicant: Applicant, store: Store, eviction: str, clock: Clock) -> None:
+    def __init__(
+        self, applicant: Applicant, store: Store, terms: DiskTerms | None, eviction: Eviction, clock: Clock
+    ) -> None:
         self.digest, self.layout = applicant.digest, applicant.layout
         self.store = store
         blocks, tokens = len(store.rows), applicant.layout.block_size
-        evictor: Evictor = CostEviction(blocks, tokens) if eviction == "cost" else Lru(blocks)
-        self.pool = Pool(Tier(blocks, tokens, evictor))
-        self.arrivals = Arrivals(self.pool, clock, carry_out=_nothing, sealed=lambda blocks, checksums: None)
+        self.pool = Pool(Tier(blocks, tokens, eviction(blocks, tokens)))
+        self.disk = DiskTier(terms, eviction, self.pool, store, self.digest, self.layout, clock) if terms else None
+        self.arrivals = Arrivals(self.pool, clock, carry_out=self.carry_out, sealed=self.sealed)
+        self.arrivals.sources += [self.disk] if self.disk else []
+
+    def carry_out(self, moves: Sequence[Move]) -> Awaitable[None] | None:
+        return self.disk.carry_out(moves) if self.disk else None
+
+    def sealed(self, blocks: Sequence[int], checksums: Sequence[int]) -> None:
+        if self.disk is not None:
+            self.disk.sealed(blocks, checksums)
+
+    async def close(self) -> None:
+        await self.arrivals.close()
+        if self.disk is not None:
+            await self.disk.close()
+        self.store.close()
 
 
 class PoolHost:
-    """`size` of the segment in bytes; `host_id` is that of the folder by default. `opened` is called when there is a
-    segment, `changed` when the index has gained or lost blocks."""
+    """`size` of the segment in bytes; `host_id` is that of the folder by default; `disk`: none if None. `opened` is
+    called when there is a segment, `changed` when the index has gained or lost blocks."""
 
     def __init__(
         self,
         folder: Path,
         size: int,
-        eviction: str,
+        eviction: Eviction,
         clock: Clock,
         *,
         host_id: str = "",
+        disk: DiskTerms | None = None,
         opened: Callable[[], None] = lambda: None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
@@ -101,10 +120,12 @@ class PoolHost:
         self.counters: dict[str, float] = {}
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._folder, self._size, self._eviction = folder, size, eviction
+        self._disk_terms = disk
         self._clock = clock
         self._opened, self._changed = opened, changed
         self._opening = asyncio.Lock()
         self._open: _Open | None = None
+        self._closed = False
         self._numbers = count(1)
         self._fences: dict[Holder, int] = {}
         self._retry: asyncio.TimerHandle | None = None
@@ -151,11 +172,14 @@ class PoolHost:
         return (BlockHash(index.name(block)) for block in range(self.pool.memory.total) if block in index)
 
     def all_counters(self) -> dict[str, float]:
-        return (
-            self.counters
-            | self._it.arrivals.counters
-            | {'baton_pool_evictions_total{tier="memory"}': float(self.pool.memory.evictions)}
-        )
+        it = self._it
+        evicted = {'baton_pool_evictions_total{tier="memory"}': float(it.pool.memory.evictions)}
+        return self.counters | it.arrivals.counters | evicted | (it.disk.counters() if it.disk else {})
+
+    def disk_ledger(self) -> PoolLedger | None:
+        """Of the disk's slots, if there is one."""
+        disk = self._it.disk
+        return disk.ledger(self._clock()) if disk else None
 
     # attachments
 
@@ -225,14 +249,16 @@ class PoolHost:
             except KeyError:
                 raise InvalidRequest(f"pin {pin} is not one of {desk.holder}'s") from None
 
-    def reserve(self, desk: Desk, chain: Chain, first: int) -> Granted:
-        """Raises InvalidRequest when it has too many unfinished publications."""
+    def reserve(self, desk: Desk, chain: Chain, first: int) -> tuple[Granted, Awaitable[None] | None]:
+        """Places, and what is to be waited for before they are written to. Raises InvalidRequest when it has too many
+        unfinished publications."""
         if self.pool.unfinished(desk.holder) >= _PUBLICATIONS:
             raise InvalidRequest(f"{desk.holder} has {_PUBLICATIONS} unfinished publications: seal or withdraw one")
         granted = self.pool.reserve(desk.holder, chain, first, self._clock())
+        room_made = self._it.carry_out(self.pool.take_moves())
         if granted.publication is None and granted.first < len(chain):
             self._count("baton_pool_grants_refused_total")
-        return granted
+        return granted, room_made
 
     async def seal(self, desk: Desk, publication: int, checksums: Sequence[int]) -> Found:
         """Raises ChecksumMismatch if a copy is not whole; its places are free then. Raises Stale if the attachment is
@@ -250,6 +276,7 @@ class PoolHost:
             self._count("baton_pool_checksum_failures_total")
             self.pool.withdraw(desk.holder, number)
             raise ChecksumMismatch(f"publication {publication}: a copy is not what its checksum says")
+        self._it.sealed(blocks, checksums)
         found = self.pool.seal(desk.holder, number, len(blocks), self._clock())
         FAILPOINTS.hit("pool.seal.after")
         return found
@@ -260,11 +287,11 @@ class PoolHost:
         self.pool.withdraw(desk.holder, PublicationId(publication))
 
     async def close(self) -> None:
+        self._closed = True
         if self._retry is not None:
             self._retry.cancel()
         if self._open is not None:
-            await self._open.arrivals.close()
-            self._open.store.close()
+            await self._open.close()
 
     # inside
 
@@ -272,17 +299,18 @@ class PoolHost:
         return self.pool.find(desk.holder, asked.chain, asked.most_tokens, self._clock(), partial=asked.partial)
 
     def _expect(self, asked: Question, found: Found) -> Arrival | None:
-        most = min(len(asked.chain), asked.most_tokens // asked.chain.block_size)
+        size = asked.chain.block_size  # of a last block that is wanted in part all of it has to come
+        most = min(len(asked.chain), -(-asked.most_tokens // size) if asked.partial else asked.most_tokens // size)
         return self._it.arrivals.expect(asked.chain, found, most, asked.token_seconds, asked.elsewhere)
 
     async def _make(self, applicant: Applicant) -> None:
         try:
-            store = await asyncio.to_thread(Store, self._folder, self._size, applicant.layout)
+            store = await asyncio.to_thread(Store, self._folder, self._size, applicant.layout, lambda: not self._closed)
         except ConfigError as error:
             if not self.failed.done():
                 self.failed.set_exception(error)
             raise
-        self._open = _Open(applicant, store, self._eviction, self._clock)
+        self._open = _Open(applicant, store, self._disk_terms, self._eviction, self._clock)
         self.pool.memory.follow(gained=self._gained, losing=self._losing)
         self._log.info("segment made", segment=store.name, blocks=len(store.rows), block_bytes=self.layout.block_bytes)
         self._opened()
@@ -318,10 +346,6 @@ class PoolHost:
 
     def _count(self, name: str, amount: float = 1.0) -> None:
         self.counters[name] = self.counters.get(name, 0.0) + amount
-
-
-def _nothing(moves: Sequence[Move]) -> None:
-    """Without a disk nothing moves."""
 
 
 def _require_sane(applicant: Applicant) -> None:

@@ -11,6 +11,7 @@ from baton.config import Config
 from baton.coordinator_link import CoordinatorLink
 from baton.pb import cluster_pb2
 from baton.types import Incarnation
+from kv_pool.core.ledger import PoolLedger
 from kv_pool.host import PoolHost
 from kv_pool.peers import Peers
 
@@ -88,10 +89,9 @@ class Membership:
     # telling
 
     def _ledger(self, query: int) -> cluster_pb2.NodeMessage:
-        snapshot = self._host.pool.ledger(self._clock())
-        counts = {state.value: count for state, count in snapshot.counts.items()}
-        owners = ((one.holder, one.state.value, one.blocks, one.age) for one in snapshot.entries)
-        return wire.ledger_to_pb(query, self._name, self._incarnation, snapshot.total, counts, owners)
+        memory, disk = self._host.pool.ledger(self._clock()), self._host.disk_ledger()
+        slots = wire.ledger_of(f"{self._name} disk", self._incarnation, *_account(disk)) if disk else None
+        return wire.ledger_to_pb(query, self._name, self._incarnation, *_account(memory), disk=slots)
 
     def _tell_changes(self) -> None:
         self._telling = None
@@ -103,3 +103,8 @@ class Membership:
     def _send(self, changes: Iterable[CacheChange]) -> None:
         for change in changes:
             self._link.send(wire.cache_to_pb(change, self._incarnation))
+
+
+def _account(ledger: PoolLedger) -> tuple[int, dict[str, int], list[tuple[str, str, int, float]]]:
+    counts = {state.value: count for state, count in ledger.counts.items()}
+    return ledger.total, counts, [(one.holder, one.state.value, one.blocks, one.age) for one in ledger.entries]

@@ -16,6 +16,9 @@ from baton.exposure import host_part, require_key
 from baton.health_port import HealthPort
 from baton.memory_size import parse_memory
 from baton.types import mint_id
+from kv_pool.core.policies import POLICIES
+from kv_pool.disk_file import FOLDER_KNOB, NAME
+from kv_pool.disk_mount import DiskTerms
 from kv_pool.host import PoolHost
 from kv_pool.link import Dialer, listening
 from kv_pool.membership import ROLE, Membership
@@ -35,7 +38,7 @@ async def host_pool(config: Config, stop: asyncio.Event) -> None:
     segments.sweep(folder)
     size = pool_bytes(config)
     log.get("pool").info("pool sized", bytes=size)
-    await _Process(config, name, folder, size).run(stop)
+    await _Process(config, name, folder, size, disk_terms(config)).run(stop)
 
 
 def pool_bytes(config: Config) -> int:
@@ -53,8 +56,21 @@ def pool_bytes(config: Config) -> int:
     return size
 
 
+def disk_terms(config: Config) -> DiskTerms | None:
+    """None if there is to be no disk. Raises ConfigError for a size that is none, or nowhere to put it."""
+    if not config.has_pool_disk:
+        return None
+    where = config.pool_disk_dir or config.state_dir
+    if not where:
+        raise ConfigError(f"pool_disk is {config.pool_disk!r}, and there is no folder for it: give {FOLDER_KNOB}")
+    folder = Path(where)
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    used = (folder / NAME).stat().st_size if (folder / NAME).exists() else 0
+    return DiskTerms(folder, parse_memory(config.pool_disk, segments.free_bytes(there) + used, "pool_disk"))
+
+
 class _Process:
-    def __init__(self, config: Config, name: str, folder: Path, size: int) -> None:
+    def __init__(self, config: Config, name: str, folder: Path, size: int, disk: DiskTerms | None) -> None:
         self._config, self._name = config, name
         self._peers: Peers | None = None
         self._peer_service = PeerService()
@@ -63,9 +79,10 @@ class _Process:
         self._host = PoolHost(
             folder,
             size,
-            config.pool_eviction,
+            POLICIES[config.pool_eviction],
             steady,
             host_id=config.host_id,
+            disk=disk,
             opened=self._open.set,
             changed=self._changed,
         )

@@ -1,9 +1,9 @@
-"""PoolLink: one stream, one attachment. Questions are answered at once, but for a seal, which waits for its blocks to
-be read back, and for a look-up of which more is on its way here, which is answered twice; so answers may come in
-another order than questions."""
+"""PoolLink: one stream, one attachment. Questions are answered at once, but for those that wait: a seal until its
+blocks have been read back, places that are not free before what was there is copied, and a look-up of which more is on
+its way here, which is answered twice. So answers may come in another order than questions."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Coroutine
 from typing import Any
 
 import grpc
@@ -18,6 +18,7 @@ from kv_pool.core.holders import Found
 from kv_pool.host import Applicant, Desk, PoolHost, Question
 
 _FIRST_TIMEOUT = 5.0  # seconds until the first question
+_LAST_WORDS = 2.0  # seconds that a node has to take the last answers of a pool that stops
 _UNREAD = 4096  # answers; a node that leaves so many unread is given up
 _SLOW = 256  # answers that wait for something; a look-up that comes then waits for nothing
 
@@ -86,7 +87,9 @@ class _Stream:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if stopped.done() and not reader.done():
-                await self._flush()
+                flushed = asyncio.create_task(self._flush())
+                tasks.add(flushed)
+                await asyncio.wait({flushed, writer}, timeout=_LAST_WORDS, return_when=asyncio.FIRST_COMPLETED)
             for task in (writer, reader):
                 if task.done():
                     task.result()
@@ -132,13 +135,15 @@ class _Stream:
             case "release":
                 host.release(desk, question.release.pins)
             case "reserve":
-                granted = host.reserve(desk, self._chain(question.reserve.chain), question.reserve.first)
+                granted, room_made = host.reserve(desk, self._chain(question.reserve.chain), question.reserve.first)
                 places = pb.Granted(publication=granted.publication or 0, first=granted.first, blocks=granted.blocks)
-                self._say(question.id, granted=places)
+                if room_made is None:
+                    self._say(question.id, granted=places)
+                else:
+                    self._take_time(self._grant(question.id, places, room_made))
             case "seal":
-                self._answer_later(
-                    question.id, self._host.seal(desk, question.seal.publication, question.seal.checksums)
-                )
+                seal = question.seal
+                self._take_time(self._found(question.id, host.seal(desk, seal.publication, seal.checksums)))
             case "withdraw":
                 host.withdraw(desk, question.withdraw.publication)
             case other:
@@ -148,24 +153,28 @@ class _Stream:
         elsewhere = wire.elsewhere_from_pb(find.elsewhere) if find.HasField("elsewhere") else None
         asked = Question(self._chain(find.chain), find.max_tokens, find.partial, find.token_seconds or None, elsewhere)
         found, arrival = self._host.find(self._desk, asked)
-        answer = _found(found)
+        answer = _found_pb(found)
         if arrival is not None and len(self._slow) < _SLOW:
             answer.loading, answer.patience = arrival.blocks, arrival.patience
-            self._answer_later(number, self._host.find_more(self._desk, asked, arrival, len(found.blocks)))
+            self._take_time(self._found(number, self._host.find_more(self._desk, asked, arrival, len(found.blocks))))
         self._say(number, found=answer)
 
-    def _answer_later(self, question: int, finding: Coroutine[None, None, Found]) -> None:
-        task = asyncio.create_task(self._found_later(question, finding))
+    def _take_time(self, answering: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(answering)
         self._slow.add(task)
         task.add_done_callback(self._slow.discard)
 
-    async def _found_later(self, question: int, finding: Coroutine[None, None, Found]) -> None:
+    async def _grant(self, question: int, places: pb.Granted, room_made: Awaitable[None]) -> None:
+        await room_made
+        self._say(question, granted=places)
+
+    async def _found(self, question: int, finding: Coroutine[None, None, Found]) -> None:
         try:
             found = await finding
         except BatonError as error:
             self._say(question, error=wire.error_to_pb(error))
         else:
-            self._say(question, found=_found(found))
+            self._say(question, found=_found_pb(found))
 
     def _chain(self, chain: pb.Chain) -> Chain:
         """Raises InvalidRequest."""
@@ -194,7 +203,7 @@ def _applicant(attach: pb.AttachPool) -> Applicant:
     )
 
 
-def _found(found: Found) -> pb.Found:
+def _found_pb(found: Found) -> pb.Found:
     block, tokens = found.partial or (0, 0)
     return pb.Found(
         pin=found.pin or 0, blocks=found.blocks, partial_block=block, partial_tokens=tokens, remote=found.remote

@@ -1,7 +1,8 @@
-"""The pool's memory: the segment, its fence file, and the one thread that reads back what publishers copied."""
+"""The pool's memory: the segment, its fence file, and the one thread that reads it: to verify what publishers copied,
+and to copy what goes to disk."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,10 +15,11 @@ KNOB = "--pool-memory"
 
 
 class Store:
-    def __init__(self, folder: Path, size: int, layout: KVLayout) -> None:
-        """Of about `size` bytes; filling it in takes a while. Raises ConfigError when the folder cannot hold it."""
+    def __init__(self, folder: Path, size: int, layout: KVLayout, wanted: Callable[[], bool] = lambda: True) -> None:
+        """Of about `size` bytes; filling it in takes a while. Raises ConfigError when the folder cannot hold it, and
+        Draining once it is not `wanted` any more."""
         whole = segments.segment_bytes(size, layout.block_bytes)
-        self._segment = segments.create(folder, "pool", whole, knob=KNOB)
+        self._segment = segments.create(folder, "pool", whole, KNOB, wanted)
         self.fences = ArenaFences(self._segment.path)
         self.rows = BlockRows(self._segment.view, layout.block_bytes)
         self._verifier = ThreadPoolExecutor(1, thread_name_prefix="pool-verifier")
@@ -42,6 +44,10 @@ class Store:
         loop = asyncio.get_running_loop()
         whole = await loop.run_in_executor(self._verifier, self.rows.whole, blocks, checksums)
         return whole == len(blocks)
+
+    def soon(self, call: Callable[[], None]) -> "asyncio.Future[None]":
+        """After what is being verified, and before what will be."""
+        return asyncio.get_running_loop().run_in_executor(self._verifier, call)
 
     def close(self) -> None:
         """Those who map the segment keep it until they let go."""

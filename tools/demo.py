@@ -37,6 +37,7 @@ async def demonstrate(console: Console, model: Path, folder: Path, began: float)
         grpc_port=0,
         admin_port=0,
         kv_memory="128MiB",
+        pool_memory="128MiB",
         drain_timeout=5.0,
     )
     config, held = ports.hold_all(plan.complete(settings)[0])

@@ -56,6 +56,11 @@ def _print_table(answer: Any) -> None:
     for node in sorted(answer.nodes, key=lambda node: str(node.name)):
         table.add_row(*_row(node))
     console.print(table)
+    for node in answer.nodes:
+        if slots := node.stats.counters["baton_pool_disk_slots"]:
+            console.print(
+                f"{node.name}: {node.stats.counters['baton_pool_disk_slots_used']:.0f} of {slots:.0f} disk slots used"
+            )
 
 
 def _degradation(answer: Any) -> str:

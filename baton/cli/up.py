@@ -12,7 +12,7 @@ from baton.cli.options import add_config_options
 from baton.cli.unbuilt import not_available
 from baton.config import Config
 
-UNBUILT = ("quantize", "pool_disk")
+UNBUILT = ("quantize",)
 _Unbuilt = Annotated[str | None, typer.Option(hidden=True)]
 
 
@@ -24,14 +24,13 @@ def up(
     settings: Config,
     detach: Annotated[bool, typer.Option("--detach", help="Return once it serves; stop it with `baton down`")] = False,
     quantize: _Unbuilt = None,
-    pool_disk: _Unbuilt = None,
 ) -> None:
     """Start coordinator, prefill and decode nodes, and keep them running.
 
     Prints where it listens once ready. Ctrl-C or SIGTERM drains and stops every child; a child that dies is started
     again. Each setting is also a variable BATON_<NAME> and a key of --config FILE; flag > variable > file > default.
     """
-    for flag, value in zip(UNBUILT, (quantize, pool_disk), strict=True):
+    for flag, value in zip(UNBUILT, (quantize,), strict=True):
         if value is not None:
             raise not_available("--" + flag.replace("_", "-"))
     from baton.cli import plan, ports, state

@@ -9,7 +9,7 @@ until the attachment is proven gone. No byte is touched here; the process that m
 """
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 
 from kv_pool.core.chain import Chain
@@ -27,10 +27,11 @@ class Pool:
     def __init__(self, memory: Tier, disk: Tier | None = None) -> None:
         self.memory = memory
         self.disk = disk
+        self.not_moved = 0  # blocks that were to go to disk, when nothing more could be moved there
+        self._most_moves: Callable[[], int] = lambda: memory.total
         self._moves: list[Move] = []
         self._now = 0.0
-        if disk is not None:
-            memory.follow(losing=self._demote)
+        memory.follow(losing=self._demote)
         self._attachments: dict[Holder, Attachment] = {}
         self._numbers = count(1)
 
@@ -126,17 +127,24 @@ class Pool:
 
     # disk
 
+    def mount(self, disk: Tier | None, most_moves: Callable[[], int]) -> None:
+        """From now on this is the disk, or there is none. `most_moves`: how many blocks may go there until `take_moves`
+        is called again."""
+        self.disk, self._most_moves = disk, most_moves
+        self._moves = []
+
     def take_moves(self) -> tuple[Move, ...]:
         """Blocks to be copied to disk, in this order, before their memory is used for anything else. They are in the
         disk's index already: what cannot be copied is to be dropped there, with what follows it."""
         moves, self._moves = tuple(self._moves), []
         return moves
 
-    def on_disk(self, chain: Chain, found: Found, now: float) -> "array[int]":
-        """The disk blocks that go on where `found` ends. To load them: `reserve` to their end, copy, verify, `seal`."""
+    def on_disk(self, chain: Chain, first: int, end: int, now: float) -> "array[int]":
+        """The disk blocks of the chain's blocks from `first` on, which is not in memory, up to `end`. To load them:
+        `reserve` to their end, copy, verify, `seal`."""
         if self.disk is None:
             return array("i")
-        return self.disk.match(chain, now)[len(found.blocks) :]
+        return self.disk.match(chain, now, end)[first:]
 
     # account
 
@@ -203,8 +211,13 @@ class Pool:
                 self.memory.give_back(block)
 
     def _demote(self, block: int) -> None:
-        if self.disk is not None and self.memory.was_used(block):
-            self._moves += demote(self.memory, self.disk, block, self._now)
+        if self.disk is None or not self.memory.was_used(block):
+            return
+        most = self._most_moves() - len(self._moves)
+        if most > 0:
+            self._moves += demote(self.memory, self.disk, block, self._now, most)
+        else:
+            self.not_moved += 1
 
     def _give_up(self, publication: Publication) -> None:
         for block in publication.blocks:

@@ -73,6 +73,19 @@ class RadixIndex:
         names, tokens = (b"".join(map(get, path)) for get in (self.name, self.tokens))
         return Chain(BlockHash(self._root_of[path[0]]), names, tokens, self._block_size)
 
+    def root(self, block: int) -> BlockHash:
+        """What the first block of its path descends from."""
+        while (parent := self._parent[block]) != ROOT:
+            block = parent
+        return BlockHash(self._root_of[block])
+
+    def branch(self, block: int) -> list[int]:
+        """`block` and all that follow it, leaves first."""
+        found = [block]
+        for one in found:
+            found += self._following(one)
+        return found[::-1]
+
     # finding
 
     def find(self, name: bytes) -> int | None:
@@ -119,18 +132,22 @@ class RadixIndex:
     def insert(self, block: int, chain: Chain, number: int, parent: int) -> bool:
         """`block` holds the block `number` of `chain`, whose block before that is `parent` (ROOT for the first). False,
         and nothing changed, if another name has its key."""
+        require(number == 0 if parent == ROOT else self._depth[parent] + 1 == number, f"block {block} without a parent")
+        return self.add(block, chain.name(number), chain.block_tokens(number), parent, chain.root)
+
+    def add(self, block: int, name: bytes, tokens: bytes, parent: int, root: BlockHash) -> bool:
+        """The same, for a block whose prompt is not at hand."""
         require(block not in self, f"block {block} is in the index already")
-        key = chain.key(number)
+        key = key_of(name)
         if key in self._blocks:
             return False
-        require(number == 0 if parent == ROOT else self._depth[parent] + 1 == number, f"block {block} without a parent")
         self._blocks[key] = block
-        self._names[block * HASH_BYTES : (block + 1) * HASH_BYTES] = chain.name(number)
-        self._tokens.put(block, chain.block_tokens(number))
-        self._parent[block], self._depth[block] = parent, number
+        self._names[block * HASH_BYTES : (block + 1) * HASH_BYTES] = name
+        self._tokens.put(block, tokens)
+        self._parent[block], self._depth[block] = parent, 0 if parent == ROOT else self._depth[parent] + 1
         if parent == ROOT:
-            self._root_of[block] = chain.root
-            self._add_sorted(self._firsts.setdefault(chain.root, []), block)
+            self._root_of[block] = root
+            self._add_sorted(self._firsts.setdefault(root, []), block)
         else:
             self._add_child(parent, block)
         return True

@@ -11,6 +11,7 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from baton.block_hash import BlockHash
 from kv_pool.core.chain import Chain, key_of
 from kv_pool.core.eviction import Evictor
 from kv_pool.core.ledger import require
@@ -92,15 +93,25 @@ class Tier:
         """Make a taken block findable; see RadixIndex.insert."""
         if not self.index.insert(block, chain, number, parent):
             return False
-        if parent != ROOT:
-            self._evictor.withdraw(parent)
-            self._evictor.followed(parent)
-        self._evictor.inserted(block, chain.key(number), number, now)
-        self._offer(block)
-        self._used[block] = 0
-        for tell in self._gained:
-            tell(block)
+        self._inserted(block, parent, now)
         return True
+
+    def restore(self, block: int, name: bytes, tokens: bytes, parent: int, root: BlockHash, now: float) -> bool:
+        """`insert` of a free block, for what was here in an earlier life. Afterwards, `restored`."""
+        if block in self.index or not self.index.add(block, name, tokens, parent, root):
+            return False
+        self._inserted(block, parent, now)
+        return True
+
+    def restored(self) -> None:
+        self._free = [block for block in range(self.total) if block not in self.index]
+
+    def drop_branch(self, block: int) -> None:
+        """`drop` a block with all that follow it, unless somebody pins one of them."""
+        branch = self.index.branch(block) if block in self.index else []
+        if not any(self._pins[one] for one in branch):
+            for one in branch:
+                self.drop(one)
 
     def drop(self, block: int) -> None:
         """Remove a leaf that nobody pins, and free it."""
@@ -116,6 +127,16 @@ class Tier:
         pinned = [block for block in range(self.total) if self._pins[block]]
         require(all(block in self.index for block in pinned), "a pinned block is not in the index")
         require(min(self._pins, default=0) >= 0, "pins below 0")
+
+    def _inserted(self, block: int, parent: int, now: float) -> None:
+        if parent != ROOT:
+            self._evictor.withdraw(parent)
+            self._evictor.followed(parent)
+        self._evictor.inserted(block, key_of(self.index.name(block)), self.index.depth(block), now)
+        self._offer(block)
+        self._used[block] = 0
+        for tell in self._gained:
+            tell(block)
 
     def _evict(self, now: float) -> bool:
         block = self._evictor.choose(now)

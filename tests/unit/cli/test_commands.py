@@ -154,7 +154,7 @@ def test_what_is_not_built_says_so(run: Run, capsys: Capture, command: str) -> N
     assert capsys.readouterr().err == f"error: baton {command} is not available in this version\n"
 
 
-@pytest.mark.parametrize("option", [("--quantize", "int8"), ("--pool-disk", "1GiB")])
+@pytest.mark.parametrize("option", [("--quantize", "int8")])
 def test_options_that_are_not_built_say_so(run: Run, capsys: Capture, option: tuple[str, str]) -> None:
     assert run("up", *option) == 1
     assert re.fullmatch(f"error: {option[0]}.* is not available in this version\n", capsys.readouterr().err)

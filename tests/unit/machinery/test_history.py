@@ -98,7 +98,10 @@ def test_an_end_that_comes_late_is_a_breach() -> None:
 
 def test_a_killed_coordinator_excuses_a_silent_end_and_nothing_else() -> None:
     assert judged(Tokens((30,)), Closed(False), cut_excused=True) == []
+    assert judged(*RIGHT[:-1], Failed("UNAVAILABLE"), cut_excused=True) == []
     assert judged(Tokens((99,)), Closed(False), cut_excused=True)
+    assert judged(*RIGHT[:-1], Failed("INTERNAL"), cut_excused=True)
+    assert judged(*RIGHT, Failed("UNAVAILABLE"), cut_excused=True)
 
 
 def test_a_stopping_coordinator_need_not_answer_who_comes_too_late() -> None:

@@ -1,8 +1,11 @@
 """What goes to disk, in which order, and what comes back."""
 
-from kv_pool.core.disk import Move, Rates, worth_loading
+import pytest
+
+from kv_pool.core.disk import Move
 from kv_pool.core.eviction import Lru
 from kv_pool.core.holders import Holder
+from kv_pool.core.load_worth import UNKNOWN, LoadWorth
 from kv_pool.core.pool import Pool
 from kv_pool.core.tier import Tier
 from tests.unit.pool_core.prompts import SIZE, fill, of_blocks
@@ -30,7 +33,7 @@ def test_what_was_used_goes_to_disk_with_all_before_it() -> None:
     assert list(pool.disk.match(of_blocks(1, 2, 3), 4.0)) == [0, 1]
     found = pool.find(NODE, of_blocks(1, 2, 3), 100, 5.0)
     assert list(found.blocks) == [path[0]]
-    assert list(pool.on_disk(of_blocks(1, 2, 3), found, 5.0)) == [1]
+    assert list(pool.on_disk(of_blocks(1, 2, 3), len(found.blocks), 3, 5.0)) == [1]
 
 
 def test_a_small_disk_takes_the_beginning() -> None:
@@ -53,7 +56,7 @@ def test_what_is_on_disk_comes_back_as_a_publication() -> None:
     assert other.publication is not None
     pool.withdraw(NODE, other.publication)
     found = pool.find(NODE, prompt, 100, 3.0)
-    more = pool.on_disk(prompt, found, 3.0)
+    more = pool.on_disk(prompt, len(found.blocks), len(prompt), 3.0)
     granted = pool.reserve(NODE, prompt, len(found.blocks), 3.0, end=len(found.blocks) + len(more))
     assert granted.publication is not None
     sealed = pool.seal(NODE, granted.publication, 1, 4.0)  # the second one's checksum was wrong
@@ -62,8 +65,51 @@ def test_what_is_on_disk_comes_back_as_a_publication() -> None:
 
 
 def test_loading_pays_when_reading_is_faster_than_computing() -> None:
-    rates = Rates(load_latency=0.001, load_bytes=1e9, token_seconds=1e-4, quadratic=32768.0)
-    assert worth_loading(0, 1024, 50_000_000, rates)
-    assert not worth_loading(0, 16, 50_000_000, rates)
-    assert not worth_loading(0, 1024, 120_000_000, rates)
-    assert worth_loading(32768, 1024, 120_000_000, rates), "behind a long context a token costs twice as much"
+    worth = LoadWorth()
+    worth.rate.measured(1 << 30, waited=0.001, took=1.0, now=0.0)
+    assert worth.patience(0, 1024, 50_000_000, 1e-4, 1.0) == pytest.approx(0.1024, rel=0.01)
+    assert worth.patience(0, 16, 50_000_000, 1e-4, 1.0) is None
+    assert worth.patience(0, 1024, 120_000_000, 1e-4, 1.0) is None
+    assert worth.patience(65536, 1024, 120_000_000, 1e-4, 1.0), "behind a long context a token costs half as much again"
+
+
+def test_what_is_not_known_is_tried() -> None:
+    worth = LoadWorth()
+    assert worth.patience(0, 16, 1 << 30, None, 0.0) == UNKNOWN
+    assert worth.patience(0, 16, 1 << 30, 1e-4, 0.0), "no disk has been measured"
+    worth.rate.measured(1 << 20, waited=0.0, took=1.0, now=0.0)
+    assert worth.patience(0, 16, 1 << 30, None, 0.0) is None, "as another node told"
+    assert worth.patience(0, 16, 1 << 30, None, 61.0), "a slow moment is not for ever"
+
+
+def test_what_may_move_is_bounded_and_begins_with_the_first() -> None:
+    pool = pool_of(4, 8)
+    assert pool.disk is not None
+    pool.mount(pool.disk, lambda: 3)
+    fill(pool.memory, of_blocks(1, 2, 3, 4))
+    pool.memory.match(of_blocks(1, 2, 3, 4), 1.0)
+    pool.reserve(NODE, of_blocks(7, 8), 0, 2.0)
+    assert [move.disk for move in pool.take_moves()] == [0, 1, 2]
+    assert pool.not_moved == 1
+    assert list(pool.disk.match(of_blocks(1, 2, 3, 4), 3.0)) == [0, 1, 2]
+    pool.mount(None, lambda: 3)
+    pool.reserve(NODE, of_blocks(5, 6), 0, 4.0)
+    assert pool.take_moves() == ()
+
+
+def test_a_branch_is_dropped_unless_somebody_pins_it() -> None:
+    pool = pool_of(3, 8)
+    assert pool.disk is not None
+    disk = pool.disk
+    fill(disk, of_blocks(1, 2, 3))
+    fill(disk, of_blocks(1, 2, 4, 5))
+    (second,) = disk.match(of_blocks(1, 2), 1.0)[1:]
+    deepest = disk.match(of_blocks(1, 2, 4, 5), 1.0)[-1]
+    disk.pin(deepest)
+    disk.drop_branch(second)
+    assert len(disk.index) == 5
+    disk.unpin(deepest)
+    disk.drop_branch(second)
+    assert len(disk.index) == 1
+    disk.drop_branch(second)
+    disk.check()

@@ -146,7 +146,7 @@ class PoolMachine(RuleBasedStateMachine):
         if holder not in self.live or self.pool.disk is None:
             return
         found = self.pool.find(holder, prompt, len(prompt.tokens) // 4, self.now, partial=False)
-        more = self.pool.on_disk(prompt, found, self.now)
+        more = self.pool.on_disk(prompt, len(found.blocks), len(prompt), self.now)
         for number, block in enumerate(more, len(found.blocks)):
             assert self.file[block] == content(prompt, number)
         if found.pin is not None:

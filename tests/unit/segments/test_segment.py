@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.errors import ConfigError, PeerGone
+from baton.errors import ConfigError, Draining, PeerGone
 from baton.memory_map import HUGE_PAGE
 from baton.segment import create, holder_alive, host_id, open_peer, segment_bytes, sweep
 
@@ -98,6 +98,13 @@ def test_a_really_full_tmpfs_is_an_error_and_no_sigbus(tmp_path: Path) -> None:
     if "unshare" in found.stderr or "mount:" in found.stderr:
         pytest.skip(f"no mount namespace here: {found.stderr.strip()}")
     assert found.stdout.startswith("refused:"), (found.returncode, found.stderr)
+
+
+def test_making_a_large_one_ends_soon_after_it_is_not_wanted_any_more(tmp_path: Path) -> None:
+    looks = iter([True, False])
+    with pytest.raises(Draining):
+        create(tmp_path, "pool", 100 * HUGE_PAGE, wanted=lambda: next(looks))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_is_not_there_is_a_config_error(tmp_path: Path) -> None:

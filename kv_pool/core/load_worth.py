@@ -1,0 +1,57 @@
+"""When blocks are worth bringing here: if that takes less time than computing them, by rates that were measured."""
+
+from dataclasses import dataclass
+
+from kv_pool.core.cost_eviction import QUADRATIC
+
+_WEIGHT = 0.2  # of the newest measurement
+_BELIEVED = 60.0  # seconds; then the next one is tried, whatever the last one took
+UNKNOWN = 5.0  # seconds that computing takes, while nobody knows
+
+
+def recompute_seconds(first: int, tokens: int, token_seconds: float, quadratic: float = QUADRATIC) -> float:
+    """What computing `tokens` tokens after `first` takes. `token_seconds`: for one token without context; `quadratic`:
+    the context, in tokens, at which it takes twice as long."""
+    return token_seconds * tokens * (1 + (first + tokens / 2) / quadratic)
+
+
+@dataclass(slots=True)
+class LoadRate:
+    """How fast bytes come, and how long before the first of them does. Everything in bytes and seconds."""
+
+    _latency: float = 0.0
+    _byte_seconds: float = 0.0
+    _at: float | None = None  # of the last measurement
+
+    def measured(self, size: int, waited: float, took: float, now: float) -> None:
+        """`size` bytes took `took`, after `waited`."""
+        weight = 1.0 if self._at is None else _WEIGHT
+        self._latency += weight * (waited - self._latency)
+        self._byte_seconds += weight * (took / max(1, size) - self._byte_seconds)
+        self._at = now
+
+    def seconds(self, size: int, now: float) -> float | None:
+        """What `size` bytes are expected to take; None if nothing was measured of late."""
+        if self._at is None or now - self._at > _BELIEVED:
+            return None
+        return self._latency + size * self._byte_seconds
+
+
+class LoadWorth:
+    """Load or compute, for one source of blocks."""
+
+    def __init__(self) -> None:
+        self.rate = LoadRate()
+        self._token_seconds: float | None = None  # as a node told last: not every node computes prompts
+
+    def patience(self, first: int, tokens: int, size: int, token_seconds: float | None, now: float) -> float | None:
+        """Seconds that computing `tokens` tokens after `first` takes the node that asks, if loading their `size` bytes
+        takes less; else None. What is not known yet is tried: so it gets measured. Loading costs the same for every
+        block, and computing more for each later one, so it is all of them or none."""
+        if token_seconds is not None:
+            self._token_seconds = token_seconds
+        if self._token_seconds is None:
+            return UNKNOWN
+        computing = recompute_seconds(first, tokens, self._token_seconds)
+        loading = self.rate.seconds(size, now)
+        return computing if loading is None or loading < computing else None
