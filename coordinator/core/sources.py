@@ -21,8 +21,8 @@ class Sources(NamedTuple):
 
 def split(ended: PrefillEnded | None, admitted: Admitted | None) -> Sources:
     """What decode held counts as its cache or the pool's, even where prefill had to compute it again to reach what
-    decode lacked. A prefix that a cache and the pool have begins in the cache, and what the pool fetched follows what
-    it had."""
+    decode lacked. A prefix that a cache and the pool have begins in the cache. What was fetched for either of the two
+    nodes was fetched for the attempt."""
     if admitted is None:
         if ended is None:
             return Sources(0, 0, 0, 0, 0)
@@ -31,13 +31,14 @@ def split(ended: PrefillEnded | None, admitted: Admitted | None) -> Sources:
     cached_there = max(0, ended.cached_tokens - admitted.cached_tokens) if ended else 0
     received_cached = min(cached_there, admitted.received_tokens)
     received_pooled = min(received_cached, ended.pooled_tokens) if ended else 0
-    received_remote = min(received_pooled, ended.remote_tokens) if ended else 0
+    pooled = admitted.pooled_tokens + received_pooled
+    remote = min(pooled, max(admitted.remote_tokens, ended.remote_tokens if ended else 0))
     return Sources(
         computed_prefill=admitted.received_tokens - received_cached,
         computed_decode=admitted.computed_tokens,
         local_cache=admitted.cached_tokens - admitted.pooled_tokens + received_cached - received_pooled,
-        pool=admitted.pooled_tokens - admitted.remote_tokens + received_pooled - received_remote,
-        remote_pool=admitted.remote_tokens + received_remote,
+        pool=pooled - remote,
+        remote_pool=remote,
     )
 
 

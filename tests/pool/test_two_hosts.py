@@ -9,9 +9,10 @@ from tests.cluster import Cluster
 from tests.models import build_model, clear_prompts
 from tests.pool.cluster import metric, sources
 from tests.pool.test_pool_cluster import published
-from tests.pool.two_hosts import POOLS, two_hosts
+from tests.pool.two_hosts import POOLS, in_service, two_hosts
 
 OUTPUT = 8
+SLOWLY = "prefill.layer.before=delay(0.05)"  # so that fetching is worth it on the busiest machine
 
 
 async def promotions(cluster: Cluster, **wanted: int) -> None:
@@ -32,6 +33,8 @@ async def test_a_prefix_is_computed_once_and_moved_once(tmp_path: Path) -> None:
     asked = clear_prompts(model, (820,) * 6, OUTPUT, shared_prefix=prefix)
     settings = {"model": str(model), "dtype": "float32", "threads": "1", "placement": "round_robin"}
     async with two_hosts(tmp_path, **settings) as cluster:
+        await cluster.arm("prefill", SLOWLY)
+        await in_service(cluster, 0)
         first = await cluster.generate(asked[0].prompt, max_tokens=OUTPUT, temperature=0.0)
         assert first.tokens == asked[0].answer
         assert (await sources(cluster, first))["computed_prefill"] == 820
@@ -39,6 +42,7 @@ async def test_a_prefix_is_computed_once_and_moved_once(tmp_path: Path) -> None:
         async with asyncio.timeout(10):
             while await metric(cluster, "baton_prefix_directory_blocks") < 50:
                 await asyncio.sleep(0.05)
+        await in_service(cluster, 0, 1)
         answers = await asyncio.gather(
             *(cluster.generate(one.prompt, max_tokens=OUTPUT, temperature=0.0) for one in asked[1:])
         )

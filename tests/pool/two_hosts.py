@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from baton.cli.ports import hold
+from baton.pb import cluster_pb2 as pb
+from tests.answers import cluster_call
 from tests.cluster import Cluster
 from tests.pool.cluster import attachments
 from tests.pool.rig import until
@@ -36,3 +38,13 @@ async def two_hosts(folder: Path, **settings: Any) -> AsyncIterator[Cluster]:
         cluster.assert_clean()
     finally:
         held.close()
+
+
+async def in_service(cluster: Cluster, *hosts: int) -> None:
+    """New requests are placed on nodes of these hosts only."""
+    for name in ("prefill", "decode"):
+        for host in (0, 1):
+            node = f"{name}-{host}"
+            request = pb.UndrainRequest(node=node) if host in hosts else pb.DrainRequest(node=node)
+            method = "Undrain" if host in hosts else "Drain"
+            await cluster_call(cluster.grpc, method, request, admin_token=cluster.config.admin_token)

@@ -26,6 +26,8 @@ def admitted(computed: int, cached: int, received: int, pooled: int = 0, remote:
         (ended(20, 800, 800, 800), admitted(0, 800, 20, 800, 800), Sources(20, 0, 0, 0, 800)),
         (ended(20, 800, 800, 300), admitted(0, 0, 820), Sources(20, 0, 0, 500, 300)),
         (ended(20, 800, 700, 300), admitted(0, 0, 820), Sources(20, 0, 100, 400, 300)),
+        (ended(20, 800, 800, 800), admitted(0, 800, 20, 800), Sources(20, 0, 0, 0, 800)),
+        (ended(20, 800, 800), admitted(0, 800, 20, 800, 300), Sources(20, 0, 0, 500, 300)),
         (ended(820, 0), admitted(0, 800, 20, 640, 320), Sources(20, 0, 160, 320, 320)),
         (None, admitted(20, 800, 0, 800, 300), Sources(0, 20, 0, 500, 300)),
     ],
