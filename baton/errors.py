@@ -3,7 +3,7 @@
     BatonError
      + Rejected         the caller's fault; nothing was allocated
      |   InvalidRequest 400, TooLong 400, TooLarge 413, Unauthenticated 401, NotFound 404, NotAvailable 501,
-     |   Overloaded 429, Draining 503, Unavailable 503
+     |   Overloaded 429 (OverLimit), Draining 503, Unavailable 503
      + HandoffFailed    a hand-off that did not commit: placed again, else 503
      |   PeerGone, LayoutMismatch, Incomplete, ChecksumMismatch, Stale, LeaseExpired, Unmappable
      + NodeFailed       a node could not go on: placed again, else 503
@@ -94,12 +94,16 @@ class NotAvailable(Rejected):
 
 
 class Overloaded(Rejected):
-    """As many requests wait as may (--max-queue)."""
+    """It would be served too late, too many wait (--max-queue), or its tenant has used up its limits."""
 
     http_status = 429
     grpc_code = "RESOURCE_EXHAUSTED"
     type = "rate_limit_error"
     code = "overloaded"
+
+
+class OverLimit(Overloaded):
+    """Its tenant has used up a limit of its own: the cluster may well have room."""
 
 
 class Draining(Rejected):

@@ -1,6 +1,5 @@
 """Service-level objectives as they are written on a command line."""
 
-import math
 import re
 from dataclasses import dataclass
 
@@ -23,11 +22,7 @@ class Slo:
 
     def met(self, ttft: float, tpot: float | None) -> bool:
         """Whether one request was good. A request of one token has no TPOT and passes that bound."""
-        return ttft <= _bound(self.ttft) and (tpot is None or tpot <= _bound(self.tpot))
-
-
-def _bound(seconds: float | None) -> float:
-    return math.inf if seconds is None else seconds
+        return (self.ttft is None or ttft <= self.ttft) and (self.tpot is None or tpot is None or tpot <= self.tpot)
 
 
 def parse_slo(text: str) -> Slo:

@@ -39,6 +39,7 @@ async def local_cluster(
     try:
         model = await asyncio.to_thread(build, folder / name, shape)
         free: dict[str, Any] = {"port": 0, "grpc_port": 0, "admin_port": 0, "drain_timeout": 5.0}
+        free["pool_memory"] = "256MiB"  # the default takes seconds to fill in, beside what is measured
         config, _ = plan.complete(Config(**{**free, **settings, "model": str(model), "state_dir": str(folder)}))
         config, held = ports.hold_all(config)
         async with running(config, logs, console.print, own) as cluster:

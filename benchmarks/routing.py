@@ -4,6 +4,7 @@ The real brain with the default policy, in this process, and nodes that exist on
 blocks that some node has, as deep as `--depth`. CPU time of this thread, the median over `--decisions`:
 
     decision   hashing the prompt as far as it is held, looking it up, scoring every node, choosing
+    auto       the same in mode auto, which predicts what both ways would take
     request    all that the brain does to take a request in, place it and end it
     event      a block that a node's cache gains or loses
 
@@ -19,6 +20,7 @@ from statistics import median
 from rich.console import Console
 
 from baton.block_hash import BlockHash, chain, root_hash, short_name
+from baton.config import Config
 from baton.errors import Cancelled
 from baton.kv_layout import KVLayout
 from baton.pb.cluster_pb2 import NodeStats
@@ -27,6 +29,7 @@ from baton.wire import PROTOCOL_VERSION
 from benchmarks.report import Row, print_rows, row
 from coordinator.core import messages as m
 from coordinator.core.brain import Brain
+from coordinator.core.decisions import Mode
 from coordinator.core.identity import JoinInfo
 from coordinator.core.prefix_aware import PrefixAware
 from coordinator.core.registry import Registry
@@ -51,8 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Paper:
     """A brain with nodes on paper, `blocks` in its directory in all."""
 
-    def __init__(self, nodes: int, blocks: int, depth: int) -> None:
-        self.brain = Brain(Registry(1e9, 1e9), PrefixAware(), Settings("disaggregated", 1024, 8, 1e9))
+    def __init__(self, nodes: int, blocks: int, depth: int, mode: Mode = "disaggregated") -> None:
+        settings = Settings(mode, 1024, 8, 1e9, prefill_share=Config().local_prefill_share)
+        self.brain = Brain(Registry(1e9, 1e9), PrefixAware(), settings)
         self.nodes = [Incarnation(f"{number:016x}") for number in range(nodes)]
         self._random = random.Random(0)
         self._serial = 0
@@ -132,6 +136,8 @@ def run(nodes: int, blocks: int, depth: int, decisions: int, command: str) -> li
         row("routing/event", median(whole.events(64 * 64)), "us/block", command),
     ]
     del whole
+    auto = median(Paper(nodes, blocks, depth, "auto").decide(decisions))
+    rows.insert(1, row("routing/auto", auto, "us", command, LIMIT))
     fewer_blocks = Paper(nodes, blocks // _SMALLER, min(depth, blocks // _SMALLER // nodes))
     rows.append(_growth("blocks", decision, fewer_blocks, decisions, command, limit=1.5))
     fewer_nodes = Paper(max(2, nodes // _SMALLER), blocks // _SMALLER, depth)

@@ -11,13 +11,13 @@ from typing import Protocol
 from baton import log
 from baton.clock import Clock, steady
 from baton.config import Config
-from baton.errors import BatonError, Cancelled, Draining, Rejected, SlowReader
+from baton.errors import BatonError, Cancelled, ConfigError, Draining, InvalidRequest, Rejected, SlowReader
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import CoordinatorMessage, ExplainResponse
 from baton.ratio import Split
 from baton.slo import Slo, parse_slo
 from baton.types import Incarnation, NodeName, Request, RequestId, Standing, mint_id
-from coordinator.core.brain import Arrival, Brain
+from coordinator.core.brain import Brain
 from coordinator.core.identity import JoinInfo
 from coordinator.core.messages import (
     Admit,
@@ -39,6 +39,7 @@ from coordinator.core.messages import (
 )
 from coordinator.core.policies import POLICIES
 from coordinator.core.pools import PoolInfo
+from coordinator.core.reception import Arrival
 from coordinator.core.registry import Registry
 from coordinator.core.settings import Settings
 from coordinator.core.tenants import OURS, Tenants
@@ -67,6 +68,7 @@ class Dispatcher:
     """A `Generator` for the front doors and the member list for the node link. One event loop, no locks."""
 
     def __init__(self, config: Config, clock: Clock = steady) -> None:
+        """Raises ConfigError."""
         mode = config.mode if config.prefill else "colocated"
         settings = Settings(
             mode,
@@ -78,7 +80,7 @@ class Dispatcher:
             config.local_prefill_share,
             config.degrade_wait,
             config.degraded_max_tokens,
-            parse_slo(config.slo),
+            _objective(config.slo),
         )
         self._config = config
         self.brain = Brain(Registry(config.silence, config.stall), POLICIES[config.placement](), settings)
@@ -288,19 +290,17 @@ class Dispatcher:
                 self._changed()
 
     def _ended(self, end: End) -> None:
-        stream = self._streams.pop(end.request, None)
+        stream, result, line = self._streams.pop(end.request, None), end.result, end.timeline
         if stream is not None:
-            result = end.result
             if isinstance(result, Finished):
-                stream.end(Done(result.reason, result.cached_tokens, end.timeline))
+                stream.end(Done(result.reason, result.cached_tokens, line), line)
             else:
-                stream.end(result)
+                stream.end(result, line)
         if not self._streams:
             self._idle.set()
         for callback in self.on_end:
             callback(end)
-        line = end.timeline
-        outcome = end.result.reason.value if isinstance(end.result, Finished) else end.result.code
+        outcome = result.reason.value if isinstance(result, Finished) else result.code
         _log.info("request ended", request=end.request, outcome=outcome, attempts=line.attempts, seconds=line.total)
 
     def _switched(self, switch: Switched) -> None:
@@ -329,6 +329,14 @@ class Dispatcher:
     def _tick(self) -> None:
         self._timer = None
         self._carry_out(self.brain.tick(self.clock()))
+
+
+def _objective(slo: str) -> Slo:
+    """Raises ConfigError."""
+    try:
+        return parse_slo(slo)
+    except InvalidRequest as error:
+        raise ConfigError(f"--slo: {error.message}", param="slo") from None
 
 
 def _arrivals(submissions: Sequence[Submission], *, internal: bool) -> list[Arrival]:

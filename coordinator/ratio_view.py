@@ -35,7 +35,7 @@ def ratio_to_pb(brain: Brain, now: float) -> pb.Ratio:
 
 
 def advice_to_pb(report: Report, queued: int) -> pb.RatioAdvice:
-    advice, asked, service = report.advice, report.workload, report.service
+    advice, asked, service, stages = report.advice, report.workload, report.service, report.stages
     return pb.RatioAdvice(
         slo=str(advice.slo),
         prefill=advice.best.prefill,
@@ -54,9 +54,9 @@ def advice_to_pb(report: Report, queued: int) -> pb.RatioAdvice:
         computed_share=asked.computed,
         prefill_tokens_per_second=asked.prefill_tokens,
         decode_tokens_per_second=asked.decode_tokens,
-        queue_seconds=service.stages.queue,
-        prefill_seconds=service.stages.prefill,
-        transfer_seconds=service.stages.transfer,
+        queue_seconds=stages.queue,
+        prefill_seconds=stages.prefill,
+        transfer_seconds=stages.transfer,
         queued=queued,
         waiting_prefill=report.waiting[Role.PREFILL],
         waiting_decode=report.waiting[Role.DECODE],

@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 from baton.errors import BatonError
-from baton.types import RequestId
+from baton.pb.common_pb2 import Timeline
+from baton.types import FinishReason, RequestId
 from coordinator.generation import Delta, Done, Event, PromptScores
 
 MAX_UNREAD = 1024  # tokens that a slow reader may leave behind
@@ -23,6 +24,7 @@ class Stream:
         self._events: deque[Event] = deque()
         self._unread = 0
         self._error: BatonError | None = None
+        self._timeline = Timeline()
         self._ended = False
         self._admitted = False
         self._wake: asyncio.Event = asyncio.Event()
@@ -36,8 +38,12 @@ class Stream:
             self._cancel(self._id)
 
     def stop(self) -> None:
+        """An error that lies behind what the reader wanted is none to it."""
         if not self._ended:
             self._stop(self._id)
+        elif self._error is not None:
+            self._error = None
+            self._events.append(Done(FinishReason.STOP, 0, self._timeline))
 
     def admit(self) -> None:
         self._admitted = True
@@ -55,7 +61,8 @@ class Stream:
         self._wake.set()
         return self._unread <= MAX_UNREAD
 
-    def end(self, result: Done | BatonError) -> None:
+    def end(self, result: Done | BatonError, timeline: Timeline) -> None:
+        self._timeline = timeline
         if isinstance(result, Done):
             self._events.append(result)
         else:

@@ -31,7 +31,7 @@ from kv_pool.core.pool import Pool
 from kv_pool.core.tier import Tier
 from kv_pool.disk_mount import DiskTerms
 from kv_pool.disk_tier import DiskTier
-from kv_pool.store import Store
+from kv_pool.store import Store, make
 from kv_pool.terms import PROTOCOL_VERSION, REMOTE, RETRY
 
 _PUBLICATIONS = 16  # unfinished, of one attachment
@@ -305,7 +305,7 @@ class PoolHost:
 
     async def _make(self, applicant: Applicant) -> None:
         try:
-            store = await asyncio.to_thread(Store, self._folder, self._size, applicant.layout, lambda: not self._closed)
+            store = await make(self._folder, self._size, applicant.layout, lambda: not self._closed)
         except ConfigError as error:
             if not self.failed.done():
                 self.failed.set_exception(error)

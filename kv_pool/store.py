@@ -2,6 +2,8 @@
 and to copy what goes to disk."""
 
 import asyncio
+import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +14,20 @@ from baton.kv_layout import KVLayout
 from kv_pool.block_rows import BlockRows
 
 KNOB = "--pool-memory"
+_NICE = 10  # of the thread that fills the memory in, while the nodes serve already
+
+
+async def make(folder: Path, size: int, layout: KVLayout, wanted: Callable[[], bool]) -> "Store":
+    """A Store, made on a thread that gives way to others. Raises what Store does."""
+    maker = ThreadPoolExecutor(1, thread_name_prefix="pool-maker", initializer=_give_way)
+    try:
+        return await asyncio.get_running_loop().run_in_executor(maker, Store, folder, size, layout, wanted)
+    finally:
+        maker.shutdown(wait=False)
+
+
+def _give_way() -> None:
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # on Linux, of this thread alone
 
 
 class Store:

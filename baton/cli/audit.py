@@ -72,6 +72,7 @@ def _print_json(answer: Any, found: list[str]) -> None:
 
 
 def _print_table(answer: Any, found: list[str]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     from baton.cli.ledger_check import STATES, with_disks
@@ -82,15 +83,14 @@ def _print_table(answer: Any, found: list[str]) -> None:
         table.add_column(heading.replace("_", " "), justify="right")
     ledgers = list(with_disks(answer.ledgers))
     for ledger in sorted(ledgers, key=lambda ledger: str(ledger.node)):
-        table.add_row(ledger.node, *(str(getattr(ledger, state)) for state in (*STATES, "total")))
+        table.add_row(escape(ledger.node), *(str(getattr(ledger, state)) for state in (*STATES, "total")))
     console = screen()
     console.print(table)
     for ledger in ledgers:
         for owner in ledger.owners:
-            console.print(
-                f"  {ledger.node}: {owner.owner} {owner.state} {owner.blocks} blocks for {owner.age_seconds:.1f} s"
-            )
+            held = f"{owner.owner} {owner.state} {owner.blocks} blocks for {owner.age_seconds:.1f} s"
+            console.print(escape(f"  {ledger.node}: {held}"))
     for line in found:
-        console.print(f"[red]{line}[/]")
+        console.print(f"[red]{escape(line)}[/]")
     if not found:
         console.print("[green]every ledger balances[/]")

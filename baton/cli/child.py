@@ -104,13 +104,14 @@ class Child:
         name = self.spec.name
         delay = self._restarts.delay(ran)
         said = complaint(self._output.last_words(name))
-        if self.spec.optional and code == _EXIT_CONFIG:
+        hopeless = self.starting and self._restarts.failures >= MAX_FAILED_STARTS
+        if self.spec.optional and (hopeless or code == _EXIT_CONFIG):
             self._tell(f"{name} cannot run: going on without it ({said})")
             self._stopping.set()
             return
         if self.starting and code == _EXIT_CONFIG:
             raise ConfigError(said)
-        if self.starting and self._restarts.failures >= MAX_FAILED_STARTS:
+        if hopeless:
             raise NodeFailed(f"{name} failed {MAX_FAILED_STARTS} times ({_ending(code)}) before it was ready: {said}")
         ending = f"{_ending(code)} ({said})" if code > 0 else _ending(code)
         self._tell(f"{name} {ending}: starting it again in {delay:g} s")

@@ -34,19 +34,19 @@ def status(as_json: Json = False, endpoint: Endpoint = DEFAULT_ENDPOINT, admin_t
 
 
 def _print_table(answer: Any) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     from baton.cli.ratio_view import progress
     from baton.cli.screen import screen
 
     console = screen()
-    state = "[green]ready[/]" if answer.ready else f"[red]not ready[/]: {answer.reason}"
-    console.print(
-        f"{state}  model {answer.model or '-'}  mode {answer.mode}  queued {answer.queued}  running {answer.running}"
-    )
-    console.print(progress(answer.ratio))
+    state = "[green]ready[/]" if answer.ready else f"[red]not ready[/]: {escape(answer.reason)}"
+    model = escape(answer.model or "-")
+    console.print(f"{state}  model {model}  mode {answer.mode}  queued {answer.queued}  running {answer.running}")
+    console.print(escape(progress(answer.ratio)))
     for notice in answer.notices:
-        console.print(f"[yellow]{notice}[/]")
+        console.print(f"[yellow]{escape(notice)}[/]")
     console.print(_degradation(answer))
     table = Table(box=None, header_style="bold")
     for heading in ("node", "role", "service", "pid", "placed", "running", "waiting"):
@@ -54,7 +54,7 @@ def _print_table(answer: Any) -> None:
     for heading in ("blocks free", "cached", "in use", "held", "heard ago", "up"):
         table.add_column(heading, justify="right")
     for node in sorted(answer.nodes, key=lambda node: str(node.name)):
-        table.add_row(*_row(node))
+        table.add_row(*map(escape, _row(node)))
     console.print(table)
     for node in answer.nodes:
         if slots := node.stats.counters["baton_pool_disk_slots"]:

@@ -65,7 +65,8 @@ def total(counters: Mapping[str, float], name: str, **labels: str) -> float:
 
 
 def render(status: StatusResponse, speed: Rates) -> RenderableType:
-    return Group(_headline(status), progress(status.ratio), _traffic(status, speed), _latency(status), _nodes(status))
+    ratio = escape(progress(status.ratio))
+    return Group(_headline(status), ratio, _traffic(status, speed), _latency(status), _nodes(status))
 
 
 def _headline(status: StatusResponse) -> str:
@@ -108,7 +109,7 @@ def _nodes(status: StatusResponse) -> Table:
         stats = node.stats
         numbers = (node.placed, stats.running, stats.waiting, stats.queued_tokens)
         table.add_row(
-            node.name,
+            escape(node.name),
             node.role,
             _SERVICE.get(node.service, node.service),
             *map(str, numbers),

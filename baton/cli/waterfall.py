@@ -111,8 +111,8 @@ def _attempts(told: ExplainResponse) -> Table:
             str(attempt.number),
             _ms(attempt.placed),
             _ms(attempt.over) if attempt.HasField("over") else "-",
-            attempt.prefill_node or "-",
-            attempt.decode_node or "-",
+            escape(attempt.prefill_node or "-"),
+            escape(attempt.decode_node or "-"),
             str(attempt.context_tokens),
             escape(_end(attempt)),
         )
@@ -147,7 +147,7 @@ def _considered(attempt: AttemptReport) -> Table:
         to_compute = str(one.uncomputed_tokens) if one.role == "prefill" else "-"
         predicted = _ms(one.predicted_seconds) if one.HasField("predicted_seconds") else "-"
         counts = (str(one.attempts), to_compute, str(one.room), str(one.held_tokens), predicted)
-        table.add_row(one.node, one.role, *counts, _verdict(one))
+        table.add_row(escape(one.node), one.role, *counts, _verdict(one))
     return table
 
 
@@ -213,8 +213,8 @@ def _choices(told: Sequence[ExplainResponse]) -> Table:
             _ms(line.ttft) if one.output_tokens else "-",
             _ms(line.total) if one.state else "-",
             str(one.output_tokens) if one.state else "-",
-            line.prefill_node or "-",
-            line.decode_node or "-",
+            escape(line.prefill_node or "-"),
+            escape(line.decode_node or "-"),
             escape(_outcome(one)),
         )
     return table

@@ -15,7 +15,7 @@ Every refusal says when to come back.
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.errors import Overloaded
+from baton.errors import OverLimit, Overloaded
 from baton.types import Request, Standing
 from coordinator.core.degradation import Degradation, Step
 from coordinator.core.fair_order import Claim
@@ -89,7 +89,8 @@ class Admission:
         self.reload(self.tenants, now)
 
     def require(self, standing: Standing, bid: Bid, now: float) -> None:
-        """Whether all of it is let in. Nothing is paid. Raises Overloaded."""
+        """Whether all of it is let in. Nothing is paid. Raises Overloaded, OverLimit if that is its tenant's
+        own doing."""
         lowest = len(self.tenants.classes) - 1
         if Step.SHED_LOWEST in self._degradation and lowest and standing.level == lowest:
             raise Overloaded(
@@ -112,6 +113,13 @@ class Admission:
         weight = self.tenants.get(standing.tenant).weight
         return Claim(standing.tenant, standing.level, weight, tokens, when, now)
 
+    def give_back(self, request: Request, now: float, *, accepted: bool) -> None:
+        """Of one that has ended and was never placed: nothing was computed for it. `accepted`: it had been taken on."""
+        account = self._account(request.standing.tenant, now)
+        if account.requests is not None and not accepted:
+            account.requests.pay(-1.0, now)
+        self.produced(request.standing.tenant, -len(request.prompt), now)
+
     def reserve_against(self, standing: Standing) -> float:
         """The share of a node's blocks and places that a request must leave to the first class."""
         return self.tenants.reserve if standing.level > 0 else 0.0
@@ -126,7 +134,7 @@ class Admission:
         for bucket, unit in ((account.requests, "requests"), (account.tokens, "tokens")):
             wait = bucket.wait(now) if bucket is not None else 0.0
             if bucket is not None and wait > 0:
-                raise Overloaded(
+                raise OverLimit(
                     f"tenant {tenant.name} has used up its {bucket.rate:g} {unit} a second ({unit}_per_second)",
                     retry_after=clamp_retry(wait),
                 )

@@ -2,20 +2,8 @@
 a simulator is another."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
-from baton.errors import (
-    BatonError,
-    Drained,
-    Draining,
-    InvalidRequest,
-    NodeGone,
-    NotFound,
-    Overloaded,
-    Rejected,
-    TooLong,
-    Unavailable,
-)
+from baton.errors import BatonError, Drained, NodeGone, NotFound, Rejected
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import ExplainResponse
 from baton.pb.common_pb2 import Timeline
@@ -24,8 +12,8 @@ from baton.slo import Slo
 from baton.types import FinishReason, Incarnation, NodeName, Request, RequestId, Standing
 from coordinator.core.admission import Bid
 from coordinator.core.breakers import Breakers
-from coordinator.core.counters import INTERNAL, Counters
-from coordinator.core.degradation import Degradation, Step
+from coordinator.core.counters import Counters
+from coordinator.core.degradation import Degradation
 from coordinator.core.drains import Service, is_empty
 from coordinator.core.explain import MAX_AGE, explain
 from coordinator.core.identity import JoinInfo
@@ -35,10 +23,11 @@ from coordinator.core.pilot import Pilot
 from coordinator.core.placement import Placement
 from coordinator.core.pool_desk import PoolDesk
 from coordinator.core.pools import PoolInfo, PoolMember
+from coordinator.core.reception import Arrival, Reception
 from coordinator.core.record import RequestState
 from coordinator.core.registry import Node, Registry
 from coordinator.core.reports import Reports
-from coordinator.core.requests import UNSERVED_PATIENCE, RequestTable
+from coordinator.core.requests import RequestTable
 from coordinator.core.retries import Retries
 from coordinator.core.settings import Settings
 from coordinator.core.strain import Strain
@@ -46,26 +35,16 @@ from coordinator.core.switches import Switches
 from coordinator.core.tenants import Tenants
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request that comes in. `after`: one of the same prompt, on whose decode node it needs no prefill; a request
-    that is not here, has another prompt or another salt is no reason to wait."""
-
-    request: Request
-    after: RequestId | None = None
-
-
 class Brain:
     def __init__(self, registry: Registry, placement: Placement, settings: Settings) -> None:
         self.registry = registry
-        self._settings = settings
         self._table = RequestTable(registry, placement, settings)
+        self._reception = Reception(registry, self._table, settings)
         self._reports = Reports(registry, self._table)
         self.switches = Switches(registry, self._table, settings.mode, self._drop)
         self.pilot = Pilot(registry, self._table, self.switches, settings.slo)
         self._strain = Strain(self._table, settings)
         self._pool_desk = PoolDesk(registry, self._table)
-        self._draining = False
 
     # inputs
 
@@ -77,30 +56,17 @@ class Brain:
     def submit_all(self, arrivals: Sequence[Arrival], now: float, *, internal: bool = False) -> list[Effect]:
         """Take all of them in, in this order, or none of them: `submit`'s errors, each counted once, and InvalidRequest
         if the queue could never hold so many."""
-        try:
-            self._require_room([arrival.request for arrival in arrivals], now)
-            for arrival in arrivals:
-                self._require_fit(arrival.request)
-        except Rejected as error:
-            tenant_class = INTERNAL if internal else arrivals[0].request.standing.tenant_class
-            self.refuse(error, tenant_class, now)
-            raise
-        if not internal:
-            arrivals = [self._capped(arrival) for arrival in arrivals]
-        records = [self._table.add(one.request, now, internal=internal, after=one.after) for one in arrivals]
-        records[0].others = tuple(record.request.id for record in records[1:])
+        self._reception.take_in(arrivals, now, internal=internal)
         return self._effects(now)
 
     def refuse(self, error: Rejected, tenant_class: str, now: float) -> None:
-        """Count a request that is not let in. What there is no room for is asked for all the same."""
-        self.counters.rejected[error.code, tenant_class] += 1
-        if isinstance(error, Overloaded) and tenant_class != INTERNAL:
-            self.knowledge.workload.refused(now)
+        """Count a request that is turned away before it is submitted."""
+        self._reception.refuse(error, tenant_class, now)
 
     def require_admission(self, standing: Standing, count: int, timeout: float, now: float) -> None:
         """Whether `count` requests would be let in, as far as can be said without a look at their prompts: before
         anything is spent on them. Raises Draining, Overloaded or InvalidRequest; not counted."""
-        self._require(standing, Bid(count, timeout), now)
+        self._reception.require(standing, Bid(count, timeout), now)
 
     def reload_tenants(self, tenants: Tenants, now: float) -> list[Effect]:
         """Other tenants from now on. Requests that are here keep their standing."""
@@ -168,7 +134,7 @@ class Brain:
 
     def drain(self) -> None:
         """Refuse new requests from now on. Those that are here go on."""
-        self._draining = True
+        self._reception.draining = True
 
     def drain_node(self, name: NodeName, timeout: float | None, now: float) -> list[Effect]:
         """Give the node no new work. What it still holds after `timeout` seconds (None: however long it takes) is
@@ -245,7 +211,7 @@ class Brain:
 
     @property
     def draining(self) -> bool:
-        return self._draining
+        return self._reception.draining
 
     @property
     def queued(self) -> int:
@@ -331,10 +297,7 @@ class Brain:
 
     def bounds(self) -> ModelBounds:
         """Raises Unavailable before the first join."""
-        bounds = self.registry.bounds()
-        if bounds is None:
-            raise Unavailable("no node has joined the cluster yet", retry_after=UNSERVED_PATIENCE)
-        return bounds
+        return self._reception.bounds()
 
     # inside
 
@@ -357,14 +320,6 @@ class Brain:
             self._table.admission.degraded(now)
             self._table.out.append(Degraded(change.step.value, change.taken, change.pressure))
 
-    def _capped(self, arrival: Arrival) -> Arrival:
-        """As it is let in while outputs are capped."""
-        most, sampling = self._settings.degraded_max_tokens, arrival.request.sampling
-        if Step.CAPPED_OUTPUT not in self._table.degradation or sampling.max_tokens <= most:
-            return arrival
-        capped = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
-        return replace(arrival, request=replace(arrival.request, sampling=capped))
-
     def _drop(self, node: Node, error: BatonError, now: float) -> None:
         self.registry.remove(node.incarnation)
         self._table.knowledge.left(node.incarnation)
@@ -375,26 +330,3 @@ class Brain:
         self._table.out += [Send(other, PeerGone(node.incarnation)) for other in self.registry.nodes]
         self._table.lose_node(node.incarnation, error, now)
         self.switches.gone(node, now)
-
-    def _require_room(self, requests: Sequence[Request], now: float) -> None:
-        tokens = sum(len(request.prompt) for request in requests)
-        longest = max(request.sampling.max_tokens for request in requests)
-        self._require(requests[0].standing, Bid(len(requests), requests[0].timeout, tokens, longest), now)
-
-    def _require(self, standing: Standing, bid: Bid, now: float) -> None:
-        if self._draining:
-            raise Draining("the cluster is stopping and takes no new requests")
-        limit = self._settings.max_queue
-        if bid.count > limit:
-            raise InvalidRequest(
-                f"{bid.count} outputs are asked for at once, the limit is {limit} (--max-queue)", param="n"
-            )
-        self._table.admission.require(standing, bid, now)
-
-    def _require_fit(self, request: Request) -> None:
-        bounds = self.bounds()
-        tokens = len(request.prompt) + request.sampling.max_tokens
-        if tokens > bounds.max_context:
-            raise TooLong(
-                f"prompt and max_tokens are {tokens} tokens, the limit is {bounds.max_context}", param="max_tokens"
-            )

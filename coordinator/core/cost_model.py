@@ -9,6 +9,7 @@ What is known is kept by name while a node restarts.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from baton.fit import Fit
@@ -83,8 +84,13 @@ class CostModel:
 
     def least_prefill(self, new: int, cached: int) -> float:
         """On the fastest of the nodes that have reported; 0 before the first one has."""
-        known = (node for node in self._nodes.values() if node.prefill_fit.error.count)
-        return min((node.prefill(new, cached) for node in known), default=0.0)
+        return min((node.prefill(new, cached) for node in self._known()), default=0.0)
+
+    def can_prefill_within(self, new: int, cached: int, seconds: float) -> bool:
+        """Whether the least is below: most often the first node that is asked says so."""
+        if any(node.prefill(new, cached) < seconds for node in self._known()):
+            return True
+        return self.least_prefill(new, cached) < seconds
 
     def any_link_line(self, token_bytes: int) -> tuple[float, float]:
         """Likewise: seconds as such, and for each token."""
@@ -125,6 +131,9 @@ class CostModel:
         self._fleet_link.add(features, seconds)
         if len(self._links) > MAX_PAIRS:
             self._links.popitem(last=False)
+
+    def _known(self) -> Iterator[NodeCosts]:
+        return (node for node in self._nodes.values() if node.prefill_fit.error.count)
 
     def _own(self, name: NodeName) -> NodeCosts:
         if name not in self._nodes:

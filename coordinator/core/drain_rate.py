@@ -6,7 +6,6 @@ prompt tokens. Older seconds count less: both figures are exponentially weighted
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 MEMORY = 10.0  # seconds after which a measurement counts 1/e
 _ENOUGH = 4.0  # departures, by weight, that make a measurement
@@ -22,14 +21,8 @@ class Ahead:
     decode_full: bool
 
 
-class WaitPredictor(Protocol):
-    def predict_wait(self, ahead: Ahead) -> float:
-        """Seconds; 0 while nothing is known."""
-        ...
-
-
 class DrainRate:
-    """A `WaitPredictor`: what is ahead, over the measured rate."""
+    """Waits are what is ahead, over the measured rate."""
 
     def __init__(self) -> None:
         self._tokens = self._requests = self._seconds = 0.0
@@ -63,6 +56,7 @@ class DrainRate:
         return self._requests / self._seconds if self._known else None
 
     def predict_wait(self, ahead: Ahead) -> float:
+        """Seconds; 0 while nothing is known."""
         if not self._known:
             return 0.0
         by_tokens = ahead.tokens * self._seconds / max(self._tokens, 1.0)

@@ -3,7 +3,7 @@ computes a prompt twice that could be computed once, and nobody waits for a lead
 
 from collections.abc import Mapping
 
-from baton.types import Incarnation, RequestId
+from baton.types import Incarnation, Request, RequestId
 from coordinator.core.queue import WaitingQueue
 from coordinator.core.record import Record
 
@@ -18,7 +18,7 @@ class Followers:
         """`record`, which is in the queue, waits there, or is sent to where the prompt is already. One that asks for
         the prompt's scores does not wait: somebody must compute them."""
         ours, theirs = record.request, leader.request
-        if record.awaits_scores or (ours.prompt, ours.cache_salt) != (theirs.prompt, theirs.cache_salt):
+        if record.awaits_scores or not _alike(ours, theirs):
             return
         if leader.attempt is not None and leader.attempt.committed:
             record.holder = leader.attempt.decode
@@ -37,3 +37,17 @@ class Followers:
                 self._queue.release(request)
                 waited = True
         return waited
+
+    def elsewhere(self, record: Record) -> None:
+        """`record` is placed, and not on its holder, which has no room. Who was to go there too follows it from now on:
+        their prompt comes to one more cache once, and not once for each of them."""
+        for request in list(self._queue.offered()):
+            other = self._records[request]
+            if other.holder == record.holder and _alike(other.request, record.request):
+                other.holder = None
+                self.add(other, record)
+
+
+def _alike(one: Request, other: Request) -> bool:
+    """What is cached of one is of use to the other."""
+    return (one.prompt, one.cache_salt) == (other.prompt, other.cache_salt)

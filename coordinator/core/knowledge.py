@@ -75,12 +75,15 @@ class Knowledge:
 
     def _held(self, found: Mapping[Incarnation, int]) -> dict[Incarnation, int]:
         """Of `found`, in blocks, what each node can reach."""
-        held = {node: blocks for node, blocks in found.items() if node not in self.pools.members}
-        for incarnation, pool in self.pools.members.items():
-            blocks = found.get(incarnation, 0)
-            for node in self._registry.nodes.values() if blocks else ():
-                if node.info.host_id == pool.info.host_id:
-                    held[node.incarnation] = max(blocks, held.get(node.incarnation, 0))
+        held, pooled = dict(found), dict[str, int]()  # the second by host
+        for pool in self.pools.members.values():
+            blocks = held.pop(pool.incarnation, 0)
+            if blocks:
+                pooled[pool.info.host_id] = max(blocks, pooled.get(pool.info.host_id, 0))
+        for node in self._registry.nodes.values() if pooled else ():
+            blocks = pooled.get(node.info.host_id, 0)
+            if blocks > held.get(node.incarnation, 0):
+                held[node.incarnation] = blocks
         return held
 
     def output_of(self, request: Request) -> float:

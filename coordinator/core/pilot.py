@@ -13,7 +13,7 @@ from coordinator.core.registry import Registry
 from coordinator.core.requests import RequestTable
 from coordinator.core.steering import ENOUGH, Sight, Steering
 from coordinator.core.switches import Switches
-from coordinator.core.workload import Asked, Service, Workload
+from coordinator.core.workload import Asked, Service, Stages, Workload
 
 BY_HAND = "manual: it changes when an operator says so"
 WINDOW = 60.0  # seconds on which advice rests
@@ -26,6 +26,7 @@ class Report:
     advice: Advice
     workload: Workload
     service: Service
+    stages: Stages
     waiting: dict[Role, int]
 
 
@@ -57,7 +58,9 @@ class Pilot:
             )
         forecaster = Forecaster(workload, machine, objective)
         advice = advise(forecaster, candidates, self._switches.heading(now), objective)
-        return Report(advice, workload, self._knowledge.workload.service(objective, WINDOW, now), self._waiting())
+        meter = self._knowledge.workload
+        service, stages = meter.service(objective, WINDOW, now), meter.stages(WINDOW, now)
+        return Report(advice, workload, service, stages, self._waiting())
 
     def auto(self, slo: Slo | None, patience: float, now: float) -> None:
         """Keep the objective from now on; nodes that are to switch have `patience` seconds for what they do."""

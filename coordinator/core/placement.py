@@ -36,7 +36,8 @@ class Demand:
 
     def held_by(self, node: Incarnation) -> int:
         """At least the last token of a context is computed anew."""
-        return min(self.held.get(node, 0), self.tokens - 1)
+        held = self.held.get(node)
+        return min(held, self.tokens - 1) if held else 0
 
     def lacked_by(self, node: Incarnation) -> int:
         """Tokens that it would have to compute."""
@@ -97,6 +98,8 @@ class NodeView:
 
     def wait(self, now: float) -> float:
         """Seconds until it has computed what is placed there."""
+        if not self.queued_seconds:
+            return 0.0
         done = min(max(0.0, now - self.head_since), self.head_seconds)
         return max(0.0, self.queued_seconds - done)
 
@@ -109,8 +112,10 @@ class NodeView:
     def _has_window(self, demand: Demand) -> bool:
         """Two attempts, or two steps' worth of tokens, and always at least one. A long prompt takes one step's share of
         that, so that short ones can come to the node and pass it."""
+        if self.computing < PREFILL_ATTEMPTS:
+            return True
         share = min(demand.lacked_by(self.incarnation), self.max_batched_tokens)
-        return self.window_tokens + share <= 2 * self.max_batched_tokens or self.computing < PREFILL_ATTEMPTS
+        return self.window_tokens + share <= 2 * self.max_batched_tokens
 
     def is_closed_to(self, demand: Demand) -> bool:
         return self.closed_from is not None and demand.blocks >= self.closed_from

@@ -70,7 +70,7 @@ def _decode_candidates(demand: Demand, nodes: Sequence[NodeView], outlook: Outlo
     for node in of_role:
         if not node.takes_decode(demand):
             continue
-        cost, held = costs.node(node.name), demand.held_by(node.incarnation) if demand.held else 0
+        cost, held = costs.node(node.name), demand.held_by(node.incarnation)
         seconds = output * cost.step(node.attempts + 1, node.resident_tokens + tokens)
         if not demand.prefill:
             seconds += node.wait(now) + outlook.beside(node, cost.prefill(tokens - held, held))
@@ -95,10 +95,9 @@ def _prefill_candidates(
     for node in of_role:
         if not node.takes_prefill(demand):
             continue
-        held = demand.held_by(node.incarnation) if demand.held else 0
+        held = demand.held_by(node.incarnation)
         seconds = costs.node(node.name).prefill(tokens - held, held)
-        if node.queued_seconds:
-            seconds += node.wait(now)
+        seconds += node.wait(now)
         if decode is not None:
             seconds += costs.link(node.name, decode.name, lacking)
         found.append((_tier(demand, node, node.recent_work > loaded, now), seconds, node))

@@ -46,9 +46,9 @@ class Prospects:
     def too_late(self, tokens: int, held: int, left: float) -> DeadlineExceeded | None:
         """Why a context that was not placed yet, of which a cache seems to have `held`, cannot be computed in the
         seconds that are left to its deadline, if so."""
-        least = _MARGIN * self._costs.least_prefill(tokens - held, held)
-        if least < left:
+        if self._costs.can_prefill_within(tokens - held, held, left / _MARGIN):
             return None
+        least = _MARGIN * self._costs.least_prefill(tokens - held, held)
         return DeadlineExceeded(
             f"a prompt of {tokens} tokens takes {least:.3g} s at least: {max(left, 0.0):.3g} s are left for it"
         )

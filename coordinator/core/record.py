@@ -13,6 +13,7 @@ any of the first four ------ deadline, cancel, error that no other attempt can m
 any of the first four ------ its reader has all that it wants ----------------------------> FINISHED
 """
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -128,6 +129,13 @@ class Record:
     def awaits_scores(self) -> bool:
         """The prompt's scores were asked for and are not complete: nothing may be shown yet."""
         return self.request.sampling.prompt_logprobs is not None and self.prompt_scores is None
+
+    def blamed(self, attempt: Attempt, members: Container[Incarnation]) -> frozenset[Incarnation]:
+        """Whom the next attempt had better avoid: a node that is no more, else all that had a part in this one. Once
+        decode runs it, its writer has none any more, and what it computed is in its cache."""
+        writing = not attempt.committed or self.awaits_scores
+        nodes = frozenset(filter(None, (attempt.prefill if writing else None, attempt.decode)))
+        return frozenset(node for node in nodes if node not in members) or nodes
 
     def begin(self, attempt: Attempt) -> None:
         self.attempt = attempt

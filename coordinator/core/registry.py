@@ -4,6 +4,7 @@ The cluster's identity is that of the nodes in it: fixed by the first, gone with
 that a request that comes while the last node restarts can wait for it.
 """
 
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
@@ -44,6 +45,7 @@ class Registry:
         self.silence = silence
         self._stall = stall
         self._bounds: ModelBounds | None = None
+        self._silent_at = math.inf  # nobody counts as silent before
 
     def check(self, info: JoinInfo) -> Node | None:
         """May this node join? Returns the incarnation of the same name that it would replace. Raises ConfigError."""
@@ -57,6 +59,7 @@ class Registry:
         """Checked before, and what it replaces removed."""
         node = Node(info, incarnation, joined_at=now, heard_at=now)
         self.nodes[incarnation] = node
+        self._silent_at = min(self._silent_at, now + self.silence)
         self._recompute_bounds()
         return node
 
@@ -86,9 +89,6 @@ class Registry:
             if (role is None or node.info.role is role) and self._may_serve(node):
                 yield node
 
-    def named(self, prefix: str) -> list[Node]:
-        return [node for node in self.nodes.values() if node.info.name.startswith(prefix)]
-
     def called(self, name: NodeName) -> Node | None:
         return next((node for node in self.nodes.values() if node.info.name == name), None)
 
@@ -103,18 +103,22 @@ class Registry:
     def expired(self, now: float, busy: Collection[Incarnation]) -> list[tuple[Node, NodeFailed]]:
         """Nodes to give up: silent, or `busy` (attempts are placed there) and without progress."""
         found: list[tuple[Node, NodeFailed]] = []
+        self._silent_at = math.inf
         for node in self.nodes.values():
             name, quiet = node.info.name, now - node.heard_at
             if quiet >= self.silence:
                 found.append((node, NodeGone(f"node {name} was silent for {quiet:.1f} s (--silence {self.silence:g})")))
-            elif node.incarnation in busy and node.stands_still:
+                continue
+            self._silent_at = min(self._silent_at, node.heard_at + self.silence)
+            if node.incarnation in busy and node.stands_still:
                 age = node.stats.progress_age_seconds if node.stats else 0.0
                 found.append((node, Stalled(f"node {name} made no progress for {age:.1f} s (--stall {self._stall:g})")))
         return found
 
     def next_silence(self) -> float | None:
-        """When the first node would count as silent if nothing more is heard."""
-        return min((node.heard_at + self.silence for node in self.nodes.values()), default=None)
+        """When to look for silent nodes again: no later than the first may be one. It is asked after every message, so
+        what is heard meanwhile is taken into account at the next look."""
+        return self._silent_at if self._silent_at < math.inf else None
 
     def _is_drained(self, node: Node) -> bool:
         return node.info.name in self.drains

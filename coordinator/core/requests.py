@@ -174,11 +174,14 @@ class RequestTable:
 
     def _place_one(self, now: float) -> bool:
         views = self.decisions.views(now)
+        full = self.prospects.decode_full()
         for request in self.queue.candidates() if self._registry.nodes else ():
             record = self.records[request]
             if (late := self.decisions.too_late(record, now, wanted=len(self.queue) > 1)) is not None:
                 self.end(record, late, now)
                 return True
+            if full and record.remaining > 1 and record.pin is None:
+                continue  # as it is most of the time under load
             decision = self.decisions.decide(record, views, now)
             if decision is not None:
                 self.queue.take(request, now)
@@ -214,6 +217,8 @@ class RequestTable:
             if decode is not None:
                 attempt.answer_by = now + self._settings.answer_timeout
                 self.timers.set(request.id, record.next_due())
+        if record.holder is not None and decode not in (None, record.holder):
+            self._followers.elsewhere(record)
         attempt.notes.held_back, record.held_back = record.held_back, 0.0
         pair = attempt.pair
         attempt.notes.probe = pair is not None and self.breakers.placed(pair, key)
@@ -303,8 +308,8 @@ class RequestTable:
             return
         attempt = record.attempt
         if attempt is not None:
-            blamed = () if error is None or isinstance(error, Drained) else (attempt.prefill, attempt.decode)
-            record.avoid = frozenset(node for node in blamed if node is not None)
+            spared = error is None or isinstance(error, Drained)
+            record.avoid = frozenset() if spared else record.blamed(attempt, self._registry.nodes)
             self._leave_attempt(record, attempt, error or Cancelled("the other node has no room"))
             attempt.notes.end(now, error.code if error else REFUSED, error.message if error else "no room there")
             self.out.append(Replaced(attempt.key, error.message if error is not None else "refused"))
@@ -332,6 +337,8 @@ class RequestTable:
         self.retries.forget(request)
         if record.pin is not None:
             self.probed.append((request, result))
+        elif not record.attempts:
+            self.admission.give_back(record.request, now, accepted=record.admit_by is None)
         if isinstance(result, FinishReason):
             began = record.marks.first_token
             self.knowledge.answered(record.request, len(record.emitted), now - began if began is not None else 0.0)

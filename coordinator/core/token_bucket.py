@@ -27,8 +27,9 @@ class TokenBucket:
         return lacking / self.rate if lacking > _NOTHING else 0.0
 
     def pay(self, amount: float, now: float) -> None:
+        """Below 0: what was paid before is given back."""
         self._refill(now)
-        self.level -= amount
+        self.level = min(self.burst, self.level - amount)
 
     def change(self, rate: float, burst: float, now: float) -> None:
         """Other terms from now on; what is owed stays owed."""

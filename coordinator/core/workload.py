@@ -6,8 +6,9 @@ not change when a node changes its role, and whoever steers by it does not chase
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from baton.slo import Slo
 
@@ -85,7 +86,6 @@ class Service:
 
     ended: int
     good: int
-    stages: Stages
 
     @property
     def share(self) -> float | None:
@@ -144,18 +144,28 @@ class WorkloadMeter:
         left = [one for at, one in waiting if at <= now - seconds]
         if not recent or self._began is None:
             return None
-        begin = recent[0][0] if len(self._arrivals) == MOST else max(self._began, now - seconds)
+        since = self._arrivals[0][0] if len(self._arrivals) == MOST else self._began  # nobody before that is known
+        begin = max(since, now - seconds)
         span = max(now - begin, 1e-3)
         rate = (len(recent) + len(left) + self._refused_since(now - seconds)) / span
         bursts = _burstiness([at - begin for at, _ in recent], span)
         return Workload(span, rate, bursts, [one for _, one in recent] + left, self._computed)
 
     def service(self, slo: Slo, seconds: float, now: float) -> Service:
-        recent = [end for end in self._ends if end.at > now - seconds]
-        good = sum(slo.met(end.ttft, end.tpot) and math.isfinite(end.ttft) for end in recent)
-        served = [end.stages for end in recent if math.isfinite(end.ttft)] or [Stages()]
-        means = Stages(*(math.fsum(getattr(one, name) for one in served) / len(served) for name in Stages.__slots__))
-        return Service(len(recent) + self._refused_since(now - seconds), good, means)
+        ended = good = 0
+        for end in self._lately(seconds, now):
+            ended += 1
+            good += slo.met(end.ttft, end.tpot) and end.ttft < math.inf
+        return Service(ended + self._refused_since(now - seconds), good)
+
+    def stages(self, seconds: float, now: float) -> Stages:
+        """Of those that were served."""
+        served = [end.stages for end in self._lately(seconds, now) if end.ttft < math.inf] or [Stages()]
+        return Stages(*(math.fsum(getattr(one, name) for one in served) / len(served) for name in Stages.__slots__))
+
+    def _lately(self, seconds: float, now: float) -> Iterator[_End]:
+        """The last one first."""
+        return takewhile(lambda end: end.at > now - seconds, reversed(self._ends))
 
     def _refused_since(self, moment: float) -> int:
         return sum(count for second, count in self._refused if second >= moment)

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.cli import supervisor
+from baton.cli import restarts, supervisor
 from baton.cli.errors import innermost
 from baton.cli.output import LogFiles, Output, Relay
 from baton.cli.plan import complete
@@ -122,6 +122,17 @@ async def test_without_a_pool_that_cannot_run_the_cluster_goes_on(play: Play, co
         await until(lambda: bool(told))
         assert told == ["pool-0 cannot run: going on without it (no room: lower --pool-memory)"]
         assert set(started.pids()) == {"coordinator", "prefill-0", "decode-0"}
+
+
+async def test_nor_does_one_that_always_fails_end_it_all(
+    play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "FIRST_DELAY", 0.001)
+    play(pool="sys.exit('no memory')")
+    async with cluster(config) as (started, told):
+        await until(lambda: len(told) == restarts.MAX_FAILED_STARTS)
+        assert told[-1] == "pool-0 cannot run: going on without it (no memory)"
+        assert {"prefill-0", "decode-0"} <= set(started.pids())
 
 
 async def test_no_memory_is_no_pool(play: Play, config: Config) -> None:

@@ -144,6 +144,26 @@ def test_any_message_breaks_the_silence() -> None:
     assert world.advance(4.0, beating=False) == []
 
 
+def test_whoever_looks_when_told_finds_a_silent_node_the_moment_that_it_is_one() -> None:
+    """Many are heard all the time, one is heard no more: looks come early, never late, and not in a rush."""
+    world = World()
+    nodes = [world.join(f"p{number}", PREFILL) for number in range(4)]
+    began, looks = world.now, 0
+    world.advance(1.5, beating=False)
+    world.beat(nodes[0])
+    last = world.now
+    while nodes[0] in world.brain.registry.nodes:
+        for node in nodes[1:]:
+            world.beat(node)
+        due = world.brain.next_due()
+        assert due is not None
+        world.advance(min(due, world.now + 1.0) - world.now, beating=False)
+        looks += 1
+    assert world.now == last + SILENCE
+    assert looks <= world.now - began + 3
+    assert len(world.brain.registry.nodes) == 3
+
+
 def test_a_node_that_stands_still_with_work_is_given_up() -> None:
     world = World()
     world.join("p0", PREFILL)

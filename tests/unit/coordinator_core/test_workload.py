@@ -64,7 +64,7 @@ def test_failures_are_not_good_and_no_part_of_the_waits() -> None:
     meter.ended(None, None, Stages(9.0, 9.0, 9.0, 9.0), 5.0)
     service = meter.service(SLO, 60.0, 6.0)
     assert (service.ended, service.good, service.share) == (5, 2, 0.4)
-    assert service.stages.queue == pytest.approx(0.2)
+    assert meter.stages(60.0, 6.0).queue == pytest.approx(0.2)
     assert meter.service(Slo(), 60.0, 6.0).good == 4
     assert meter.service(SLO, 60.0, 100.0).share is None
 
@@ -75,6 +75,14 @@ def test_memory_is_bounded() -> None:
     assert found is not None
     assert len(found.requests) == MOST
     assert found.rate == pytest.approx(1000.0, rel=0.01)
+
+
+def test_a_pause_after_very_many_is_a_pause() -> None:
+    """As many as are kept, then nobody for long, then a few: they did not come within the moment that they took."""
+    many, few = [each * 1e-3 for each in range(MOST)], [60.0 + each * 1e-2 for each in range(30)]
+    found = arriving(many + few).over(15.0, 60.3)
+    assert found is not None
+    assert found.rate == pytest.approx(2.0)
 
 
 def test_what_is_refused_is_asked_for_and_not_served() -> None:

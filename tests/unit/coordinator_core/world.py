@@ -27,9 +27,10 @@ from baton.types import (
 )
 from baton.wire import PROTOCOL_VERSION
 from coordinator.core import messages as m
-from coordinator.core.brain import Arrival, Brain
+from coordinator.core.brain import Brain
 from coordinator.core.identity import JoinInfo
 from coordinator.core.placement import Placement
+from coordinator.core.reception import Arrival
 from coordinator.core.registry import Registry
 from coordinator.core.settings import Settings
 from coordinator.core.simple_policies import LeastLoaded

@@ -1,6 +1,7 @@
 """Flags are made from the settings table and leave no trace unless typed."""
 
 import argparse
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,11 @@ import pytest
 from baton import config, config_flags
 from baton.config import Config
 from baton.errors import ConfigError
+from coordinator.__main__ import FIELDS
+from coordinator.dispatcher import Dispatcher
+from node_engine.host.launch import NODE_FIELDS
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +38,20 @@ def test_every_setting_has_a_flag() -> None:
     shown = text.format_help()
     for field in Config.__struct_fields__:
         assert f"--{field.replace('_', '-')}" in shown
+
+
+READERS = {
+    "coordinator": (FIELDS, ("coordinator",)),
+    "node": (NODE_FIELDS, ("prefill_node", "decode_node", "node_engine", "kv_transfer")),
+}
+
+
+@pytest.mark.parametrize("process", READERS)
+def test_every_setting_that_a_process_reads_is_a_flag_of_it(process: str) -> None:
+    fields, folders = READERS[process]
+    files = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    read = {name for path in files for name in re.findall(r"\b_?(?:config|settings)\.([a-z_]+)", path.read_text())}
+    assert read & set(Config.__struct_fields__) <= set(fields)
 
 
 def test_nothing_typed_is_nothing_given() -> None:
@@ -99,3 +119,8 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path, monkeyp
 def test_set_reaches_settings_without_a_flag_here() -> None:
     namespace = parse("--set", "block-size=32", fields=["port"])
     assert config.resolve(config_flags.given(namespace)).block_size == 32
+
+
+def test_an_objective_that_is_none_is_said_at_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"--slo: 'soon' is not ttft=TIME"):
+        Dispatcher(Config(slo="soon"))

@@ -1,0 +1,17 @@
+"""What a placement costs, in a form that is small enough to be no figure."""
+
+from benchmarks.routing import LIMIT, run
+
+
+def test_every_figure_is_measured_on_a_small_cluster() -> None:
+    rows = {one.name: one for one in run(nodes=2, blocks=5120, depth=4, decisions=4, command="here")}
+    assert list(rows) == [
+        "routing/decision",
+        "routing/auto",
+        "routing/request",
+        "routing/event",
+        "routing/growth_16x_blocks",
+        "routing/growth_16x_nodes",
+    ]
+    assert all(one.value > 0 for one in rows.values())
+    assert rows["routing/decision"].limit == rows["routing/auto"].limit == LIMIT
