@@ -248,21 +248,7 @@ def ledger_to_pb(
     total: int,  # blocks; whoever reads it holds the counts against it
     counts: Mapping[str, int],  # by state
     owners: Iterable[tuple[str, str, int, float]],  # owner, state, blocks, seconds since the first
-    disk: common_pb2.Ledger | None = None,
 ) -> cluster_pb2.NodeMessage:
-    ledger = ledger_of(node, incarnation, total, counts, owners)
-    if disk is not None:
-        ledger.disk.CopyFrom(disk)
-    return cluster_pb2.NodeMessage(incarnation=incarnation, ledger=cluster_pb2.LedgerReply(query=query, ledger=ledger))
-
-
-def ledger_of(
-    node: str,
-    incarnation: Incarnation,
-    total: int,
-    counts: Mapping[str, int],
-    owners: Iterable[tuple[str, str, int, float]],
-) -> common_pb2.Ledger:
     ledger = common_pb2.Ledger(
         node=node,
         incarnation=incarnation,
@@ -271,7 +257,6 @@ def ledger_of(
             common_pb2.LedgerOwner(owner=owner, state=state, blocks=blocks, age_seconds=age)
             for owner, state, blocks, age in owners
         ],
+        **counts,
     )
-    for state, count in counts.items():
-        setattr(ledger, state, count)
-    return ledger
+    return cluster_pb2.NodeMessage(incarnation=incarnation, ledger=cluster_pb2.LedgerReply(query=query, ledger=ledger))

@@ -1,7 +1,7 @@
 """Asking every node and pool for its block ledger."""
 
 import asyncio
-from itertools import count
+from itertools import chain, count
 from operator import attrgetter
 
 from baton.pb.cluster_pb2 import CoordinatorMessage, LedgerQuery, LedgerReply, LedgerResponse
@@ -16,14 +16,15 @@ class Ledgers:
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
         self._numbers = count(1)
-        self._open: dict[int, dict[Incarnation, asyncio.Future[Ledger]]] = {}
+        self._open: dict[int, dict[Incarnation, asyncio.Future[list[Ledger]]]] = {}
 
     async def collect(self, patience: float = PATIENCE) -> LedgerResponse:
-        """Every node's ledger, and the names of those that did not answer within `patience` seconds."""
+        """Every node's ledger, with a pool's that of its disk, and the names of those that did not answer within
+        `patience` seconds."""
         number = next(self._numbers)
         loop = asyncio.get_running_loop()
         names = {member.incarnation: member.info.name for member in self._dispatcher.brain.members()}
-        waiting: dict[Incarnation, asyncio.Future[Ledger]] = {node: loop.create_future() for node in names}
+        waiting: dict[Incarnation, asyncio.Future[list[Ledger]]] = {node: loop.create_future() for node in names}
         self._open[number] = waiting
         try:
             for node in names:
@@ -35,7 +36,7 @@ class Ledgers:
         finally:
             del self._open[number]
         answered = {node: future.result() for node, future in waiting.items() if future.done()}
-        ledgers = sorted(answered.values(), key=attrgetter("node"))
+        ledgers = sorted(chain.from_iterable(answered.values()), key=attrgetter("node"))
         return LedgerResponse(
             ledgers=ledgers,
             silent=sorted(name for node, name in names.items() if node not in answered),
@@ -45,4 +46,4 @@ class Ledgers:
         """Late and repeated replies are no-ops."""
         future = self._open.get(reply.query, {}).get(sender)
         if future is not None and not future.done():
-            future.set_result(reply.ledger)
+            future.set_result([reply.ledger, *([reply.disk] if reply.HasField("disk") else [])])

@@ -89,9 +89,16 @@ class Membership:
     # telling
 
     def _ledger(self, query: int) -> cluster_pb2.NodeMessage:
-        memory, disk = self._host.pool.ledger(self._clock()), self._host.disk_ledger()
-        slots = wire.ledger_of(f"{self._name} disk", self._incarnation, *_account(disk)) if disk else None
-        return wire.ledger_to_pb(query, self._name, self._incarnation, *_account(memory), disk=slots)
+        told = self._account(query, self._name, self._host.pool.ledger(self._clock()))
+        slots = self._host.disk_ledger()
+        if slots is not None:
+            told.ledger.disk.CopyFrom(self._account(query, f"{self._name} disk", slots).ledger.ledger)
+        return told
+
+    def _account(self, query: int, name: str, ledger: PoolLedger) -> cluster_pb2.NodeMessage:
+        counts = {state.value: count for state, count in ledger.counts.items()}
+        owners = ((one.holder, one.state.value, one.blocks, one.age) for one in ledger.entries)
+        return wire.ledger_to_pb(query, name, self._incarnation, ledger.total, counts, owners)
 
     def _tell_changes(self) -> None:
         self._telling = None
@@ -103,8 +110,3 @@ class Membership:
     def _send(self, changes: Iterable[CacheChange]) -> None:
         for change in changes:
             self._link.send(wire.cache_to_pb(change, self._incarnation))
-
-
-def _account(ledger: PoolLedger) -> tuple[int, dict[str, int], list[tuple[str, str, int, float]]]:
-    counts = {state.value: count for state, count in ledger.counts.items()}
-    return ledger.total, counts, [(one.holder, one.state.value, one.blocks, one.age) for one in ledger.entries]

@@ -75,18 +75,17 @@ def _print_table(answer: Any, found: list[str]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from baton.cli.ledger_check import STATES, with_disks
+    from baton.cli.ledger_check import STATES
     from baton.cli.screen import screen
 
     table = Table("node", box=None, header_style="bold")
     for heading in (*STATES, "total"):
         table.add_column(heading.replace("_", " "), justify="right")
-    ledgers = list(with_disks(answer.ledgers))
-    for ledger in sorted(ledgers, key=lambda ledger: str(ledger.node)):
+    for ledger in sorted(answer.ledgers, key=lambda ledger: str(ledger.node)):
         table.add_row(escape(ledger.node), *(str(getattr(ledger, state)) for state in (*STATES, "total")))
     console = screen()
     console.print(table)
-    for ledger in ledgers:
+    for ledger in answer.ledgers:
         for owner in ledger.owners:
             held = f"{owner.owner} {owner.state} {owner.blocks} blocks for {owner.age_seconds:.1f} s"
             console.print(escape(f"  {ledger.node}: {held}"))

@@ -1,7 +1,7 @@
 """What `baton audit` calls wrong with a block ledger. Pure: ledgers in, findings out."""
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from baton.pb.cluster_pb2 import StatusResponse
@@ -26,7 +26,7 @@ class Held(NamedTuple):
 def faults(ledgers: Iterable[Ledger], silent: Iterable[str]) -> list[str]:
     """One line per ledger that does not balance, state that its owners do not account for, and silent node."""
     found = [f"{node}: did not answer" for node in silent]
-    for ledger in with_disks(ledgers):
+    for ledger in ledgers:
         counts = {state: int(getattr(ledger, state)) for state in STATES}
         if sum(counts.values()) != ledger.total:
             shown = " + ".join(f"{count} {state}" for state, count in counts.items())
@@ -41,14 +41,6 @@ def faults(ledgers: Iterable[Ledger], silent: Iterable[str]) -> list[str]:
             if owned[state] < counts[state]
         ]
     return found
-
-
-def with_disks(ledgers: Iterable[Ledger]) -> Iterator[Ledger]:
-    """Each, and after a pool's that of its disk."""
-    for ledger in ledgers:
-        yield ledger
-        if ledger.HasField("disk"):
-            yield ledger.disk
 
 
 def ownerless(ledgers: Iterable[Ledger], idle: Collection[tuple[str, str]], older_than: float) -> set[Held]:

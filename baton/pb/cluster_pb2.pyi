@@ -944,12 +944,14 @@ class Heartbeat(_message.Message):
     def __init__(self, stats: _Optional[_Union[NodeStats, _Mapping]] = ...) -> None: ...
 
 class LedgerReply(_message.Message):
-    __slots__ = ("query", "ledger")
+    __slots__ = ("query", "ledger", "disk")
     QUERY_FIELD_NUMBER: _ClassVar[int]
     LEDGER_FIELD_NUMBER: _ClassVar[int]
+    DISK_FIELD_NUMBER: _ClassVar[int]
     query: int
     ledger: _common_pb2.Ledger
-    def __init__(self, query: _Optional[int] = ..., ledger: _Optional[_Union[_common_pb2.Ledger, _Mapping]] = ...) -> None: ...
+    disk: _common_pb2.Ledger
+    def __init__(self, query: _Optional[int] = ..., ledger: _Optional[_Union[_common_pb2.Ledger, _Mapping]] = ..., disk: _Optional[_Union[_common_pb2.Ledger, _Mapping]] = ...) -> None: ...
 
 class Leaving(_message.Message):
     __slots__ = ("reason",)

@@ -91,7 +91,7 @@ class HandoffReport(_message.Message):
     def __init__(self, transport: _Optional[str] = ..., bytes: _Optional[int] = ..., slabs: _Optional[int] = ..., slabs_landed_before_last_layer: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., exposed_seconds: _Optional[float] = ..., commit_seconds: _Optional[float] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Ledger(_message.Message):
-    __slots__ = ("node", "incarnation", "total", "free", "cached", "reserved", "writing", "in_use", "quarantined", "owners", "disk")
+    __slots__ = ("node", "incarnation", "total", "free", "cached", "reserved", "writing", "in_use", "quarantined", "owners")
     NODE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
@@ -102,7 +102,6 @@ class Ledger(_message.Message):
     IN_USE_FIELD_NUMBER: _ClassVar[int]
     QUARANTINED_FIELD_NUMBER: _ClassVar[int]
     OWNERS_FIELD_NUMBER: _ClassVar[int]
-    DISK_FIELD_NUMBER: _ClassVar[int]
     node: str
     incarnation: str
     total: int
@@ -113,8 +112,7 @@ class Ledger(_message.Message):
     in_use: int
     quarantined: int
     owners: _containers.RepeatedCompositeFieldContainer[LedgerOwner]
-    disk: Ledger
-    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[str] = ..., total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., reserved: _Optional[int] = ..., writing: _Optional[int] = ..., in_use: _Optional[int] = ..., quarantined: _Optional[int] = ..., owners: _Optional[_Iterable[_Union[LedgerOwner, _Mapping]]] = ..., disk: _Optional[_Union[Ledger, _Mapping]] = ...) -> None: ...
+    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[str] = ..., total: _Optional[int] = ..., free: _Optional[int] = ..., cached: _Optional[int] = ..., reserved: _Optional[int] = ..., writing: _Optional[int] = ..., in_use: _Optional[int] = ..., quarantined: _Optional[int] = ..., owners: _Optional[_Iterable[_Union[LedgerOwner, _Mapping]]] = ...) -> None: ...
 
 class LedgerOwner(_message.Message):
     __slots__ = ("owner", "state", "blocks", "age_seconds")

@@ -19,6 +19,7 @@ class Registrar:
         self.joins: list[pb.Join] = []
         self.stats = pb.NodeStats()
         self.names: set[int] = set()  # in the pool's index, as told
+        self.disk = Ledger()  # of a pool's disk, as it came with the last ledger
         self.joined = False
         self.left = False
         self.address = ""
@@ -83,6 +84,7 @@ class Registrar:
             case "heartbeat":
                 self.stats = message.heartbeat.stats
             case "ledger":
+                self.disk = message.ledger.disk
                 self._ledgers.put_nowait(message.ledger.ledger)
             case "cache_snapshot":
                 self.names = set(message.cache_snapshot.names)

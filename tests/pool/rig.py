@@ -110,12 +110,12 @@ class Node:
         return tuple(blocks)
 
     async def find(
-        self, tokens: Sequence[int], most: int | None = None, *, root: BlockHash = SALTLESS, partial: bool = True
+        self, tokens: Sequence[int], most: int | None = None, *, root: BlockHash = SALTLESS, **more: Any
     ) -> PoolHit:
         packed = pack_tokens(tokens)
         found: asyncio.Future[PoolHit] = asyncio.get_running_loop().create_future()
         names = chain_names(root, packed, LAYOUT.block_size)
-        self.client.find(root, names, packed, len(tokens) if most is None else most, found.set_result, partial=partial)
+        self.client.find(root, names, packed, len(tokens) if most is None else most, found.set_result, **more)
         async with asyncio.timeout(PATIENCE):
             return await found
 

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from baton.block_hash import root_hash
 from baton.pool_terms import PoolHit
 from tests.pool.conftest import Host
 from tests.pool.registrar import Registrar
-from tests.pool.rig import LAYOUT, Node, PoolProcess, expected, tokens_of, until
+from tests.pool.rig import DIGEST, LAYOUT, SALTLESS, Node, PoolProcess, expected, tokens_of, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -72,3 +73,44 @@ async def test_what_memory_evicts_after_a_hit_comes_back_from_disk(host: Host) -
     assert await node.find(never_hit) == PoolHit(None, ())
     await until("told", lambda: counter(host, 'baton_pool_found_blocks_total{tier="disk"}') == 100)
     await host.registrar.settled()
+    slots = host.registrar.disk
+    assert (slots.node, slots.total, slots.cached, slots.free) == ("pool-0 disk", _SLOTS, 100, _SLOTS - 100)
+
+
+async def test_what_is_on_disk_survives_the_death_of_the_pool(host: Host) -> None:
+    node = await host.node()
+    mine, theirs = tokens_of(next(_SEEDS), 60), tokens_of(next(_SEEDS), 60)
+    salted = root_hash(DIGEST, LAYOUT, b"another tenant")
+    before = int(counter(host, _USED))
+    await publish(node, mine)
+    await publish(node, theirs, root=salted)
+    await pushed_out(host, node, before + 120)
+    host.pool.kill()
+    await until("gone", lambda: not node.client.attached)
+    host.pool.start()
+    await node.attached()
+    await until("ready again", lambda: counter(host, _USED) == before + 120)
+    for tokens, root, other in ((mine, SALTLESS, salted), (theirs, salted, SALTLESS)):
+        assert await node.find(tokens, root=other) == PoolHit(None, ())
+        found = await node.find(tokens, root=root)
+        assert node.read(found) == expected(tokens)
+        node.release(found)
+
+
+async def test_the_first_blocks_are_read_at_once_when_the_disk_is_slow(host: Host) -> None:
+    """A look-up waits for the disk only as long as computing would take."""
+    node = await host.node()
+    tokens = tokens_of(next(_SEEDS), 40)
+    before = int(counter(host, _USED))
+    await publish(node, tokens)
+    await pushed_out(host, node, before + 40)
+    await publish(node, tokens[: 10 * LAYOUT.block_size], hit=False)
+    await host.registrar.arm("pool.disk.read=delay(1)*1")
+    found = await node.find(tokens, token_seconds=0.001)
+    assert node.read(found) == expected(tokens)[:10]
+    node.release(found)
+    await until("it has come all the same", lambda: counter(host, 'baton_pool_found_blocks_total{tier="disk"}') >= 30)
+    await host.registrar.settled()
+    found = await node.find(tokens)
+    assert node.read(found) == expected(tokens)
+    node.release(found)

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from itertools import count
 
 import pytest
 
@@ -49,13 +48,13 @@ class Elsewhere:
 
 class Rig:
     def __init__(self, source: Elsewhere, blocks: int = 8) -> None:
-        ticks = count(1)
+        self.now = 0.0
         self.pool = Pool(Tier(blocks, SIZE, Lru(blocks)))
         self.pool.attach(NODE, 0.0)
         self.sealed: list[tuple[list[int], list[int]]] = []
         self.arrivals = Arrivals(
             self.pool,
-            lambda: float(next(ticks)),
+            lambda: self.now,
             carry_out=lambda moves: None,
             sealed=lambda blocks, sums: self.sealed.append((list(blocks), list(sums))),
         )
@@ -130,6 +129,18 @@ async def test_an_asker_that_ends_ends_no_arrival() -> None:
     await arrival.over.wait()
     rig.pool.attach(NODE, 0.0)
     assert len(rig.find(PROMPT).blocks) == 4
+
+
+async def test_nobody_new_waits_for_an_arrival_that_takes_too_long() -> None:
+    source = Elsewhere(2, 2)
+    rig = Rig(source)
+    arrival = rig.expect(PROMPT)
+    assert arrival is not None
+    rig.now = arrival.patience
+    assert rig.expect(PROMPT) is None
+    source.go.set()
+    await arrival.over.wait()
+    assert len(rig.find(PROMPT).blocks) == 2
 
 
 async def test_no_room_no_arrival() -> None:
