@@ -8,7 +8,8 @@ from baton.block_hash import chain, root_hash, short_name
 from baton.errors import ConfigError, NodeGone
 from baton.kv_layout import KVLayout
 from baton.pb.cluster_pb2 import NodeStats
-from baton.types import Incarnation, NodeName, PeerAddress, Request, RequestId, Role, SamplingParams
+from baton.pool_terms import Elsewhere
+from baton.types import AttemptKey, Incarnation, NodeName, PeerAddress, Request, RequestId, Role, SamplingParams, Work
 from baton.wire import PROTOCOL_VERSION
 from coordinator.core.brain import Brain
 from coordinator.core.identity import JoinInfo
@@ -27,6 +28,9 @@ from coordinator.core.policies import POLICIES
 from coordinator.core.pools import PoolInfo
 from coordinator.core.registry import Registry
 from coordinator.core.settings import Settings
+from coordinator.node_messages import order_to_pb
+from node_engine.core import messages
+from node_engine.host.commands import command_from_pb
 
 LAYOUT = KVLayout(2, 2, 16, 4, "float32")
 SILENCE = 5.0
@@ -194,3 +198,16 @@ def test_the_order_tells_where_and_what_computing_takes() -> None:
     assert told[0] == told[1] is not None
     assert told[0].tokens == 40
     assert 0 < told[0].token_seconds < 1e-3
+
+
+def test_it_is_told_on_the_wire() -> None:
+    elsewhere = Elsewhere(PeerAddress(NodeName("pool-1"), ELSEWHERE, "host-b", "b:1"), 40, 0.0005)
+    key = AttemptKey(RequestId("r"), 1, 0)
+    job = Work(key, Request(RequestId("r"), LONG, SamplingParams(4), 10.0), ())
+    submit, prefill = order_to_pb(Submit(job, None, 0.0, elsewhere)), order_to_pb(Prefill(job, True, elsewhere))
+    for command in (command_from_pb(submit), command_from_pb(prefill)):
+        assert isinstance(command, messages.Submit | messages.Prefill)
+        assert command.elsewhere == elsewhere
+    without = command_from_pb(order_to_pb(Prefill(job, True)))
+    assert isinstance(without, messages.Prefill)
+    assert without.elsewhere is None

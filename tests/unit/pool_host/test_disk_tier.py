@@ -13,8 +13,8 @@ from baton import clock
 from baton.block_hash import BlockHash, root_hash
 from baton.failpoints import FAILPOINTS
 from kv_pool.core.chain import Chain
-from kv_pool.core.policies import POLICIES
 from kv_pool.core.ledger import PoolState
+from kv_pool.core.policies import POLICIES
 from kv_pool.disk_file import HEADER_BYTES, NAME, DiskFile
 from kv_pool.disk_mount import DiskTerms
 from kv_pool.host import Applicant, Desk, PoolHost, Question
