@@ -15,6 +15,15 @@ def is_loopback(host: str) -> bool:
     return (mapped or address).is_loopback
 
 
+def is_numeric_or_local(host: str) -> bool:
+    """An address or the name localhost: what no name server has a say in."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return True
+
+
 def require_key(flag: str, host: str, key_field: str, key: str, *, insecure: bool) -> None:
     """Refuse to listen on `host`, the value of `flag`, where others can reach without the key that would keep them
     out. Raises ConfigError."""

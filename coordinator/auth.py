@@ -1,10 +1,11 @@
 """Who may do what. Keys are compared in constant time; they are never logged."""
 
 import hmac
+from urllib.parse import urlsplit
 
 from baton.config import Config
 from baton.errors import ConfigError, Unauthenticated
-from baton.exposure import is_loopback, require_key
+from baton.exposure import is_loopback, is_numeric_or_local, require_key
 from baton.types import Standing
 from coordinator.core.tenants import ANYONE, Tenant, Tenants
 
@@ -74,6 +75,22 @@ class AdminGate:
             self._key.check(authorization)
         elif peer is None or not is_loopback(peer):
             raise Unauthenticated("admin calls from another host need --admin-token to be set and sent")
+
+    def check_page(self, host: str, origin: str | None) -> None:
+        """Of the headers of an HTTP call: without a token, no web page of elsewhere may use this machine's browser to
+        call, not under a name that it made to point here either. Raises Unauthenticated."""
+        if self._key.required:
+            return
+        try:
+            named = not is_numeric_or_local(urlsplit(f"//{host}").hostname or "")
+            foreign = origin is not None and urlsplit(origin).netloc != host
+        except ValueError:
+            named = foreign = True
+        if named or foreign:
+            raise Unauthenticated(
+                "admin calls by a web page, or to this machine by another name than its address or localhost, need "
+                "--admin-token to be set and sent"
+            )
 
 
 def check_exposure(settings: Config) -> None:

@@ -40,6 +40,13 @@ async def test_drain_by_http() -> None:
             assert (bad.status_code, bad.json()["error"]["code"]) == (400, "invalid_request")
 
 
+async def test_a_page_of_elsewhere_drains_nothing() -> None:
+    async with serving() as front:
+        page = {"origin": "http://evil.example"}
+        answer = await front.admin.post("/admin/drain", json={"node": "d0"}, headers=page)
+        assert (answer.status_code, front.brain.drained) == (401, [])
+
+
 async def test_ratio_by_http() -> None:
     async with serving() as front:
         shown = (await front.admin.get("/admin/ratio")).json()

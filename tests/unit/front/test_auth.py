@@ -1,5 +1,7 @@
 """Keys, and where one may listen without them."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from baton.config import Config
@@ -59,6 +61,28 @@ def test_the_admin_gate() -> None:
     AdminGate("token").check("10.0.0.1", b"Bearer token")
     with pytest.raises(Unauthenticated):
         AdminGate("token").check("127.0.0.1", None)
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "open_"),
+    [
+        ("127.0.0.1:9000", None, True),
+        ("localhost:9000", None, True),
+        ("[::1]:9000", None, True),
+        ("127.0.0.1:9000", "http://127.0.0.1:9000", True),
+        ("127.0.0.1:9000", "http://evil.example", False),
+        ("127.0.0.1:9000", "null", False),
+        ("127.0.0.1:9000", "http://127.0.0.1:8080", False),
+        ("evil.example:9000", None, False),
+        ("evil.example:9000", "http://evil.example:9000", False),
+        ("[::1", None, False),
+        ("", None, False),
+    ],
+)
+def test_pages_need_the_token(host: str, origin: str | None, open_: bool) -> None:
+    AdminGate("token").check_page(host, origin)
+    with nullcontext() if open_ else pytest.raises(Unauthenticated, match="--admin-token"):
+        AdminGate("").check_page(host, origin)
 
 
 @pytest.mark.parametrize(
