@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test up lint types proto docs bench chaos soak clean
+.PHONY: setup demo test up lint types suite proto docs bench chaos soak clean
 
 setup: $(STAMP)
 
@@ -19,8 +19,11 @@ demo: setup
 up: setup
 	$(BIN)/baton up
 
-test: setup lint types
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile
+test: setup lint
+	$(MAKE) --no-print-directory --jobs=2 types suite
+
+suite: setup
+	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check .

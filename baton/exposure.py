@@ -2,6 +2,7 @@
 
 import ipaddress
 
+from baton.config import Config
 from baton.errors import ConfigError
 
 
@@ -40,3 +41,15 @@ def require_key(flag: str, host: str, key_field: str, key: str, *, insecure: boo
 def host_part(endpoint: str) -> str:
     """The HOST of HOST:PORT, without the brackets of an IPv6 address."""
     return endpoint.rpartition(":")[0].strip("[]")
+
+
+def check_exposure(settings: Config) -> None:
+    """Every port of the coordinator has its key. Raises ConfigError."""
+    if settings.tenants and settings.api_key:
+        raise ConfigError(
+            "--api-key and --tenants are both set: with tenants, keys stand in their file", param="api_key"
+        )
+    for host, key in (("host", "api_key"), ("cluster_host", "cluster_token"), ("admin_host", "admin_token")):
+        flag = f"--{host.replace('_', '-')}"
+        value = getattr(settings, key) or (settings.tenants if key == "api_key" else "")
+        require_key(flag, getattr(settings, host), key, value, insecure=settings.insecure)

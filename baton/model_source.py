@@ -26,7 +26,11 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vo
 def with_local_model(config: Config, *, weights: bool = True) -> Config:
     """`config` with a folder of this machine as its model, and with the name that clients know it by. `weights` False
     leaves the tensors of a hub's model where they are. May download for minutes; raises ConfigError."""
-    if config.engine != "model" or not is_hub_id(config.model):
+    if config.engine != "model":
+        return config
+    if not is_hub_id(config.model):
+        if config.model and not Path(config.model).is_dir():
+            raise ConfigError(f"--model {config.model}: there is no such folder, and it is no hub id", param="model")
         return config
     weights = weights and config.load_format != "dummy"
     folder = _from_hub(config.model, weights)

@@ -13,10 +13,11 @@ import grpc.aio
 from baton import link_codec, log
 from baton.config import Config, model_name
 from baton.errors import ConfigError
+from baton.exposure import check_exposure
 from baton.generation_defaults import GenerationDefaults, load_generation_defaults
 from baton.limits import LINK_OPTIONS
 from coordinator import admin, tenants_file, tokenizer_files
-from coordinator.auth import Clients, check_exposure
+from coordinator.auth import Clients
 from coordinator.cluster_service import ClusterService
 from coordinator.dispatcher import Dispatcher
 from coordinator.grpc_port import GrpcPort, bind_grpc

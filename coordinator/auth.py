@@ -3,9 +3,8 @@
 import hmac
 from urllib.parse import urlsplit
 
-from baton.config import Config
-from baton.errors import ConfigError, Unauthenticated
-from baton.exposure import is_loopback, is_numeric_or_local, require_key
+from baton.errors import Unauthenticated
+from baton.exposure import is_loopback, is_numeric_or_local
 from baton.types import Standing
 from coordinator.core.tenants import ANYONE, Tenant, Tenants
 
@@ -91,15 +90,3 @@ class AdminGate:
                 "admin calls by a web page, or to this machine by another name than its address or localhost, need "
                 "--admin-token to be set and sent"
             )
-
-
-def check_exposure(settings: Config) -> None:
-    """Every port of the coordinator has its key. Raises ConfigError."""
-    if settings.tenants and settings.api_key:
-        raise ConfigError(
-            "--api-key and --tenants are both set: with tenants, keys stand in their file", param="api_key"
-        )
-    for host, key in (("host", "api_key"), ("cluster_host", "cluster_token"), ("admin_host", "admin_token")):
-        flag = f"--{host.replace('_', '-')}"
-        value = getattr(settings, key) or (settings.tenants if key == "api_key" else "")
-        require_key(flag, getattr(settings, host), key, value, insecure=settings.insecure)

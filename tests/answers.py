@@ -61,7 +61,7 @@ async def cluster_call(endpoint: str, method: str, request: Any, *, admin_token:
     """A unary call of baton.v1.Cluster; it waits for a coordinator that is being started again."""
     async with grpc.aio.insecure_channel(endpoint, options=OPTIONS) as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)
-        return await getattr(stub, method)(request, timeout=20.0, metadata=bearer(admin_token), wait_for_ready=True)
+        return await getattr(stub, method)(request, timeout=60.0, metadata=bearer(admin_token), wait_for_ready=True)
 
 
 def bearer(key: str) -> tuple[tuple[str, str], ...]:

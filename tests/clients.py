@@ -33,7 +33,7 @@ from tests.history import (
     Unanswered,
 )
 
-_PATIENCE = 10.0  # seconds beyond its deadline after which a client calls an operation hung
+_PATIENCE = 30.0  # seconds beyond its deadline after which a client calls an operation hung
 _CHANNEL = (
     ("grpc.enable_http_proxy", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),  # a coordinator that is back is found at once

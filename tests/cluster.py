@@ -47,7 +47,7 @@ DEFAULTS: dict[str, Any] = {
     "failpoints_rpc": True,
 }
 _SHM = Path("/dev/shm")
-_END_PATIENCE = 10.0  # seconds from SIGTERM to SIGKILL
+_END_PATIENCE = 30.0  # seconds from SIGTERM to SIGKILL
 
 
 class Cluster:
@@ -209,13 +209,14 @@ class Cluster:
         assert ended is None, f"{pids[ended]} ended before the cluster was ready"
 
     async def generate(self, prompt: Sequence[int] | str, **fields: Any) -> Answer:
-        """One request by gRPC, streamed. `fields` are those of GenerateRequest, and `deadline` in seconds."""
+        """One request by gRPC, streamed. `fields` are those of GenerateRequest, `deadline` in seconds, and
+        `api_key` if it is not the cluster's."""
         async with self.streaming(prompt, **fields) as call:
             return await collect(call)
 
     def streaming(self, prompt: Sequence[int] | str, **fields: Any) -> AbstractAsyncContextManager[Call]:
         """The call of one request: iterate over its responses, or `cancel()` it."""
-        return streaming(self.grpc, prompt, api_key=self.config.api_key, **fields)
+        return streaming(self.grpc, prompt, **{"api_key": self.config.api_key, **fields})
 
     async def status(self) -> cluster_pb2.StatusResponse:
         answer: cluster_pb2.StatusResponse = await self._call("Status", cluster_pb2.StatusRequest())
@@ -232,7 +233,7 @@ class Cluster:
         assert answer.nodes >= 1, f"no node is called {node}"
 
     async def wait_status(
-        self, holds: Callable[[cluster_pb2.StatusResponse], bool], within: float = 30.0
+        self, holds: Callable[[cluster_pb2.StatusResponse], bool], within: float = 60.0
     ) -> cluster_pb2.StatusResponse:
         """Wait until the coordinator's status has a property; also through a restart of the coordinator."""
         deadline = time.monotonic() + within
@@ -243,7 +244,7 @@ class Cluster:
             assert time.monotonic() < deadline, f"not so after {within:g} s: {answer}"
             await asyncio.sleep(0.05)
 
-    async def wait_quiet(self, within: float = 20.0) -> cluster_pb2.LedgerResponse:
+    async def wait_quiet(self, within: float = 60.0) -> cluster_pb2.LedgerResponse:
         """Wait until every node answers, every ledger balances, and nothing is held anywhere. Returns the ledgers; a
         cluster that stays busy is an AssertionError that quotes them."""
         deadline = time.monotonic() + within

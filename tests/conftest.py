@@ -1,6 +1,21 @@
-"""Options of the test suite."""
+"""Options of the test suite, and what holds for all of it."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two threads each would wait for one another
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# How fast examples are drawn and run says something about the machine, and nothing about what is tested.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
+
+
+_HERE = Path(__file__).parent
+# Files go whole to the processes of a parallel run, in this order: the longest first, so that all end together.
+_FOLDERS = ("parity", "chaos", "integration", "soak", "faults", "pool", "contract", "unit")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,9 +35,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=_turn)
     if config.getoption("--every-fault"):
         return
     left_out = [item for item in items if item.get_closest_marker("thorough")]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def _turn(item: pytest.Item) -> int:
+    folder = item.path.relative_to(_HERE).parts[0]
+    return _FOLDERS.index(folder) if folder in _FOLDERS else len(_FOLDERS)

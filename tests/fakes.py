@@ -131,7 +131,7 @@ class FakeNode:
             pass  # a cut stream ends like any other
         self.orders.put_nowait(None)
 
-    async def order(self, kind: str, patience: float = 5.0) -> Any:
+    async def order(self, kind: str, patience: float = 30.0) -> Any:
         """The next order, which must be of `kind`."""
         async with asyncio.timeout(patience):
             message = await self.orders.get()
@@ -139,7 +139,7 @@ class FakeNode:
         assert message.WhichOneof("message") == kind, f"{self.name}: expected {kind}, got {message}"
         return getattr(message, kind)
 
-    async def ended(self, patience: float = 5.0) -> None:
+    async def ended(self, patience: float = 30.0) -> None:
         """Until the coordinator has ended the stream; orders before that are dropped."""
         async with asyncio.timeout(patience):
             while await self.orders.get() is not None:

@@ -18,7 +18,7 @@ from enum import Enum
 from baton.pb.common_pb2 import Ledger
 from baton.types import TokenScore
 
-GRACE = 2.0  # seconds beyond its deadline in which an operation must have ended
+GRACE = 5.0  # seconds beyond its deadline in which an operation must have ended
 
 # Codes (names of grpc.StatusCode, which every error of ours has) that a fault excuses. Anything else is a defect.
 EXCUSED = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"})

@@ -25,7 +25,7 @@ IMPATIENT: dict[str, Any] = {
     "stall": 2.0,
     "ticket_ttl": 1.5,
     "progress_timeout": 1.5,
-    "request_timeout": 8.0,
+    "request_timeout": 16.0,
     "drain_timeout": 1.0,
     "engine": "paced",
     "paced_prefill_us_per_token": 200.0,
@@ -124,7 +124,7 @@ class LinkedCluster(Cluster):
             if not self.running(name):
                 self.start(name)
 
-    async def whole(self, within: float = 30.0, mortal: Collection[str] = ()) -> None:
+    async def whole(self, within: float = 60.0, mortal: Collection[str] = ()) -> None:
         """Wait until every process that runs now has joined and was heard of late, and the cluster is ready. Nobody
         stays stopped meanwhile, and who is `mortal` is started again when it ends: a failpoint that nobody could disarm
         may stop or end its process at any time."""

@@ -26,7 +26,7 @@ def prompt(salt: int, length: int = 100) -> list[int]:
 
 
 @asynccontextmanager
-async def load(cluster: Cluster, streams: int = 6, tokens: int = 60) -> AsyncIterator[list[Answer]]:
+async def load(cluster: Cluster, streams: int = 6, tokens: int = 24) -> AsyncIterator[list[Answer]]:
     """Streams that each begin anew when they end. Afterwards every one has ended, and every token is right."""
     answers: list[Answer] = []
     over = asyncio.Event()

@@ -12,6 +12,7 @@ import msgspec
 from baton.cli.ports import Endpoints
 from baton.config import Config
 from baton.errors import ConfigError
+from baton.exposure import check_exposure
 from baton.types import Role, mint_id
 
 COORDINATOR = "coordinator"
@@ -30,7 +31,8 @@ class ChildSpec:
 
 
 def complete(config: Config) -> tuple[Config, list[str]]:
-    """Fill in what `up` decides: the mode without prefill nodes, a token. Also returns what to tell the user."""
+    """Fill in what `up` decides: the mode without prefill nodes, a token. Also returns what to tell the user. Raises
+    ConfigError for a port that is open to others without its key."""
     changed: dict[str, object] = {}
     notes = []
     if config.prefill == 0 and config.mode != "colocated":
@@ -38,7 +40,9 @@ def complete(config: Config) -> tuple[Config, list[str]]:
         notes.append(f"--prefill 0: mode {config.mode} becomes colocated")
     if not config.cluster_token:
         changed["cluster_token"] = mint_id(256)
-    return msgspec.structs.replace(config, **changed), notes
+    completed = msgspec.structs.replace(config, **changed)
+    check_exposure(completed)
+    return completed, notes
 
 
 def threads_per_node(threads: str, nodes: int, cores: int) -> int:

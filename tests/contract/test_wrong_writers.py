@@ -217,7 +217,9 @@ def test_a_commit_that_does_not_arrive_ends_the_writers_wait(backend: str, actio
 @pytest.mark.parametrize("action", ["drop", "corrupt"])
 def test_a_seal_that_does_not_arrive_ends_both_sides(backend: str, action: str, tmp_path: Path) -> None:
     impatient = replace(QUICK, progress_timeout=0.2)
-    with rig(backend, tmp_path, outbound_settings=impatient, failpoints=f"transfer.seal.before={action}*1") as pair:
+    soon = replace(QUICK, progress_timeout=1.0, ticket_ttl=1.0)
+    armed = f"transfer.seal.before={action}*1"
+    with rig(backend, tmp_path, settings=soon, outbound_settings=impatient, failpoints=armed) as pair:
         key, ticket = pair.hand_off([1, 2], BLOCKS)
         assert pair.prefill_events.expect(Aborted).key == key
         assert pair.decode_events.expect(Lost).ticket == ticket.id

@@ -19,8 +19,8 @@ from tests.clients import Clients
 from tests.history import Call, Closed, Door, History, Operation, complaints, held, unbalanced
 from tests.linked_cluster import LinkedCluster
 
-TIMEOUT = 8.0  # seconds that a client allows an operation
-PATIENCE = 10.0  # seconds until a scenario is stuck
+TIMEOUT = 16.0  # seconds that a client allows an operation
+PATIENCE = 30.0  # seconds until a scenario is stuck
 _LOOK_EVERY = 0.02
 
 

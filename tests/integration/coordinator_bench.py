@@ -38,7 +38,7 @@ class Bench:
         self.dispatcher.on_change.append(self._changed.set)
         self.readiness.on_change.append(lambda ready, reason: self._changed.set())
 
-    async def until(self, condition: Callable[[], bool], patience: float = 5.0) -> None:
+    async def until(self, condition: Callable[[], bool], patience: float = 30.0) -> None:
         """Wait for something that a node's coming, going or reporting brings about."""
         async with asyncio.timeout(patience):
             while not condition():

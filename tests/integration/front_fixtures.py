@@ -265,8 +265,8 @@ async def serving(
         await listener.listening.wait()
     try:
         async with (
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{listeners[0].port}", headers=key, timeout=10) as http,
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{listeners[1].port}", timeout=10) as admin_http,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{listeners[0].port}", headers=key, timeout=30) as http,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{listeners[1].port}", timeout=30) as admin_http,
             grpc.aio.insecure_channel(f"127.0.0.1:{port.port}") as channel,
         ):
             yield Front(

@@ -129,7 +129,7 @@ async def test_ready_when_warm_and_while_it_can_serve(bench: Bench) -> None:
     warming = asyncio.create_task(bench.readiness.run())
     assert bench.readiness.state() == (False, "there is no decode node")
     async with bench.working("p0", "d0") as (prefill, _):
-        await asyncio.wait_for(warming, 5.0)
+        await asyncio.wait_for(warming, 30.0)
         assert bench.readiness.state() == (True, "")
         assert changes[-1] == (True, "")
         assert bench.dispatcher.brain.counters.requests == {("length", "internal"): 1}

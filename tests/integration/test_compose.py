@@ -17,7 +17,6 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.config import choices
 from tests import dockerfile
 from tests.compose_file import dotenv, load
 from tests.compose_run import ROOT, ComposeRun, Container
@@ -27,7 +26,7 @@ BUNDLED = ROOT / "models" / "demo"
 DASHBOARD = ROOT / "deploy" / "grafana" / "dashboards" / "baton.json"
 RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
 SECRETS = ("BATON_API_KEY", "BATON_CLUSTER_TOKEN", "BATON_ADMIN_TOKEN")
-TRANSPORTS = [transport for transport in ("zmq", "grpc", "shm") if transport in choices("transport")]
+DEFAULT_TRANSPORT = "zmq"
 SMALL = {"BATON_DECODE": "2", "BATON_KV_MEMORY": "16MiB", "BATON_POOL_MEMORY": "16MiB", "BATON_THREADS": "1"}
 CPU = {"coordinator-1", "pool-1", "prefill-1", "decode-1", "decode-2"}
 
@@ -128,18 +127,28 @@ async def whoever_streams_is_served_to_the_end(run: ComposeRun, doors: Doors) ->
     return codes
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-async def test_up_serves_and_stops(tmp_path: Path, volumes: Path, model: Path, transport: str) -> None:
-    async with up(tmp_path, volumes, model, BATON_TRANSPORT=transport) as run:
+async def test_up_serves_and_stops(tmp_path: Path, volumes: Path, model: Path) -> None:
+    """As the file is, with nothing chosen but two decode nodes."""
+    async with up(tmp_path, volumes, model) as run:
         assert {container.name for container in run.containers} == CPU
         doors = Doors(run.of("coordinator"))
         async with doors.client:
-            await serves(doors, transport)
+            await serves(doors, DEFAULT_TRANSPORT)
             probes_pass(run)
             await every_metric_that_is_looked_at_exists(doors)
             codes = await whoever_streams_is_served_to_the_end(run, doors)
         assert codes == dict.fromkeys(CPU, 0)
         assert run.probe(run.of("coordinator")).returncode == 3  # and whoever asks now hears it
+    assert left_in(volumes) == left_in(run.cwd) == []
+
+
+@pytest.mark.parametrize("transport", ["grpc", "shm"])
+async def test_over_another_transport(tmp_path: Path, volumes: Path, model: Path, transport: str) -> None:
+    async with up(tmp_path, volumes, model, BATON_TRANSPORT=transport, BATON_DECODE="1") as run:
+        doors = Doors(run.of("coordinator"))
+        async with doors.client:
+            await serves(doors, transport)
+        assert set((await run.stop()).values()) == {0}
     assert left_in(volumes) == left_in(run.cwd) == []
 
 

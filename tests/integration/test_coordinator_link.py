@@ -20,7 +20,7 @@ from node_engine.core.messages import CoordinatorLost, Joined
 from node_engine.host.commands import command_from_pb
 from tests.fault_proxy import FaultyLink
 
-PATIENCE = 10.0
+PATIENCE = 30.0
 SILENCE = 1.0  # seconds
 Attach = Callable[[int, Any], Awaitable[None]]  # number of the stream, its context after the Join was read
 

@@ -24,7 +24,7 @@ STAGES = ("queue", "reserve", "prefill", "transfer", "first_token")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    settings = {"paced_prefill_us_per_token": 300.0, "paced_step_ms": 4.0, "heartbeat": 0.1, "layers_per_message": 1}
+    settings = {"paced_prefill_us_per_token": 300.0, "paced_step_ms": 10.0, "heartbeat": 0.1, "layers_per_message": 1}
     made = Cluster(tmp_path_factory.mktemp("drain"), engine="paced", prefill=2, decode=2, **settings)
     async with made:
         yield made
@@ -133,13 +133,13 @@ async def test_drain_under_load_lets_everything_end_where_it_is(cluster: Cluster
 async def test_what_is_left_after_its_time_goes_on_elsewhere(cluster: Cluster, role: str) -> None:
     before = [await counted(cluster, "baton_replaced_total", **only) for only in ({}, {"reason": "drained"})]
     long = prompt(3, 2000)
-    async with load(cluster, tokens=300):
-        for_long = asyncio.create_task(cluster.generate(long, max_tokens=300, ignore_eos=True))
+    async with load(cluster, tokens=100):
+        for_long = asyncio.create_task(cluster.generate(long, max_tokens=100, ignore_eos=True))
         await cluster.wait_status(lambda status: all(one.placed for one in status.nodes if one.role == role))
         code, _, err = await baton(cluster, "drain", f"{role}-0", "--timeout", "0")
         assert code == 0, err
         await assert_empty(cluster, f"{role}-0")
-        assert list((await for_long).tokens) == paced_reference(long, 300)
+        assert list((await for_long).tokens) == paced_reference(long, 100)
     drained = await counted(cluster, "baton_replaced_total", reason="drained") - before[1]
     assert await counted(cluster, "baton_replaced_total") - before[0] == drained > 0 or role == "prefill"
 

@@ -69,7 +69,7 @@ async def test_leaving(kind: str, phase: Phase) -> None:
                 generation.give(Delta((1,)), Delta((2,)))
                 if "stream" in kind:
                     await first()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             match phase:
                 case Phase.TOKENIZING:
                     await text.abandoned.wait()
@@ -113,7 +113,7 @@ async def test_a_grpc_deadline_cancels() -> None:
         for _ in calls:
             generation = await front.brain.generations.get()
             assert 0 < generation.submission.timeout <= 2.0
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 await generation.cancelled.wait()
         for call in calls:
             assert (await grpc_error(call)).code() is grpc.StatusCode.DEADLINE_EXCEEDED

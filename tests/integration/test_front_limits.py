@@ -16,7 +16,7 @@ from tests.integration.front_fixtures import BUFFER, FakeGeneration, Front, done
 async def send(front: Front, *parts: bytes) -> bytes:
     """Everything that comes back on a connection that sends `parts` and says no more."""
     reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         try:
             for part in parts:
                 writer.write(part)
@@ -88,7 +88,7 @@ async def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.Monk
         for first in (b"", b"GET /hea", b"GET /version HTTP/1.1\r\nhost: x\r\n\r\nGET /hea"):
             reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
             writer.write(first)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 assert (await reader.read()).count(b" 200 OK") == first.count(b"/version")
             writer.close()
 
@@ -105,7 +105,7 @@ async def test_a_slow_reader_is_cut_off_with_an_error() -> None:
         given = await fill(generation)
         assert given < 20_000  # steps of about 250 bytes: kernel buffers, one transport buffer, one bounded queue
         writer.transport.resume_reading()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             received = await reader.read()
         writer.close()
     assert b"slow_reader" in received

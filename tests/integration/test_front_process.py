@@ -68,7 +68,7 @@ async def test_a_coordinator_without_nodes(tmp_path: Path) -> None:
             state = await health.Check(health_pb2.HealthCheckRequest(service="baton.v1.Generation"))
             assert state.status == health_pb2.HealthCheckResponse.NOT_SERVING
         process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(30):
             assert await process.wait() == 0
         assert not (tmp_path / "coordinator.json").exists()
 

@@ -4,15 +4,21 @@ A failpoint makes prefill wait, after each layer, until that layer has landed. A
 get past the first layer; here every transport completes, and decode computes no prompt token.
 """
 
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
 import pytest
+import pytest_asyncio
+from transformers import PreTrainedModel
 
+from baton.pb import cluster_pb2 as pb
+from tests.answers import cluster_call
 from tests.cluster import Cluster
-from tests.models import build_model, reference_generate
+from tests.models import build_model, load_reference, reference_generate
 
-PROMPT = [(37 * position + 11) % 500 for position in range(512)]
+NODES = {"shm": "decode-0", "zmq": "decode-1", "grpc": "decode-2"}
+LENGTH = 512
 LAYERS = 24
 OUTPUT = 48
 
@@ -22,35 +28,57 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_model("narrow", tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("transport", ["shm", "zmq", "grpc"])
-async def test_each_layer_lands_before_the_next_is_computed(transport: str, narrow: Path, tmp_path: Path) -> None:
-    cluster = Cluster(
-        tmp_path,
+@pytest.fixture(scope="module")
+def reference(narrow: Path) -> PreTrainedModel:
+    return load_reference(narrow)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(narrow: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    """One decode node for each transport."""
+    own: dict[str, dict[str, object]] = {node: {"transport": transport} for transport, node in NODES.items()}
+    made = Cluster(
+        tmp_path_factory.mktemp("streaming"),
         model=str(narrow),
-        transport=transport,
-        max_batched_tokens=512,
+        decode=len(NODES),
+        max_batched_tokens=LENGTH,
         layers_per_message=1,
         kv_memory="64MiB",
-        per_node={"prefill-0": {"BATON_FAILPOINTS": "prefill.layer.landed=delay(30)"}},
+        per_node={"prefill-0": {"BATON_FAILPOINTS": "prefill.layer.landed=delay(30)"}, **own},
     )
-    async with cluster:
-        # Enough tokens for the report of the hand-off to be there before the last of them.
-        answer = await cluster.generate(PROMPT, max_tokens=OUTPUT, temperature=0.0)
-        async with httpx.AsyncClient() as client:
-            metrics = (await client.get(f"{cluster.admin}/metrics")).text
-        await cluster.wait_quiet()
-    cluster.assert_clean()
-    reference = reference_generate(narrow, PROMPT, OUTPUT)
-    assert reference.margin > 1e-3
-    assert answer.tokens == reference.tokens
+    async with made:
+        yield made
+        await made.wait_quiet()
+    made.assert_clean()
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("transport", NODES)
+async def test_each_layer_lands_before_the_next_is_computed(
+    cluster: Cluster, reference: PreTrainedModel, transport: str
+) -> None:
+    first = 11 + list(NODES).index(transport)  # another prompt for each: none of it is cached
+    prompt = [(37 * position + first) % 500 for position in range(LENGTH)]
+    for name in NODES.values():
+        order = pb.UndrainRequest(node=name) if name == NODES[transport] else pb.DrainRequest(node=name)
+        await cluster_call(cluster.grpc, type(order).__name__.removesuffix("Request"), order)
+    before = await computed(cluster)
+    # Enough tokens for the report of the hand-off to be there before the last of them.
+    answer = await cluster.generate(prompt, max_tokens=OUTPUT, temperature=0.0)
+    expected = reference_generate(reference, prompt, OUTPUT)
+    assert expected.margin > 1e-3
+    assert answer.tokens == expected.tokens
     report = answer.timeline.handoff
-    assert (report.transport, report.slabs) == (transport, LAYERS * len(PROMPT) // 16)
+    assert (report.transport, report.slabs) == (transport, LAYERS * LENGTH // 16)
     assert report.slabs_landed_before_last_layer >= report.slabs * (LAYERS - 1) // LAYERS
     assert answer.timeline.attempts == 1
-    assert _metric(metrics, 'baton_prompt_tokens_total{source="computed_decode"}') == 0
-    assert _metric(metrics, 'baton_prompt_tokens_total{source="computed_prefill"}') == len(PROMPT)
+    after = await computed(cluster)
+    assert (after["computed_decode"], after["computed_prefill"] - before.get("computed_prefill", 0)) == (0, LENGTH)
 
 
-def _metric(text: str, name: str) -> float:
-    (line,) = [line for line in text.splitlines() if line.startswith(name)]
-    return float(line.split()[-1])
+async def computed(cluster: Cluster) -> dict[str, float]:
+    """Prompt tokens by who computed them."""
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"{cluster.admin}/metrics")).text
+    lines = [line for line in text.splitlines() if line.startswith("baton_prompt_tokens_total{")]
+    return {line.split('"')[1]: float(line.split()[-1]) for line in lines}

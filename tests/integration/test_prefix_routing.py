@@ -22,7 +22,7 @@ async def metric(cluster: Cluster, name: str) -> float:
 
 async def known_blocks(cluster: Cluster, at_least: float) -> None:
     """Until the directory has been told of so many."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while await metric(cluster, "baton_prefix_directory_blocks") < at_least:
             await asyncio.sleep(0.05)
 

@@ -2,39 +2,48 @@
 
 Every prompt is asked for cold and then again with its prefix cached, all of a pass at once, streaming and not, over
 HTTP and gRPC. Sampled requests must draw the same tokens alone, in a crowd, and over every transport.
+
+One cluster of each family has a decode node for each transport, and a tenant for each: nobody finds what another has
+cached.
 """
 
 import asyncio
-import itertools
 import json
 import re
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
 import pytest
+import pytest_asyncio
 
-from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
+from baton.pb import cluster_pb2, common_pb2, generation_pb2, generation_pb2_grpc
+from coordinator.core.tenants import hash_key
+from tests.answers import bearer, cluster_call
 from tests.cluster import Cluster
 from tests.models import ClearPrompt, Family, build_model, clear_prompts
 
+IN_MODULE = pytest.mark.asyncio(loop_scope="module")
 LENGTHS = (1, 15, 16, 17, 33, 130, 257, 700)
 OUTPUT = 48
-SETUPS: dict[str, dict[str, Any]] = {
-    "shm": {"transport": "shm"},
-    "zmq": {"transport": "zmq"},
-    "grpc": {"transport": "grpc"},
+FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "mistral", "qwen3")  # in a mistral, prompts outgrow the window
+NODES = {"shm": "decode-0", "zmq": "decode-1", "grpc": "decode-2"}
+ALONE: dict[str, dict[str, Any]] = {
     "colocated": {"prefill": 0, "mode": "colocated"},
     "auto": {"mode": "auto", "local_prefill_share": 0.2},  # prompts in small pieces, by whoever is sooner
 }
-FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "mistral", "qwen3")  # in a mistral, prompts outgrow the window
-CASES = [
-    (family, setup) for family, setup in itertools.product(FAMILIES, SETUPS) if setup != "auto" or family == "llama"
-]
+WITHOUT_HAND_OFF = [(family, "colocated") for family in FAMILIES] + [("llama", "auto")]
 SAMPLED = {"max_tokens": 24, "temperature": 1.0, "top_k": 40, "top_p": 0.95}
 SEEDS = range(6)
+TENANT = """
+[[tenants]]
+name = "{name}"
+keys = ["sha256:{hash}"]
+"""
 
 
 @pytest.fixture(scope="module")
@@ -57,115 +66,174 @@ def drawn() -> dict[tuple[Family, int], list[int]]:
     return {}
 
 
-async def http_tokens(client: httpx.AsyncClient, prompt: Sequence[int], stream: bool, **fields: Any) -> list[int]:
-    body = {"prompt": list(prompt), "return_token_ids": True, "stream": stream, **fields}
-    if not stream:
-        answer = await client.post("/v1/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        choice = answer.json()["choices"][0]
-        assert answer.json()["usage"]["completion_tokens"] == len(choice["token_ids"])
-        return list(choice["token_ids"])
-    tokens: list[int] = []
-    async with client.stream("POST", "/v1/completions", json=body) as response:
-        assert response.status_code == 200
-        lines = [line async for line in response.aiter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
-    for line in lines[:-1]:
-        chunk = json.loads(line.removeprefix("data: "))
-        for choice in chunk["choices"]:
-            tokens += choice.get("token_ids") or []
-    return tokens
+@dataclass
+class Asker:
+    """A client of a cluster, by the key of its tenant if it has one."""
+
+    cluster: Cluster
+    http: httpx.AsyncClient
+    key: str = ""
+
+    async def every_way(self, prompt: Sequence[int], way: int) -> list[int]:
+        """`way` 0..3: HTTP or gRPC, streaming or not."""
+        fields = {"max_tokens": OUTPUT, "temperature": 0.0}
+        if way < 2:
+            return await self._by_http(prompt, stream=way == 0, **fields)
+        if way == 2:
+            return await self.streamed(prompt, **fields)
+        request = generation_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(ids=prompt), **fields)
+        async with grpc.aio.insecure_channel(self.cluster.grpc) as channel:
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            whole = await stub.GenerateOnce(request, timeout=120, metadata=bearer(self.key))
+        return list(whole.token_ids)
+
+    async def streamed(self, prompt: Sequence[int], **fields: Any) -> list[int]:
+        return list((await self.cluster.generate(prompt, api_key=self.key, **fields)).tokens)
+
+    async def _by_http(self, prompt: Sequence[int], stream: bool, **fields: Any) -> list[int]:
+        body = {"prompt": list(prompt), "return_token_ids": True, "stream": stream, **fields}
+        headers = dict(bearer(self.key))
+        if not stream:
+            answer = await self.http.post("/v1/completions", json=body, headers=headers)
+            assert answer.status_code == 200, answer.text
+            choice = answer.json()["choices"][0]
+            assert answer.json()["usage"]["completion_tokens"] == len(choice["token_ids"])
+            return list(choice["token_ids"])
+        tokens: list[int] = []
+        async with self.http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
+            assert response.status_code == 200
+            lines = [line async for line in response.aiter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        for line in lines[:-1]:
+            chunk = json.loads(line.removeprefix("data: "))
+            for choice in chunk["choices"]:
+                tokens += choice.get("token_ids") or []
+        return tokens
+
+    async def counters(self, name: str) -> dict[str, float]:
+        """By labels, as /metrics has them."""
+        lines = (await self.http.get(f"{self.cluster.admin}/metrics")).text.splitlines()
+        found = [line.rpartition(" ") for line in lines if line.startswith(f"{name}{{")]
+        return {labels: float(value) for labels, _, value in found}
+
+    async def prompt_tokens(self) -> dict[str, float]:
+        return {labels.split('"')[1]: n for labels, n in (await self.counters("baton_prompt_tokens_total")).items()}
 
 
-async def ask_every_way(cluster: Cluster, client: httpx.AsyncClient, prompt: Sequence[int], way: int) -> list[int]:
-    """`way` 0..3: HTTP or gRPC, streaming or not."""
-    fields = {"max_tokens": OUTPUT, "temperature": 0.0}
-    if way < 2:
-        return await http_tokens(client, prompt, stream=way == 0, **fields)
-    if way == 2:
-        return list((await cluster.generate(prompt, **fields)).tokens)
-    request = generation_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(ids=prompt), **fields)
-    async with grpc.aio.insecure_channel(cluster.grpc) as channel:
-        whole = await generation_pb2_grpc.GenerationStub(channel).GenerateOnce(request, timeout=120)
-    return list(whole.token_ids)
-
-
-async def sampled(cluster: Cluster, prompt: Sequence[int], seed: int) -> list[int]:
-    return list((await cluster.generate(prompt, seed=seed, **SAMPLED)).tokens)
-
-
-@pytest.fixture
-async def client(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=cluster.http, timeout=120) as made:
-        yield made
-
-
-@pytest.fixture
-async def cluster(request: pytest.FixtureRequest, models: dict[Family, Path], tmp_path: Path) -> AsyncIterator[Cluster]:
-    family, setup = request.param
-    made = Cluster(tmp_path, model=str(models[family]), dtype="float32", max_batched_tokens=256, **SETUPS[setup])
+@asynccontextmanager
+async def running(folder: Path, model: Path, **settings: Any) -> AsyncIterator[Cluster]:
+    made = Cluster(folder, model=str(model), dtype="float32", max_batched_tokens=256, **settings)
     async with made:
         yield made
         await made.wait_quiet()
     made.assert_clean()
 
 
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    found: Family = request.param
+    return found
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(
+    family: Family, models: dict[Family, Path], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Cluster]:
+    folder = tmp_path_factory.mktemp(family)
+    tenants = folder / "tenants.toml"
+    tenants.write_text("".join(TENANT.format(name=name, hash=hash_key(key_of(name).encode()).hex()) for name in NODES))
+    own: dict[str, dict[str, object]] = {node: {"transport": transport} for transport, node in NODES.items()}
+    async with running(folder, models[family], decode=len(NODES), per_node=own, tenants=str(tenants)) as made:
+        yield made
+
+
+def key_of(tenant: str) -> str:
+    return f"the-key-of-tenant-{tenant}"
+
+
+@IN_MODULE
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("cluster", CASES, indirect=True, ids="-".join)
+@pytest.mark.parametrize("transport", NODES)
 async def test_tokens_are_those_of_transformers(
     cluster: Cluster,
-    client: httpx.AsyncClient,
+    family: Family,
+    transport: str,
     references: dict[Family, list[ClearPrompt]],
     drawn: dict[tuple[Family, int], list[int]],
-    request: pytest.FixtureRequest,
 ) -> None:
-    family, setup = request.node.callspec.params["cluster"]
-    case = CASES.index((family, setup))
-    prompts = references[family]
+    for name in NODES.values():
+        order = (cluster_pb2.UndrainRequest if name == NODES[transport] else cluster_pb2.DrainRequest)(node=name)
+        await cluster_call(cluster.grpc, type(order).__name__.removesuffix("Request"), order)
+    async with httpx.AsyncClient(base_url=cluster.http, timeout=120) as http:
+        asker = Asker(cluster, http, key_of(transport))
+        turn = FAMILIES.index(family) + list(NODES).index(transport)
+        await asked_cold_and_again(asker, transport, references[family], turn)
+        await seeds_draw_the_same(asker, references[family][4].prompt, family, drawn)
+    await cluster.wait_quiet()
+
+
+@IN_MODULE
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("kind", "setup"), WITHOUT_HAND_OFF)
+async def test_tokens_without_a_hand_off_are_those_of_transformers(
+    kind: Family,
+    setup: str,
+    models: dict[Family, Path],
+    references: dict[Family, list[ClearPrompt]],
+    drawn: dict[tuple[Family, int], list[int]],
+    tmp_path: Path,
+) -> None:
+    """Or, by `auto`, with some."""
+    async with (
+        running(tmp_path, models[kind], **ALONE[setup]) as cluster,
+        httpx.AsyncClient(base_url=cluster.http, timeout=120) as http,
+    ):
+        asker = Asker(cluster, http)
+        await asked_cold_and_again(asker, setup, references[kind], FAMILIES.index(kind))
+        await seeds_draw_the_same(asker, references[kind][4].prompt, kind, drawn)
+
+
+async def asked_cold_and_again(asker: Asker, setup: str, prompts: list[ClearPrompt], turn: int) -> None:
+    before = await asker.prompt_tokens()
     for cached in (False, True):
         pairs = [(number, way) for way in range(4) for number in range(len(prompts))]
         if not cached:  # each prompt once while nobody has seen it: its way is another one in each case
-            pairs = [(number, (number + case) % 4) for number in range(len(prompts))]
-        answers = await asyncio.gather(
-            *(ask_every_way(cluster, client, prompts[number].prompt, way) for number, way in pairs)
-        )
+            pairs = [(number, (number + turn) % 4) for number in range(len(prompts))]
+        answers = await asyncio.gather(*(asker.every_way(prompts[number].prompt, way) for number, way in pairs))
         wrong = [
             (LENGTHS[number], way)
             for (number, way), answer in zip(pairs, answers, strict=True)
             if answer != list(prompts[number].answer)
         ]
         assert not wrong, f"cached: {cached}, (prompt length, way): {wrong}"
-        await where_the_prompt_was_computed(client, cluster, setup, len(pairs) if cached else 0)
-    await seeds_draw_the_same(cluster, prompts[4].prompt, family, drawn)
+        await where_the_prompt_was_computed(asker, setup, before, len(pairs) if cached else 0)
 
 
 async def seeds_draw_the_same(
-    cluster: Cluster, prompt: Sequence[int], family: Family, drawn: dict[tuple[Family, int], list[int]]
+    asker: Asker, prompt: Sequence[int], family: Family, drawn: dict[tuple[Family, int], list[int]]
 ) -> None:
     """Alone first, then all at once; and over every transport, since `drawn` outlives the cluster."""
-    alone = [await sampled(cluster, prompt, seed) for seed in SEEDS]
-    together = await asyncio.gather(*(sampled(cluster, prompt, seed) for seed in SEEDS))
+    alone = [await asker.streamed(prompt, seed=seed, **SAMPLED) for seed in SEEDS]
+    together = await asyncio.gather(*(asker.streamed(prompt, seed=seed, **SAMPLED) for seed in SEEDS))
     assert alone == list(together)
     for seed, tokens in zip(SEEDS, alone, strict=True):
         assert drawn.setdefault((family, seed), tokens) == tokens
     assert len({tuple(tokens) for tokens in alone}) > 1
 
 
-async def where_the_prompt_was_computed(client: httpx.AsyncClient, cluster: Cluster, setup: str, again: int) -> None:
+async def where_the_prompt_was_computed(asker: Asker, setup: str, before: dict[str, float], again: int) -> None:
     """By metric, each prompt token once. Cold, decode computes none but a lone first token: then the KV that it went
     on from was another process's."""
-    metrics = (await client.get(f"{cluster.admin}/metrics")).text
-    lines = [line for line in metrics.splitlines() if line.startswith("baton_prompt_tokens_total{")]
-    tokens = {line.split('"')[1]: float(line.split()[-1]) for line in lines}
+    tokens = {source: count - before.get(source, 0) for source, count in (await asker.prompt_tokens()).items()}
     passes = 1 + again // len(LENGTHS)
     assert sum(tokens.values()) == passes * sum(LENGTHS)
     if again:
         assert tokens["local_cache"] > 3 * sum(LENGTHS)
     elif setup == "auto":
-        ways = [line for line in metrics.splitlines() if line.startswith("baton_placements_total{")]
-        assert {re.findall(r'way="(\w+)"', line)[0] for line in ways} == {"local", "hand_off"}, "both were taken"
+        ways = await asker.counters("baton_placements_total")
+        assert {re.findall(r'way="(\w+)"', labels)[0] for labels in ways} == {"local", "hand_off"}, "both were taken"
     elif setup != "colocated":
         assert tokens["computed_decode"] == 1
         assert tokens["computed_prefill"] > 0.95 * sum(LENGTHS)
-        handed = [line for line in metrics.splitlines() if line.startswith("baton_handoffs_total{")]
-        assert any(f'transport="{setup}"' in line and 'outcome="committed"' in line for line in handed)
+        handed = await asker.counters("baton_handoffs_total")
+        assert any(f'transport="{setup}"' in labels and 'outcome="committed"' in labels for labels in handed)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import Cluster
-from tests.models import build_model, clear_prompts
+from tests.models import ClearPrompt, build_model, clear_prompts, load_reference
 from tests.pool.cluster import metric, pooled_cluster, sources
 
 BLOCK = 16
@@ -28,16 +28,27 @@ async def quiet(cluster: Cluster) -> None:
         counts.append(await metric(cluster, r"baton_pool_published_blocks_total\S*"))
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model("llama", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def asked(model: Path) -> dict[int, ClearPrompt]:
+    loaded = load_reference(model)
+    return {length: clear_prompts(loaded, [length], OUTPUT)[0] for length in LENGTHS}
+
+
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("transport", ["shm", "zmq", "grpc"])
-async def test_tokens_are_those_of_transformers(tmp_path: Path, transport: str) -> None:
+async def test_tokens_are_those_of_transformers(
+    tmp_path: Path, model: Path, asked: dict[int, ClearPrompt], transport: str
+) -> None:
     """Each prompt is asked for at growing lengths, so that each time the pool has a part of it. Nodes take turns, and
     the pool is small enough to evict."""
-    folder = build_model("llama", tmp_path)
     settings = {"dtype": "float32", "max_batched_tokens": 128, "transport": transport, "placement": "round_robin"}
-    asked = {length: clear_prompts(folder, [length], OUTPUT)[0] for length in LENGTHS}
     async with pooled_cluster(
-        tmp_path, prefill=2, decode=2, model=str(folder), pool_memory="2MiB", **settings
+        tmp_path, prefill=2, decode=2, model=str(model), pool_memory="2MiB", **settings
     ) as cluster:
         pooled = 0
         for length, prompt in asked.items():

@@ -163,7 +163,7 @@ async def test_callbacks_come_in_the_order_of_the_answers(host: Host) -> None:
 
     looking: list[asyncio.Future[None]] = []
     assert node.client.publish(node.order(tokens, sources, published))
-    hit = await asyncio.wait_for(found, 10)
+    hit = await asyncio.wait_for(found, 30)
     assert len(hit.blocks) == 3
     node.release(hit)
 

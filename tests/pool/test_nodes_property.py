@@ -200,5 +200,5 @@ class NodesOnOnePool(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-NodesOnOnePool.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+NodesOnOnePool.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestNodesOnOnePool = NodesOnOnePool.TestCase

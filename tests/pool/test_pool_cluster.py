@@ -18,7 +18,7 @@ PREFIX = tuple(range(1000, 1800))  # 800 tokens, 50 blocks
 
 async def published(cluster: Cluster, blocks: int) -> None:
     """Until nodes have published so many blocks, and nothing is on its way any more."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while await metric(cluster, r"baton_pool_published_blocks_total\S*") < blocks:
             await asyncio.sleep(0.05)
     await cluster.wait_quiet()

@@ -140,8 +140,8 @@ def test_generic_folders_shadow_nobody(name: str) -> None:
     assert spec is None or spec.origin is None or "site-packages" in spec.origin
 
 
-def test_transformers_loads_models_from_the_checkout(tmp_path: Path) -> None:
-    import subprocess
+def test_transformers_loads_models_from_the_checkout() -> None:
+    assert str(ROOT) in sys.path, "as for whoever starts Python here"
+    import transformers
 
-    code = "from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2ForCausalLM"
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=100)
+    assert all(getattr(transformers, f"{kind}ForCausalLM") for kind in ("AutoModel", "Llama", "Qwen2"))

@@ -61,7 +61,6 @@ def test_it_is_an_engine() -> None:
     assert engine.model_digest != PacedEngine(vocab_size=7).model_digest
 
 
-@settings(deadline=None)
 @given(length=st.integers(1, 100), cuts=st.lists(st.integers(1, 99), max_size=4, unique=True))
 def test_chunks_do_not_matter(length: int, cuts: list[int]) -> None:
     bench = Bench()
@@ -90,7 +89,7 @@ def test_every_token_of_the_context_counts(changed: int) -> None:
 # KV that is not as it should be
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_one_flipped_bit_is_noticed(data: st.DataObject) -> None:
     """Anywhere in the KV of a context of 40 tokens, when another sequence id reads it: after a hand-off."""

@@ -57,9 +57,12 @@ def resolve(**settings: Any) -> Config:
 def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / NAME).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    for model in (NAME, str(tmp_path / NAME), "", "no-such-folder", "/no/such", "../no", "a/b/c"):
+    for model in (NAME, str(tmp_path / NAME), ""):
         config = Config(model=model)
         assert with_local_model(config) is config
+    for model in ("no-such-folder", "/no/such", "../no", "a/b/c"):
+        with pytest.raises(ConfigError, match=f"--model {model}: there is no such folder"):
+            with_local_model(Config(model=model))
     assert resolve(engine="paced").model == NAME
 
 

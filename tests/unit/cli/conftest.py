@@ -103,6 +103,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
     def run_main(*arguments: str) -> int:
         monkeypatch.setattr(sys, "argv", ["baton", *arguments])
+        monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer leaves its own behind
         with pytest.raises(SystemExit) as end:
             main()
         return end.value.code if isinstance(end.value.code, int) else int(end.value.code is not None)

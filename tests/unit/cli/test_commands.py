@@ -169,6 +169,8 @@ def test_options_that_are_not_built_say_so(run: Run, capsys: Capture, option: tu
         (("--set", "colour=red"), "colour"),
         (("--threads", "many"), "threads is 'many'"),
         (("--config", "/nowhere.toml"), "/nowhere.toml"),
+        (("--host", "0.0.0.0"), "--api-key is not set"),
+        (("--model", "./no-such-folder"), "--model ./no-such-folder: there is no such folder"),
     ],
 )
 def test_wrong_settings_are_exit_2_and_name_themselves(

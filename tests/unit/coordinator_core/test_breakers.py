@@ -161,7 +161,7 @@ class BreakersMachine(RuleBasedStateMachine):
 
 
 TestBreakersMachine = BreakersMachine.TestCase
-TestBreakersMachine.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+TestBreakersMachine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 # placement

@@ -23,21 +23,6 @@ from coordinator.core.record import RequestState
 from tests.unit.coordinator_core.world import DECODE, PREFILL, World
 
 
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
-@pytest.fixture
-def p0(world: World) -> Incarnation:
-    return world.join("p0", PREFILL)
-
-
-@pytest.fixture
-def d0(world: World, p0: Incarnation) -> Incarnation:
-    return world.join("d0", DECODE)
-
-
 def family(world: World, count: int = 3, **fields: Any) -> list[RequestId]:
     first = world.submit(**fields)
     return [first, *(world.submit(after=first, choice=choice, **fields) for choice in range(1, count))]

@@ -4,7 +4,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.fit import Fit
@@ -78,7 +78,6 @@ def test_steps_and_links() -> None:
     assert costs.link(A, B, 0) == 0.0
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 1 << 20), SECONDS), max_size=40))
 def test_no_prediction_is_negative_or_no_number(seen: list[tuple[int, int, float]]) -> None:
     costs = CostModel()

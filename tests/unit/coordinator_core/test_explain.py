@@ -20,16 +20,6 @@ def world() -> World:
     return World(explain_keep=3)
 
 
-@pytest.fixture
-def p0(world: World) -> Incarnation:
-    return world.join("p0", PREFILL)
-
-
-@pytest.fixture
-def d0(world: World, p0: Incarnation) -> Incarnation:
-    return world.join("d0", DECODE)
-
-
 def told(world: World, request: RequestId) -> ExplainResponse:
     return world.brain.explain(request, world.now)
 

@@ -44,16 +44,16 @@ def test_five_times_the_load(capacity: float, retries: bool) -> None:
     world = cluster(max_queue=64)
     if retries:
         world.on_end = again(world)
-    world.load(5 * capacity, 20.0, **SHAPE)
-    world.run(20.0)
-    assert rate_of(world, 5.0, 20.0) >= 0.9 * capacity
+    world.load(5 * capacity, 12.0, **SHAPE)
+    world.run(12.0)
+    assert rate_of(world, 4.0, 12.0) >= 0.9 * capacity
     assert world.most_waiting <= 64, "what waits is bounded"
     assert all(each.error is not None and each.error.retry_after for each in world.refused)
     world.on_end = lambda _: None
-    world.run(30.0)
+    world.run(22.0)
     assert world.brain.queued == world.brain.running == 0, "it has recovered"
     late = world.ask(**SHAPE)
-    world.run(31.0)
+    world.run(23.0)
     assert late.ttft < 0.2
 
 
@@ -180,16 +180,16 @@ def test_a_long_prompt_is_not_starved_by_short_ones(capacity: float) -> None:
 def test_premium_keeps_its_latency_while_standard_offers_three_times_the_capacity(capacity: float) -> None:
     known = tenants(gold="premium", bulk="standard")
     alone = cluster(known)
-    alone.load(0.2 * capacity, 30.0, tenant="gold", **SHAPE)
-    alone.run(35.0)
+    alone.load(0.2 * capacity, 16.0, tenant="gold", **SHAPE)
+    alone.run(20.0)
     world = cluster(known, max_queue=64)
-    world.load(0.2 * capacity, 30.0, tenant="gold", **SHAPE)
-    world.load(3 * capacity, 30.0, tenant="bulk", **SHAPE)
-    world.run(35.0)
+    world.load(0.2 * capacity, 16.0, tenant="gold", **SHAPE)
+    world.load(3 * capacity, 16.0, tenant="bulk", **SHAPE)
+    world.run(20.0)
     slo = percentile([each.ttft for each in alone.done("gold")], 0.95) + 0.25
     assert not [each for each in world.refused if each.tenant == "gold"]
     assert percentile([each.ttft for each in world.done("gold")], 0.95) <= slo
-    assert rate_of(world, 5.0, 30.0) >= 0.85 * capacity, "and standard has the rest"
+    assert rate_of(world, 4.0, 16.0) >= 0.85 * capacity, "and standard has the rest"
 
 
 @pytest.mark.parametrize(("limited", "most"), [(True, 1.1), (False, 2.5)])
@@ -218,8 +218,8 @@ def test_shares_follow_weights(capacity: float) -> None:
     made = {name: Tenant(name, "standard", weight) for name, weight in (("one", 1.0), ("three", 3.0))}
     world = cluster(Tenants(("premium", "standard"), made), max_queue=512)
     for name in made:
-        world.load(3 * capacity, 30.0, tenant=name, **SHAPE)
-    world.run(30.0)
+        world.load(3 * capacity, 18.0, tenant=name, **SHAPE)
+    world.run(18.0)
     three, one = (sum(5.0 < (each.ended or 0.0) for each in world.done(name)) for name in ("three", "one"))
     ratio = three / one
     assert 2.4 <= ratio <= 3.6
@@ -227,9 +227,9 @@ def test_shares_follow_weights(capacity: float) -> None:
 
 def test_device_seconds_add_up_and_recomputing_is_charged_to_who_caused_it(capacity: float) -> None:
     world = cluster(tenants(gold="premium", bulk="standard", reserve=0.0), blocks=96)
-    world.load(0.6 * capacity, 30.0, tenant="bulk", prompt=64, output=128)
-    world.load(0.2 * capacity, 30.0, start=3.0, tenant="gold", prompt=64, output=128)
-    world.run(60.0)
+    world.load(0.6 * capacity, 12.0, tenant="bulk", prompt=64, output=128)
+    world.load(0.2 * capacity, 12.0, start=3.0, tenant="gold", prompt=64, output=128)
+    world.run(40.0)
     seconds = world.device_seconds()
     busy = seconds.pop("baton_device_busy_seconds_total")
     assert sum(seconds.values()) == pytest.approx(busy, rel=0.001)
@@ -257,8 +257,8 @@ def test_work_that_cannot_meet_its_deadline_is_not_begun(capacity: float) -> Non
 
 def test_the_predicted_wait_turns_requests_away(capacity: float) -> None:
     world = cluster(tenants(bulk="standard", max_wait=1.0), max_queue=1024)
-    world.load(3 * capacity, 30.0, tenant="bulk", **SHAPE)
-    world.run(40.0)
+    world.load(3 * capacity, 18.0, tenant="bulk", **SHAPE)
+    world.run(24.0)
     settled = [each.ttft for each in world.done(since=8.0)]
     assert percentile(settled, 0.95) <= 2.0
-    assert rate_of(world, 5.0, 30.0) >= 0.9 * capacity
+    assert rate_of(world, 5.0, 18.0) >= 0.9 * capacity

@@ -68,7 +68,7 @@ def test_bursts_need_room() -> None:
     assert lumpy.share < even.share
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     rate=st.floats(1e-3, 1e4),
     prompt=st.integers(1, 100_000),

@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.types import AttemptKey, Incarnation, NodeName, RequestId, Role
@@ -116,7 +116,6 @@ views = st.builds(
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(deadline=None)
 @given(
     nodes=st.lists(views, max_size=8, unique_by=lambda view: view.incarnation),
     demand=st.builds(

@@ -3,7 +3,7 @@ snapshot makes it right again."""
 
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -179,7 +179,6 @@ TestDirectory = DirectoryMachine.TestCase
 # the node's half
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(NAMES, st.booleans()), max_size=60))
 def test_a_journal_tells_the_difference_and_no_more(steps: list[tuple[int, bool]]) -> None:
     journal, cache, told = CacheJournal(), set[int](), set[int]()

@@ -1,7 +1,7 @@
 """Which nodes take another role: the decision alone."""
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidRequest
@@ -63,7 +63,6 @@ standings = st.lists(of_one, min_size=1, max_size=12).map(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(nodes=standings, prefill=st.integers(0, 12), extra=st.integers(-2, 2))
 def test_it_comes_to_an_end_and_never_empties_a_role(nodes: list[Standing], prefill: int, extra: int) -> None:
     target = Split(min(prefill, len(nodes)), max(0, len(nodes) - min(prefill, len(nodes)) + extra))

@@ -14,21 +14,6 @@ BARE = TokenScore(-0.5)
 WIDE = TokenScore(-0.5, ((7, -0.5), (8, -1.0)))
 
 
-@pytest.fixture
-def world() -> World:
-    return World()
-
-
-@pytest.fixture
-def p0(world: World) -> Incarnation:
-    return world.join("p0", PREFILL)
-
-
-@pytest.fixture
-def d0(world: World, p0: Incarnation) -> Incarnation:
-    return world.join("d0", DECODE)
-
-
 def reserve(world: World, prefill: Incarnation, decode: Incarnation) -> AttemptKey:
     key = world.key(decode)
     world.reserve(decode, key, prefill)

@@ -2,7 +2,7 @@
 that fail, requests all the while. Whatever happens, no request is lost or served wrongly, changes of role never take
 the last node in service of a role that the target has, and in the end the nodes are as asked."""
 
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -127,7 +127,5 @@ class SwitchesMachine(RuleBasedStateMachine):
                 assert result.code in {"unavailable", "deadline_exceeded", "node_gone", "stalled"}
 
 
-SwitchesMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+SwitchesMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
 TestSwitches = SwitchesMachine.TestCase

@@ -129,7 +129,7 @@ def request(prompt: int = 10, standing: Standing = BULK) -> Request:
 # the order
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     weights=st.lists(st.sampled_from([0.5, 1.0, 2.0, 4.0]), min_size=2, max_size=4),
     sizes=st.lists(st.integers(1, 100), min_size=4, max_size=12),

@@ -142,7 +142,7 @@ views = st.builds(
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.lists(views, max_size=6, unique_by=lambda view: view.incarnation), st.integers(1, 600), st.booleans())
 def test_either_way_only_nodes_that_can_take_it_and_never_stuck(
     name: str, nodes: list[NodeView], tokens: int, decode: bool

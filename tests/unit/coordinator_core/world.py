@@ -251,3 +251,11 @@ def ticket_for(node: Incarnation, key: AttemptKey, writer: Incarnation) -> Ticke
         segment=SegmentRef("s", node),
         fence=1,
     )
+
+
+def stream_one(world: World, prefill: Incarnation, decode: Incarnation) -> AttemptKey:
+    key = world.key(decode)
+    world.reserve(decode, key, prefill)
+    world.prefill_ended(prefill, key)
+    world.token(decode, key, 0)
+    return key

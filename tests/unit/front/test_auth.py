@@ -6,8 +6,8 @@ import pytest
 
 from baton.config import Config
 from baton.errors import ConfigError, Unauthenticated
-from baton.exposure import is_loopback
-from coordinator.auth import AdminGate, BearerKey, check_exposure
+from baton.exposure import check_exposure, is_loopback
+from coordinator.auth import AdminGate, BearerKey
 from coordinator.grpc_terms import peer_address
 
 

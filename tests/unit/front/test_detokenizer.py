@@ -66,7 +66,7 @@ def test_streamed_text_is_the_decoding_of_all_tokens(kind: Callable[[], tokenize
     vocabulary = Vocabulary(backend)
     beyond = backend.get_vocab_size() + 3  # models have padded vocabularies
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(st.lists(st.lists(st.integers(0, beyond), min_size=1, max_size=4), max_size=30))
     def holds(steps: list[list[int]]) -> None:
         detokenizer = vocabulary.detokenizer()
@@ -78,7 +78,7 @@ def test_streamed_text_is_the_decoding_of_all_tokens(kind: Callable[[], tokenize
     holds()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text(max_size=40))
 def test_no_step_shows_half_a_character(text: str) -> None:
     """Byte by byte, every prefix of what is shown is a prefix of the text."""
@@ -90,7 +90,7 @@ def test_no_step_shows_half_a_character(text: str) -> None:
     assert shown + detokenizer.flush() == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=40))
 def test_bytes_that_are_no_text(data: bytes) -> None:
     backend = byte_level()
@@ -122,7 +122,7 @@ def test_text_that_continues_is_what_it_adds(kind: Callable[[], tokenizers.Token
     words = (token for token in range(backend.get_vocab_size()) if "<0x" not in backend.id_to_token(token))
     before = next(token for token in words if backend.decode([token]).strip().isalnum())
 
-    @settings(max_examples=80, deadline=None)
+    @settings(max_examples=80)
     @given(st.lists(st.integers(0, backend.get_vocab_size() - 1), max_size=12))
     def holds(tokens: list[int]) -> None:
         detokenizer = vocabulary.detokenizer(continuing=True)

@@ -14,7 +14,7 @@ def plain(text: str, stops: list[str]) -> int | None:
     return min(found)[1] if found else None
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(WORDS, min_size=1, max_size=4), st.lists(st.text(alphabet="abc", max_size=3), max_size=12))
 def test_it_finds_what_a_search_finds_and_holds_what_may_begin_one(stops: list[str], steps: list[str]) -> None:
     search = StopStrings(stops)

@@ -53,7 +53,7 @@ TOKENS = st.lists(
 STOPS = st.lists(st.sampled_from(["ab", "ba", "é", "日a", "😀", "hello h", "\n\n", "\ufffd"]), max_size=3)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(TOKENS, st.lists(st.integers(1, 4), max_size=20), STOPS, st.booleans(), st.integers(0, 3))
 def test_any_split_tells_the_same(
     tokens: list[int], cuts: list[int], stop: list[str], scored: bool, unsearched: int

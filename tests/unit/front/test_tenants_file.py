@@ -7,7 +7,8 @@ import pytest
 
 from baton.config import Config
 from baton.errors import ConfigError, Unauthenticated
-from coordinator.auth import Clients, check_exposure
+from baton.exposure import check_exposure
+from coordinator.auth import Clients
 from coordinator.core.tenants import hash_key
 from coordinator.tenants_file import load, parse
 

@@ -9,7 +9,7 @@ import pytest
 from tests.fault_proxy import BOTH, FaultyLink, Way, Weather
 
 End = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-PATIENCE = 10.0
+PATIENCE = 30.0
 SOON = 0.2  # seconds in which what is not held back would have come through
 
 

@@ -7,6 +7,7 @@ import pytest
 from baton.pb.common_pb2 import Ledger, LedgerOwner
 from baton.types import TokenScore
 from tests.history import (
+    GRACE,
     Call,
     Closed,
     Door,
@@ -92,8 +93,8 @@ def test_every_breach_is_seen(events: tuple[Event, ...], complaint: str) -> None
 
 
 def test_an_end_that_comes_late_is_a_breach() -> None:
-    assert judged(*RIGHT, last_at=TIMEOUT + 1.9) == []
-    assert any("after its deadline" in line for line in judged(*RIGHT, last_at=TIMEOUT + 2.1))
+    assert judged(*RIGHT, last_at=TIMEOUT + GRACE - 0.1) == []
+    assert any("after its deadline" in line for line in judged(*RIGHT, last_at=TIMEOUT + GRACE + 0.1))
 
 
 def test_a_killed_coordinator_excuses_a_silent_end_and_nothing_else() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
@@ -154,7 +154,6 @@ def test_bfloat16_logits_are_penalized_in_float32() -> None:
 # counts
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 200), max_size=50), st.lists(st.lists(st.integers(0, 300), max_size=80), max_size=5))
 def test_counting_piece_by_piece_is_counting_at_once(prompt: list[int], pieces: list[list[int]]) -> None:
     made, output = TokenCounts(prompt), Counter[int]()

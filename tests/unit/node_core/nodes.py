@@ -14,6 +14,18 @@ from node_engine.paced import FREE_OF_COST, PacedEngine, paced_reference
 
 VOCAB = 1000
 BLOCK = 16
+T = TicketId("t")
+PROMPT = [(7 * position) % 997 + 1 for position in range(512)]
+
+
+def other(length: int, salt: int) -> list[int]:
+    """A prompt that shares no beginning with any other."""
+    return [(salt * 31 + position) % 997 + 1 for position in range(length)]
+
+
+def shape(batch: StepBatch | None) -> list[tuple[int, int, bool]]:
+    assert batch is not None
+    return [(piece.start, len(piece.tokens), piece.sample is not None) for piece in batch.slices]
 
 
 def work(

@@ -126,7 +126,7 @@ def test_what_a_prompt_adds_to_a_step() -> None:
     assert node.allowance.share_of(batch(3, 50, []), 1) == pytest.approx(1 / 3), "all but the last token was cached"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.floats(0.01, 4.0),
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 300), st.floats(1e-6, 10.0)), min_size=1, max_size=40),

@@ -46,7 +46,7 @@ class Job:
         self.tokens.append(token)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.tuples(prompts, st.integers(1, 30), st.integers(0, 12)), min_size=1, max_size=8),
     num_blocks=st.integers(7, 20),
@@ -85,7 +85,7 @@ def test_every_job_ends_once_with_its_tokens(
     assert not node.scheduler.sequences()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(lengths=st.lists(st.integers(1, 200), min_size=1, max_size=12), budget=st.integers(BLOCK + 3, 200))
 def test_prefill_serves_whoever_is_due_first_and_wastes_no_budget(lengths: list[int], budget: int) -> None:
     node = Node(num_blocks=200, max_num_seqs=4, max_batched_tokens=budget)
@@ -275,5 +275,5 @@ class TwoNodes(RuleBasedStateMachine):
             assert node.scheduler.load().sequences == dict.fromkeys(SequenceState, 0)
 
 
-TwoNodes.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TwoNodes.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestTwoNodes = TwoNodes.TestCase

@@ -89,7 +89,7 @@ async def test_a_stop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(advertise, "own_address", never)
     config = Config(advertise="auto", coordinator="coordinator:50052")
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         assert await advertised(config, stop) is config
 
 

@@ -181,4 +181,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = pytest.mark.timeout(100)(PoolMachine.TestCase)
-TestPoolMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=120, stateful_step_count=40)

@@ -11,7 +11,7 @@ from kv_transfer.core.departure import Output as DepartureOutput
 from kv_transfer.core.events import Aborted, Fenced, SealInfo
 from kv_transfer.core.landing import Landing, LandingState
 from tests.unit.transfer.explore import explore
-from tests.unit.transfer.model import ONE_SLAB, SLAB, Setting, Violation
+from tests.unit.transfer.setting import ONE_SLAB, SLAB, Setting, Violation
 
 CRASH = frozenset({"crash"})
 A_LAYER = replace(ONE_SLAB, max_payload=2 * SLAB)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kv_transfer.core.departure import Pace
-from tests.unit.transfer.model import SLAB, Setting, World
+from tests.unit.transfer.model import World
+from tests.unit.transfer.setting import SLAB, Setting
 
 _QUIET = 5_000  # steps: more than any walk needs to come to its end
 
@@ -67,5 +68,5 @@ class Walk(RuleBasedStateMachine):
         raise AssertionError(f"no end after {_QUIET} steps; still possible: {actions}")
 
 
-Walk.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Walk.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestWalk = Walk.TestCase
