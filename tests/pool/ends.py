@@ -29,7 +29,7 @@ from kv_transfer.factory import build_inbound, build_outbound
 from kv_transfer.settings import TransferSettings
 from tests.pool.rig import DIGEST, LAYOUT, SALTLESS, TOKEN, content, until
 
-QUICK = TransferSettings(ticket_ttl=2.0, progress_timeout=2.0, renew_interval=0.2, link_timeout=2.0, close_timeout=0.2)
+PATIENT = TransferSettings(ticket_ttl=60.0, progress_timeout=60.0, close_timeout=0.2)
 NODE = Holder("a node")
 
 
@@ -94,7 +94,7 @@ class End:
 @asynccontextmanager
 async def end(folder: Path, name: str, transport: str = "zmq", blocks: int = 64, **changed: Any) -> AsyncIterator[End]:
     os.makedirs(folder, exist_ok=True)
-    settings, failpoints = replace(QUICK, transport=transport, segment_folder=folder, **changed), Failpoints()
+    settings, failpoints = replace(PATIENT, transport=transport, segment_folder=folder, **changed), Failpoints()
     store = Store(folder, blocks * LAYOUT.block_bytes, LAYOUT)
     pool = Pool(Tier(blocks, LAYOUT.block_size, Lru(blocks)))
     pool.attach(NODE, 0.0)

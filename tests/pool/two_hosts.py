@@ -28,7 +28,7 @@ async def two_hosts(folder: Path, **settings: Any) -> AsyncIterator[Cluster]:
     address = f"127.0.0.1:{held.getsockname()[1]}"
     for name in ("prefill-1", "decode-1"):
         cluster.per_node[name] = {"segment_dir": other, "pool": address}
-    cluster.per_node["pool-1"] = {"segment_dir": other, "listen": address}
+    cluster.per_node["pool-1"] = {"segment_dir": other, "listen": address, "ticket_ttl": 2.0}
     try:
         async with cluster:
             await until("attached", lambda: attachments(cluster) >= 4)
