@@ -1,5 +1,6 @@
 """A pool with a disk behind its memory, as a real process: what memory evicts comes back, also after a restart."""
 
+import asyncio
 import os
 import shutil
 import tempfile
@@ -11,16 +12,16 @@ import pytest
 import pytest_asyncio
 
 from baton.block_hash import root_hash
+from baton.pb.common_pb2 import Ledger
 from baton.pool_terms import PoolHit
 from tests.pool.conftest import Host
 from tests.pool.registrar import Registrar
-from tests.pool.rig import DIGEST, LAYOUT, SALTLESS, Node, PoolProcess, expected, tokens_of, until
+from tests.pool.rig import DIGEST, LAYOUT, PATIENCE, SALTLESS, Node, PoolProcess, expected, tokens_of, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 _SEEDS = count(1)
 _SLOTS = 640
-_USED = "baton_pool_disk_slots_used"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -52,17 +53,29 @@ async def publish(node: Node, tokens: tuple[int, ...], *, hit: bool = True, **mo
         node.release(await node.find(tokens, **more))
 
 
+async def slots(host: Host, **counts: int) -> Ledger:
+    """The disk's ledger, once it has these counts and nothing is being written or read."""
+    wanted = {"writing": 0, "in_use": 0} | counts
+    async with asyncio.timeout(PATIENCE):
+        while True:
+            await host.registrar.ledger()
+            found = host.registrar.disk
+            if found.total and all(getattr(found, state) == count for state, count in wanted.items()):
+                return found
+            await asyncio.sleep(0.02)
+
+
 async def pushed_out(host: Host, node: Node, used: int) -> None:
     """Everything that was in memory is evicted, and what goes to disk is there: so many blocks."""
     total = (await host.registrar.ledger()).total
     for _ in range(4):
         await publish(node, tokens_of(next(_SEEDS), total // 4), hit=False)
-    await until("on disk", lambda: counter(host, _USED) == used)
+    await slots(host, cached=used)
 
 
 async def test_what_memory_evicts_after_a_hit_comes_back_from_disk(host: Host) -> None:
     node = await host.node()
-    await until("disk ready", lambda: counter(host, "baton_pool_disk_slots") == _SLOTS)
+    await slots(host, free=_SLOTS)
     tokens, never_hit = tokens_of(next(_SEEDS), 100, extra=3), tokens_of(next(_SEEDS), 50)
     await publish(node, tokens)
     await publish(node, never_hit, hit=False)
@@ -73,23 +86,25 @@ async def test_what_memory_evicts_after_a_hit_comes_back_from_disk(host: Host) -
     assert await node.find(never_hit) == PoolHit(None, ())
     await until("told", lambda: counter(host, 'baton_pool_found_blocks_total{tier="disk"}') == 100)
     await host.registrar.settled()
-    slots = host.registrar.disk
-    assert (slots.node, slots.total, slots.cached, slots.free) == ("pool-0 disk", _SLOTS, 100, _SLOTS - 100)
+    assert (await slots(host, cached=100, free=_SLOTS - 100)).node == "pool-0 disk"
+    await until("told", lambda: counter(host, "baton_pool_disk_slots_used") == 100)
 
 
 async def test_what_is_on_disk_survives_the_death_of_the_pool(host: Host) -> None:
     node = await host.node()
     mine, theirs = tokens_of(next(_SEEDS), 60), tokens_of(next(_SEEDS), 60)
     salted = root_hash(DIGEST, LAYOUT, b"another tenant")
-    before = int(counter(host, _USED))
+    before = (await slots(host)).cached
     await publish(node, mine)
     await publish(node, theirs, root=salted)
     await pushed_out(host, node, before + 120)
+    joins = len(host.registrar.joins)
     host.pool.kill()
     await until("gone", lambda: not node.client.attached)
     host.pool.start()
     await node.attached()
-    await until("ready again", lambda: counter(host, _USED) == before + 120)
+    await until("joined again", lambda: len(host.registrar.joins) == joins + 1 and host.registrar.joined)
+    await slots(host, cached=before + 120)
     for tokens, root, other in ((mine, SALTLESS, salted), (theirs, salted, SALTLESS)):
         assert await node.find(tokens, root=other) == PoolHit(None, ())
         found = await node.find(tokens, root=root)
@@ -101,7 +116,7 @@ async def test_the_first_blocks_are_read_at_once_when_the_disk_is_slow(host: Hos
     """A look-up waits for the disk only as long as computing would take."""
     node = await host.node()
     tokens = tokens_of(next(_SEEDS), 40)
-    before = int(counter(host, _USED))
+    before = (await slots(host)).cached
     await publish(node, tokens)
     await pushed_out(host, node, before + 40)
     await publish(node, tokens[: 10 * LAYOUT.block_size], hit=False)
