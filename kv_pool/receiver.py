@@ -101,20 +101,19 @@ class Receiver:
             chain=_chain_to_pb(written.chain.beginning(end)),
             ticket=wire.ticket_to_pb(ticket),
         )
-        channel = await self._channels.to(peer.transfer_endpoint)
+        error: BatonError | None = PeerGone(f"pool {peer.name} is asked no further")  # the channel is closed under it
         try:
-            answer = await pool_pb2_grpc.PoolPeersStub(channel).Send(question)
-        except grpc.aio.AioRpcError as failure:
-            error: BatonError = PeerGone(f"pool {peer.name} at {peer.transfer_endpoint}: {failure.code().name}")
-            await self._channels.drop(peer.transfer_endpoint, channel)
-        except asyncio.CancelledError:  # also when the channel is closed under it
-            self._plane.revoke(ticket.id, PeerGone(f"pool {peer.name} is asked no further"))
-            raise
-        else:
-            if not answer.HasField("error"):
-                return
-            error = wire.error_from_pb(answer.error)
-        self._plane.revoke(ticket.id, error)
+            channel = await self._channels.to(peer.transfer_endpoint)
+            try:
+                answer = await pool_pb2_grpc.PoolPeersStub(channel).Send(question)
+            except grpc.aio.AioRpcError as failure:
+                error = PeerGone(f"pool {peer.name} at {peer.transfer_endpoint}: {failure.code().name}")
+                await self._channels.drop(peer.transfer_endpoint, channel)
+            else:
+                error = wire.error_from_pb(answer.error) if answer.HasField("error") else None
+        finally:
+            if error is not None:
+                self._plane.revoke(ticket.id, error)
 
     def _emit(self, event: InboundEvent) -> None:
         """From the plane's thread. A loop that has ended has nobody left to tell."""

@@ -12,7 +12,7 @@ class Sources(NamedTuple):
     computed_decode: int
     local_cache: int
     pool: int
-    remote_pool: int
+    remote_pool: int = 0
 
     @property
     def cached(self) -> int:
