@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.block_hash import root_hash
-from baton.errors import BatonError, ChecksumMismatch, Incomplete, LeaseExpired, PeerGone, Stale
+from baton.errors import BatonError, ChecksumMismatch, HandoffFailed, Incomplete, LeaseExpired, PeerGone, Stale
 from baton.types import Incarnation
 from kv_pool.link import Channels, Dialer
 from tests.pool.ends import end
@@ -81,7 +81,7 @@ async def test_a_pool_that_dies_in_between_is_noticed_at_once(tmp_path: Path) ->
         fetching = asyncio.create_task(here.fetch(there, PROMPT))
         await until("asked", lambda: there.pool.ledger(0.0).entries)
         await there.server.stop(None)
-        with pytest.raises(PeerGone):
+        with pytest.raises(HandoffFailed):
             await fetching
         assert here.has(PROMPT) == []
         with pytest.raises(PeerGone):
@@ -97,7 +97,7 @@ async def test_whoever_asks_no_further_is_sent_no_more(tmp_path: Path) -> None:
         fetching = asyncio.create_task(here.fetch(there, PROMPT))
         await until("asked", lambda: there.pool.ledger(0.0).entries)
         await here.receiver._channels.close()
-        with pytest.raises(PeerGone):
+        with pytest.raises(HandoffFailed):
             await fetching
         await there.at_rest()
         await here.fetch(there, PROMPT)
