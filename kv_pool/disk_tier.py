@@ -29,7 +29,7 @@ from kv_pool.store import Store
 
 TIER = "disk"
 _PIECE = 64 << 20  # bytes read at once: what has come is found before the rest is
-_MOVES = 256  # blocks that one grant may send to disk
+_MOVES = 128  # blocks that one grant may send to disk: some milliseconds of the event loop
 
 
 class DiskTier:

@@ -16,6 +16,8 @@ from tests.pool.rig import ROOT
         ({"BATON_POOL_MEMORY": "900TiB"}, "--pool-memory"),
         ({"BATON_POOL_MEMORY": "much"}, "pool_memory is 'much'"),
         ({"BATON_SEGMENT_DIR": "/nowhere"}, "--segment-dir"),
+        ({"BATON_POOL_DISK": "much", "BATON_POOL_DISK_DIR": "/tmp"}, "pool_disk is 'much'"),
+        ({"BATON_POOL_DISK": "1GiB"}, "--pool-disk-dir"),
         ({"BATON_LISTEN": "192.0.2.1:0", "BATON_CLUSTER_TOKEN": "t"}, "--listen"),
         ({"BATON_LISTEN": "0.0.0.0:0"}, "--cluster-token"),
         ({"BATON_FAILPOINTS": "pool.nowhere=exit"}, "no failpoint"),

@@ -92,6 +92,14 @@ def test_status_tells_readiness_by_exit_code(front: FakeFront, run: Run, capsys:
     assert json.loads(capsys.readouterr().out)["nodes"][0]["stats"]["blocks_free"] == 60
 
 
+def test_status_says_how_full_a_pools_disk_is(front: FakeFront, run: Run, capsys: Capture) -> None:
+    counters = {"baton_pool_disk_slots": 640.0, "baton_pool_disk_slots_used": 100.0}
+    pool = cluster_pb2.NodeStatus(name="pool-0", role="pool", stats=cluster_pb2.NodeStats(counters=counters))
+    front.status = cluster_pb2.StatusResponse(ready=True, nodes=[pool])
+    assert run("status", "--endpoint", front.endpoint) == 0
+    assert "pool-0: 100 of 640 disk slots used" in capsys.readouterr().out
+
+
 def test_status_says_what_is_given_up_and_in_which_order(front: FakeFront, run: Run, capsys: Capture) -> None:
     front.status = cluster_pb2.StatusResponse(
         ready=True,

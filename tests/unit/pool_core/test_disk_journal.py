@@ -2,19 +2,22 @@
 
 from collections.abc import Sequence
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.block_hash import block_hash
 from kv_pool.core.disk_journal import Entry, check_of, entry_of, read, record_bytes, restore, seal
 from kv_pool.core.eviction import Lru
 from kv_pool.core.tier import Tier
-from tests.unit.pool_core.prompts import ROOTS, SIZE, chain, fill, of_blocks
+from tests.unit.pool_core.prompts import ROOTS, SIZE, fill, of_blocks
 
 SLOTS = 6
 GENERATION = 77
 RECORD = record_bytes(SIZE)
-PROMPTS = st.builds(chain, st.lists(st.sampled_from([1, 2]), max_size=4 * SIZE), st.sampled_from(ROOTS[:2]))
+PROMPTS = st.builds(
+    lambda ids, root: of_blocks(*ids, root=root), st.lists(st.integers(1, 2), max_size=4), st.sampled_from(ROOTS[:2])
+)
+ON_ANY_MACHINE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def tier_of(slots: int = SLOTS) -> Tier:
@@ -43,6 +46,7 @@ def history(prompts: Sequence[object]) -> list[Entry]:
     return entries
 
 
+@ON_ANY_MACHINE
 @given(st.lists(PROMPTS, max_size=8), st.integers(0, 400))
 def test_any_beginning_of_a_journal_restores_what_its_slots_held_then(prompts: list[object], cut: int) -> None:
     entries = history(prompts)
@@ -60,6 +64,7 @@ def test_any_beginning_of_a_journal_restores_what_its_slots_held_then(prompts: l
         assert entry_of(tier, entry.slot, entry.checksum) == entry
 
 
+@ON_ANY_MACHINE
 @given(st.lists(PROMPTS, min_size=1, max_size=6), st.data())
 def test_a_flipped_bit_ends_it_there(prompts: list[object], data: st.DataObject) -> None:
     entries = history(prompts)
