@@ -45,7 +45,7 @@ chaos: setup
 	$(BIN)/python -m pytest -q tests/chaos tests/faults --chaos-rounds=200 --every-fault
 
 soak: setup
-	$(BIN)/python -m pytest -q tests/soak --soak-seconds=1800 --storm-seconds=60 --kills=20 --fuzz-cases=5000 --timeout=2400
+	$(BIN)/python -m pytest -q tests/soak --soak-seconds=1800 --storm-seconds=60 --kills=20 --fuzz-cases=5000 --pool-operations=100000 --timeout=2400
 
 clean:
 	rm -rf $(VENV) .demo build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -73,10 +73,12 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
 def chain_names(root: BlockHash, packed: bytes, block_size: int) -> bytes:
     """`chain` of packed tokens, all at once: 32 bytes for each full block."""
     size = block_size * TOKEN_BYTES
-    before = _field(b"parent", bytes(HASH_BYTES))[:-HASH_BYTES]
-    between = _field(b"tokens", bytes(size))[:-size]
-    names, parent, sha256 = [], bytes(root), hashlib.sha256
-    for start in range(0, len(packed) - size + 1, size):
-        parent = sha256(before + parent + between + packed[start : start + size]).digest()
+    between = _tokens_head(size)
+    begun = hashlib.sha256(_PARENT)  # copying it is cheaper than beginning anew
+    names, parent = [], bytes(root)
+    for (tokens,) in struct.iter_unpack(f"{size}s", packed[: len(packed) // size * size]):
+        message = begun.copy()
+        message.update(parent + between + tokens)
+        parent = message.digest()
         names.append(parent)
     return b"".join(names)

@@ -31,11 +31,14 @@ class Shape:
     vocabulary: int
     context: int
     eos: bool
+    dtype: str = "float32"  # of the file
 
 
 DEMO = Shape(256, 704, 8, 8, 4, 32, 2048, 4096, eos=True)
 # 24 layers give a hand-off many steps to hide behind, and little arithmetic in each keeps it from hiding much.
 NARROW = Shape(128, 256, 24, 4, 2, 32, 512, 2048, eos=False)
+# Of the size of Qwen2.5-0.5B: 387 million parameters, 12 KiB of KV a token, and seconds to compute 4k tokens on a CPU.
+SMALL = Shape(896, 4864, 24, 14, 2, 64, 32768, 8192, eos=False, dtype="bfloat16")
 
 
 def build(folder: Path, shape: Shape, seed: int = 0) -> Path:
@@ -74,7 +77,7 @@ def _write_weights(folder: Path, shape: Shape, seed: int) -> None:
     )
     torch.manual_seed(seed)
     transformers.utils.logging.disable_progress_bar()
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    transformers.LlamaForCausalLM(config).to(getattr(torch, shape.dtype)).save_pretrained(folder)
 
 
 def _write_tokenizer(folder: Path, shape: Shape) -> None:

@@ -1,9 +1,11 @@
-"""`pool`: what the shared pool's index costs, and how much its eviction policies keep of what a trace will ask for.
+"""`pool`: what the shared pool's index costs, what finding a prompt there saves on running nodes, and how much its
+eviction policies keep of what a trace will ask for.
 
-Without `--trace` only the first half: nothing stands in for a real one.
+Without `--trace` nothing is known of eviction: nothing stands in for a real one.
 """
 
 import argparse
+import asyncio
 import os
 import random
 import time
@@ -16,6 +18,8 @@ from rich.table import Table
 from baton.block_hash import BlockHash
 from benchmarks.percentiles import percentile
 from benchmarks.pool_replay import POLICIES, Hits, Workload, belady, partial_gain, replay
+from benchmarks.pool_reuse import PROMPT as REUSE_PROMPT
+from benchmarks.pool_reuse import reuse_rows
 from benchmarks.report import Row, print_rows, row
 from benchmarks.sweep import check_plot
 from benchmarks.traces import read
@@ -25,7 +29,7 @@ from kv_pool.core.holders import Holder
 from kv_pool.core.pool import Pool
 from kv_pool.core.tier import Tier
 
-HELP = "the shared pool's index, and its eviction policies on a trace"
+HELP = "the shared pool: its index, what it saves, and its eviction policies on a trace"
 BLOCK = 16  # tokens
 PROMPT = 128 * 1024  # tokens
 MATCH_LIMIT = 1.0  # milliseconds
@@ -38,6 +42,9 @@ _ROUNDS = 50
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--blocks", type=int, default=1_000_000, help="in the index (default 1000000)")
+    parser.add_argument(
+        "--rounds", type=int, default=3, help="of a cold and a warm prompt on running nodes (default 3; 0: none)"
+    )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="requests with hash_ids, as Mooncake's")
     parser.add_argument("--limit", type=int, default=0, help="only the first so many requests of it")
     parser.add_argument("--capacities", type=_capacities, default=CAPACITIES, help="in blocks, 0: no limit")
@@ -50,6 +57,10 @@ def main(options: argparse.Namespace, console: Console, command: str) -> list[Ro
     work = _workload(options)
     rows = index_rows(options.blocks, command)
     print_rows(console, f"index of {options.blocks:,} blocks of {BLOCK} tokens", rows)
+    if options.rounds:
+        reused = asyncio.run(reuse_rows(console, options.rounds, command))
+        print_rows(console, f"prompts of {REUSE_PROMPT:,} tokens on two nodes, 24 layers, bfloat16", reused)
+        rows += reused
     if work is None:
         console.print(
             "[bold]SKIPPED: no trace was replayed, and nothing is known of eviction: give --trace FILE[/bold]"

@@ -14,20 +14,29 @@ from baton import log
 from baton.addressing import AddressSpace
 from baton.block_hash import BlockHash
 from baton.clock import Clock, steady
-from baton.errors import BatonError
+from baton.errors import BatonError, Draining, PeerGone
 from baton.pb import pool_pb2 as pb
 from baton.pool_terms import Elsewhere, PoolHit, PoolPin, Publish
 from baton.types import mint_id
 from baton.wire import elsewhere_to_pb, layout_to_pb
 from kv_pool.attachment import MISS, Attachment, Mappings
+from kv_pool.core.redial import Redial
 from kv_pool.line import Line
 from kv_pool.link import Dialer
 from kv_pool.lookup import Lookup
 from kv_pool.publisher import Job, Publisher
 from kv_pool.session import Session
-from kv_pool.terms import FIRST_PATIENCE, PROTOCOL_VERSION, RETRY, PoolClientConfig
+from kv_pool.terms import (
+    FIRST_PATIENCE,
+    LATE,
+    PROTOCOL_VERSION,
+    REFUSED_RETRY,
+    RETRY,
+    PoolClientConfig,
+)
 
 _GOODBYE_PATIENCE = 1.0  # seconds
+_GONE = (PeerGone, Draining, TimeoutError)  # and perhaps back at any moment; everything else is a refusal
 
 
 class PoolClient:
@@ -41,11 +50,13 @@ class PoolClient:
         self._mappings = Mappings(space, config.segment_folder, config.layout.block_bytes)
         self._clock = clock
         self._process = mint_id(64)
-        self._attachments = 0
+        self._attachments = self._dials = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._line: Line | None = None
         self._lines: dict[int, Line] = {}  # by number of the attachment: those that are still used, too
         self._complained = ""
+        self._redial = Redial(RETRY, REFUSED_RETRY)
+        self._pause = RETRY
         self._counters: dict[str, float] = {}
         self._publisher = Publisher(
             own,
@@ -69,9 +80,10 @@ class PoolClient:
         try:
             dialer = await asyncio.to_thread(Dialer, self._config.token)
             while True:
+                self._dials += 1
                 async with dialer.dial(self._config.address) as channel:
                     await self._session(Session(channel))
-                await asyncio.sleep(RETRY)  # a redial's pause, not a poll
+                await asyncio.sleep(self._pause)  # a redial's pause, not a poll
         finally:
             await asyncio.to_thread(self._publisher.close)
 
@@ -121,6 +133,7 @@ class PoolClient:
         return self._counters | {
             "baton_pool_published_blocks_total": float(self._publisher.written),
             "baton_pool_attachments_total": float(self._attachments),
+            "baton_pool_dials_total": float(self._dials),
         }
 
     # attaching
@@ -128,6 +141,7 @@ class PoolClient:
     async def _session(self, session: Session) -> None:
         """One stream, to its end."""
         running = asyncio.create_task(session.run())
+        self._pause = self._redial.gone()
         try:
             line = await self._attach(session)
             if line is None:
@@ -135,6 +149,7 @@ class PoolClient:
             self._line = line
             self._log.info("attached to the pool", attachment=line.attachment.number)
             self._complained = ""
+            self._redial.attached()
             await asyncio.wait({running})
         except asyncio.CancelledError:
             await self._leave(session)
@@ -164,6 +179,8 @@ class PoolClient:
             if reason != self._complained:  # once, as long as it stays the same
                 self._log.warning("no pool", address=config.address, reason=reason)
             self._complained = reason
+            if not isinstance(error, _GONE):
+                self._pause = self._redial.refused()
             return None
         line = self._lines[number] = Line(session, attachment, asyncio.get_running_loop())
         return line
@@ -198,8 +215,10 @@ class PoolClient:
         if hit is None:
             self._count("baton_pool_publish_failed_total")
         else:
+            lag = self._clock() - job.since
             self._count("baton_pool_publications_total")
-            self._count("baton_pool_publish_lag_seconds_total", self._clock() - job.since)
+            self._count("baton_pool_publish_lag_seconds_total", lag)
+            self._count("baton_pool_publications_late_total", lag > LATE)
         job.order.then(hit)
 
     # inside

@@ -172,9 +172,14 @@ class PoolHost:
         return (BlockHash(index.name(block)) for block in range(self.pool.memory.total) if block in index)
 
     def all_counters(self) -> dict[str, float]:
-        it = self._it
-        evicted = {'baton_pool_evictions_total{tier="memory"}': float(it.pool.memory.evictions)}
-        return self.counters | it.arrivals.counters | evicted | (it.disk.counters() if it.disk else {})
+        """And gauges: what is there now."""
+        it, memory = self._it, self.pool.memory
+        own = {
+            'baton_pool_evictions_total{tier="memory"}': float(memory.evictions),
+            "baton_pool_bytes": float(len(memory.index) * self.layout.block_bytes),
+            "baton_pool_pins": float(self.pool.pins),
+        }
+        return self.counters | it.arrivals.counters | own | (it.disk.counters() if it.disk else {})
 
     def disk_ledger(self) -> PoolLedger | None:
         """Of the disk's slots, if there is one."""

@@ -30,10 +30,13 @@ class Line:
             self._loop.call_soon_threadsafe(self._ask, question, conclude, result)
         except RuntimeError:
             raise PeerGone("this node is ending") from None
-        return result.result()
+        try:
+            return result.result()
+        finally:
+            del result  # else an error, its traceback and this frame keep each other, and the mapping with them
 
     def soon(self, call: Callable[[], None]) -> None:
-        """On the loop, One that has ended has nobody left to tell."""
+        """On the loop. One that has ended has nobody left to tell."""
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call)
 

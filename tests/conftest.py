@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     soak.addoption(
         "--storm-seconds", type=float, default=2.0, help="How long each overload lasts; 30 or more are judged"
     )
+    soak.addoption("--pool-operations", type=int, default=400, help="What the users of the soaked pool do")
     soak.addoption("--kills", type=int, default=2, help="How often each class of process is killed")
     soak.addoption("--fuzz-cases", type=int, default=150, help="How many odd requests are sent")
 

@@ -1,17 +1,15 @@
 """What `baton top` shows: one status, and what happened between two of them."""
 
-import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
+from baton.cli.pool_view import PoolRates, pool_line, pool_rates, total
 from baton.cli.ratio_view import progress
 from baton.pb.cluster_pb2 import NodeStatus, StatusResponse
 
-_LABELS = re.compile(r'(\w+)="([^"]*)"')
 _CELLS = 16  # of the bar that stands for a node's cache
 _SERVICE = {
     "in": "in service",
@@ -31,6 +29,7 @@ class Rates:
     replaced: float = 0.0
     handoffs: float = 0.0
     handoff_bytes: float = 0.0
+    pool: PoolRates = field(default_factory=PoolRates)
 
 
 def rates(before: StatusResponse | None, now: StatusResponse) -> Rates:
@@ -51,22 +50,14 @@ def rates(before: StatusResponse | None, now: StatusResponse) -> Rates:
         replaced=grown("baton_replaced_total"),
         handoffs=grown("baton_handoffs_total", outcome="committed"),
         handoff_bytes=grown("baton_handoff_bytes_total"),
+        pool=pool_rates(before, now, seconds),
     )
 
 
-def total(counters: Mapping[str, float], name: str, **labels: str) -> float:
-    """The sum of a counter over all its labels but those given."""
-    found = 0.0
-    for key, value in counters.items():
-        base, _, rest = key.partition("{")
-        if base == name and labels.items() <= dict(_LABELS.findall(rest)).items():
-            found += value
-    return found
-
-
 def render(status: StatusResponse, speed: Rates) -> RenderableType:
-    ratio = escape(progress(status.ratio))
-    return Group(_headline(status), ratio, _traffic(status, speed), _latency(status), _nodes(status))
+    lines = [_headline(status), escape(progress(status.ratio)), _traffic(status, speed), _latency(status)]
+    pool = pool_line(status, speed.pool)
+    return Group(*lines, *([pool] if pool else []), _nodes(status))
 
 
 def _headline(status: StatusResponse) -> str:

@@ -2,10 +2,13 @@
 (*offered*: leaves that nobody pins); an evictor chooses among those."""
 
 from array import array
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 import numpy as np
+
+_NOWHERE = -1
+_SPARE = 256  # entries of blocks that are not offered, beside as many as are
 
 
 class Evictor(Protocol):
@@ -34,20 +37,27 @@ class Evictor(Protocol):
 
 class Offers:
     """Offered blocks in queues by last use, oldest first. A block stands in one queue; that it was used, withdrawn or
-    moved to another one since is seen when its turn comes, and costs nothing before."""
+    moved to another one since is seen when its turn comes, and costs nothing before. When most of what stands in the
+    queues is not offered any more, they are made anew."""
 
     def __init__(self, num_blocks: int, num_queues: int) -> None:
         self._queues: list[list[tuple[float, int]]] = [[] for _ in range(num_queues)]
         self._offered = bytearray(num_blocks)
-        self._stands_in = array("b", [-1]) * num_blocks
+        self._stands_in = array("b", [_NOWHERE]) * num_blocks
+        self._num_offered = self._num_standing = 0
 
     def add(self, block: int, queue: int, last_use: float) -> None:
+        self._num_offered += not self._offered[block]
         self._offered[block] = 1
         if self._stands_in[block] != queue:
             self._stands_in[block] = queue
             heappush(self._queues[queue], (last_use, block))
+            self._num_standing += 1
+            if self._num_standing > 2 * self._num_offered + _SPARE:
+                self._sort_out()
 
     def withdraw(self, block: int) -> None:
+        self._num_offered -= self._offered[block]
         self._offered[block] = 0
 
     def oldest(self, queue: int, belongs: "array[int]", last_use: "array[float]") -> int:
@@ -60,11 +70,26 @@ class Offers:
             if stands and self._offered[block] and belongs[block] == queue and last_use[block] == since:
                 return block
             heappop(waiting)
+            self._num_standing -= 1
             if stands:
-                self._stands_in[block] = -1
+                self._stands_in[block] = _NOWHERE
                 if self._offered[block]:
                     self.add(block, belongs[block], last_use[block])
         return -1
+
+    def _sort_out(self) -> None:
+        for queue, waiting in enumerate(self._queues):
+            kept: list[tuple[float, int]] = []
+            for since, block in waiting:
+                if self._stands_in[block] != queue:
+                    continue
+                if self._offered[block]:
+                    kept.append((since, block))
+                else:
+                    self._stands_in[block] = _NOWHERE
+            heapify(kept)
+            waiting[:] = kept
+        self._num_standing = sum(map(len, self._queues))
 
 
 class Lru:

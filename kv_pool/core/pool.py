@@ -44,6 +44,11 @@ class Pool:
         attachment = self._attachments.get(holder)
         return attachment is not None and attachment.state is HolderState.LIVE
 
+    @property
+    def pins(self) -> int:
+        """That anybody holds."""
+        return sum(len(one.pins) for one in self._attachments.values())
+
     def unfinished(self, holder: Holder) -> int:
         """Publications that are neither sealed nor withdrawn."""
         return len(self._live(holder).publications)

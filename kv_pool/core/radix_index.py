@@ -3,21 +3,23 @@ a prompt, block by block.
 
 A parent is there if its child is: insertion asks for it, and only leaves are removed. So of the names of a prompt a
 beginning is present and the rest is not, and the last one present is found by binary search: a handful of look-ups for
-a prompt of any length, then a walk up over the parents. Entries are found by the first 8 bytes of their names; the
-whole name, the root and the token ids of the whole path are compared. Of two names with equal first bytes the second is
-refused, and what would follow it too.
+a prompt of any length, and then the path down to it (kv_pool/core/path_table.py). Entries are found by the first 8
+bytes of their names; the whole name, the root and the token ids of the whole path are compared. Of two names with equal
+first bytes the second is refused, and what would follow it too.
 """
 
 from array import array
 from bisect import bisect_left
 
-from baton.block_hash import HASH_BYTES, BlockHash
-from kv_pool.core.chain import Chain, key_of
+from baton.block_hash import BlockHash
+from kv_pool.core.chain import Chain
 from kv_pool.core.ledger import require
+from kv_pool.core.name_table import NameTable
+from kv_pool.core.path_table import ROOT as ROOT
+from kv_pool.core.path_table import PathTable
 from kv_pool.core.token_table import TokenTable, common_beginning
 
-ROOT = -1  # the parent of a first block
-_NONE = -2
+_NO_CHILD, _SEVERAL = -1, -2
 
 
 class RadixIndex:
@@ -25,47 +27,40 @@ class RadixIndex:
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
-        self._blocks: dict[int, int] = {}  # key -> block
-        self._names = bytearray(num_blocks * HASH_BYTES)
+        self._names = NameTable(num_blocks)
         self._tokens = TokenTable(num_blocks, block_size)
-        self._parent = array("i", [_NONE]) * num_blocks
-        self._depth = array("i", [0]) * num_blocks
-        self._children = array("i", [0]) * num_blocks
-        self._only_child = array("i", [_NONE]) * num_blocks  # while there is one child
+        self._paths = PathTable(num_blocks)
+        self._child = array("i", [_NO_CHILD]) * num_blocks  # the only one, or what is said above
         self._siblings: dict[int, list[int]] = {}  # parent of several -> children by token ids
         self._firsts: dict[bytes, list[int]] = {}  # root -> first blocks by token ids
         self._root_of: dict[int, bytes] = {}  # first block -> its root
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._names)
 
     def __contains__(self, block: int) -> bool:
-        return self._parent[block] != _NONE
+        return block in self._paths
 
     def parent(self, block: int) -> int:
         """ROOT for a first block."""
-        return self._parent[block]
+        return self._paths.parent(block)
 
     def depth(self, block: int) -> int:
         """Blocks before it."""
-        return self._depth[block]
+        return self._paths.depth(block)
 
     def is_leaf(self, block: int) -> bool:
-        return not self._children[block]
+        return self._child[block] == _NO_CHILD
 
     def name(self, block: int) -> bytes:
-        return bytes(self._names[block * HASH_BYTES : (block + 1) * HASH_BYTES])
+        return self._names.name(block)
 
     def tokens(self, block: int) -> bytes:
         return self._tokens.get(block)
 
     def path(self, block: int) -> "array[int]":
         """From the first block down to `block`."""
-        found, parents = array("i", bytes(4 * (self._depth[block] + 1))), self._parent
-        for place in range(len(found) - 1, -1, -1):
-            found[place] = block
-            block = parents[block]
-        return found
+        return self._paths.path(block)
 
     def chain(self, block: int) -> Chain:
         """The prompt that ends with `block`."""
@@ -75,9 +70,7 @@ class RadixIndex:
 
     def root(self, block: int) -> BlockHash:
         """What the first block of its path descends from."""
-        while (parent := self._parent[block]) != ROOT:
-            block = parent
-        return BlockHash(self._root_of[block])
+        return BlockHash(self._root_of[self.path(block)[0]])
 
     def branch(self, block: int) -> list[int]:
         """`block` and all that follow it, leaves first."""
@@ -89,7 +82,7 @@ class RadixIndex:
     # finding
 
     def find(self, name: bytes) -> int | None:
-        block = self._blocks.get(key_of(name))
+        block = self._names.find(name)
         return block if block is not None and self.name(block) == name else None
 
     def match(self, chain: Chain, most: int | None = None) -> "array[int]":
@@ -97,8 +90,8 @@ class RadixIndex:
         known, unknown, deepest = 0, len(chain) if most is None else min(most, len(chain)), ROOT
         while known < unknown:  # the first `known` are here; names from `unknown` on are not, or not wanted
             middle = (known + unknown) // 2
-            block = self._blocks.get(chain.key(middle), ROOT)
-            if block != ROOT and self.name(block) == chain.name(middle) and self._depth[block] == middle:
+            block = self.find(chain.name(middle))
+            if block is not None and self.depth(block) == middle:
                 known, deepest = middle + 1, block
             else:
                 unknown = middle
@@ -123,28 +116,26 @@ class RadixIndex:
         return best
 
     def _following(self, parent: int) -> list[int]:
-        if self._children[parent] > 1:
+        child = self._child[parent]
+        if child == _SEVERAL:
             return self._siblings[parent]
-        return [self._only_child[parent]] if self._children[parent] else []
+        return [child] if child != _NO_CHILD else []
 
     # changing
 
     def insert(self, block: int, chain: Chain, number: int, parent: int) -> bool:
         """`block` holds the block `number` of `chain`, whose block before that is `parent` (ROOT for the first). False,
-        and nothing changed, if another name has its key."""
-        require(number == 0 if parent == ROOT else self._depth[parent] + 1 == number, f"block {block} without a parent")
+        and nothing changed, if another name has its first bytes."""
+        require(number == 0 if parent == ROOT else self.depth(parent) + 1 == number, f"block {block} without a parent")
         return self.add(block, chain.name(number), chain.block_tokens(number), parent, chain.root)
 
     def add(self, block: int, name: bytes, tokens: bytes, parent: int, root: BlockHash) -> bool:
         """The same, for a block whose prompt is not at hand."""
         require(block not in self, f"block {block} is in the index already")
-        key = key_of(name)
-        if key in self._blocks:
+        if not self._names.add(block, name):
             return False
-        self._blocks[key] = block
-        self._names[block * HASH_BYTES : (block + 1) * HASH_BYTES] = name
         self._tokens.put(block, tokens)
-        self._parent[block], self._depth[block] = parent, 0 if parent == ROOT else self._depth[parent] + 1
+        self._paths.add(block, parent)
         if parent == ROOT:
             self._root_of[block] = root
             self._add_sorted(self._firsts.setdefault(root, []), block)
@@ -154,8 +145,8 @@ class RadixIndex:
 
     def remove(self, block: int) -> None:
         require(block in self and self.is_leaf(block), f"block {block} is no leaf of the index")
-        del self._blocks[key_of(self.name(block))]
-        parent, self._parent[block] = self._parent[block], _NONE
+        self._names.remove(block)
+        parent = self._paths.remove(block)
         if parent != ROOT:
             self._drop_child(parent, block)
             return
@@ -166,22 +157,22 @@ class RadixIndex:
             del self._firsts[root]
 
     def _add_child(self, parent: int, block: int) -> None:
-        self._children[parent] += 1
-        if self._children[parent] == 1:
-            self._only_child[parent] = block
+        child = self._child[parent]
+        if child == _NO_CHILD:
+            self._child[parent] = block
             return
-        if self._children[parent] == 2:
-            self._siblings[parent] = [self._only_child[parent]]
+        if child != _SEVERAL:
+            self._siblings[parent], self._child[parent] = [child], _SEVERAL
         self._add_sorted(self._siblings[parent], block)
 
     def _drop_child(self, parent: int, block: int) -> None:
-        self._children[parent] -= 1
-        if not self._children[parent]:
+        if self._child[parent] != _SEVERAL:
+            self._child[parent] = _NO_CHILD
             return
         siblings = self._siblings[parent]
         self._drop_sorted(siblings, block)
         if len(siblings) == 1:
-            self._only_child[parent] = siblings[0]
+            self._child[parent] = siblings[0]
             del self._siblings[parent]
 
     def _add_sorted(self, blocks: list[int], block: int) -> None:
@@ -194,21 +185,21 @@ class RadixIndex:
 
     def check(self) -> None:
         """Raise LedgerError unless all tables tell the same story. Looks at everything: for tests."""
-        present = [block for block in range(len(self._parent)) if block in self]
-        require(sorted(self._blocks.values()) == present, "keys and parents")
+        present = [block for block in range(len(self._paths)) if block in self]
+        require(sorted(self._names.blocks()) == present, "names and parents")
         children: dict[int, list[int]] = {}
         for block in present:
-            require(self._blocks[key_of(self.name(block))] == block, f"key of block {block}")
-            parent = self._parent[block]
+            require(self.find(self.name(block)) == block, f"name of block {block}")
+            parent = self.parent(block)
             require((parent == ROOT) == (block in self._root_of), f"root of block {block}")
             if parent != ROOT:
                 require(parent in self, f"the parent of block {block} is gone")
-                require(self._depth[block] == self._depth[parent] + 1, f"depth of block {block}")
+                require(self.depth(block) == self.depth(parent) + 1, f"depth of block {block}")
                 children.setdefault(parent, []).append(block)
+            path = self.path(block)
+            require(list(map(self.parent, path)) == [ROOT, *path[:-1]], f"path of block {block}")
         for block in present:
-            mine = sorted(children.get(block, []))
-            require(len(mine) == self._children[block], f"children of block {block}")
-            require(sorted(self._following(block)) == mine, f"list of children of block {block}")
+            require(sorted(self._following(block)) == sorted(children.get(block, [])), f"children of block {block}")
         firsts = [block for blocks in self._firsts.values() for block in blocks]
         require(sorted(firsts) == sorted(self._root_of), "first blocks")
         for blocks in (*self._siblings.values(), *self._firsts.values()):

@@ -33,7 +33,8 @@ class Tier:
         self._pins = array("i", bytes(4 * num_blocks))
         self._used = bytearray(num_blocks)
         self._all_used = np.frombuffer(self._used, dtype=np.uint8)  # the same memory, for many blocks at once
-        self._free = list(range(num_blocks))  # a heap: lowest first keeps runs together
+        self._free: list[int] = []  # a heap of those below `_fresh`: lowest first keeps runs together
+        self._fresh = 0  # the first that was never used
 
     def follow(self, gained: Follow | None = None, losing: Follow | None = None) -> None:
         """`gained` is told each block that has come into the index, `losing` each that is about to leave it, while it
@@ -43,7 +44,7 @@ class Tier:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self._free) + self.total - self._fresh
 
     # reading
 
@@ -80,9 +81,9 @@ class Tier:
         """Up to `count` blocks; fewer when the rest is pinned."""
         taken: list[int] = []
         while len(taken) < count:
-            if not self._free and not self._evict(now):
+            if not self.num_free and not self._evict(now):
                 break
-            taken.append(heappop(self._free))
+            taken.append(heappop(self._free) if self._free else self._first_use())
         return taken
 
     def give_back(self, block: int) -> None:
@@ -104,7 +105,8 @@ class Tier:
         return True
 
     def restored(self) -> None:
-        self._free = [block for block in range(self.total) if block not in self.index]
+        self._fresh = 1 + max((block for block in range(self.total) if block in self.index), default=-1)
+        self._free = [block for block in range(self._fresh) if block not in self.index]
 
     def drop_branch(self, block: int) -> None:
         """`drop` a block with all that follow it, unless somebody pins one of them."""
@@ -123,7 +125,9 @@ class Tier:
         """Raise LedgerError unless the books agree. Looks at everything: for tests."""
         self.index.check()
         require(len(set(self._free)) == len(self._free), "a block is free twice")
-        require(not any(block in self.index for block in self._free), "a free block is in the index")
+        free = (*self._free, *range(self._fresh, self.total))
+        require(not any(block in self.index for block in free), "a free block is in the index")
+        require(max(self._free, default=-1) < self._fresh, "a block is free and was never used")
         pinned = [block for block in range(self.total) if self._pins[block]]
         require(all(block in self.index for block in pinned), "a pinned block is not in the index")
         require(min(self._pins, default=0) >= 0, "pins below 0")
@@ -137,6 +141,10 @@ class Tier:
         self._used[block] = 0
         for tell in self._gained:
             tell(block)
+
+    def _first_use(self) -> int:
+        self._fresh += 1
+        return self._fresh - 1
 
     def _evict(self, now: float) -> bool:
         block = self._evictor.choose(now)

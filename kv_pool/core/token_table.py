@@ -14,7 +14,7 @@ class TokenTable:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._size = block_size * TOKEN_BYTES
         self._bytes = bytearray(num_blocks * self._size)
-        self._rows = np.frombuffer(self._bytes, dtype=np.uint32).reshape(num_blocks, block_size)
+        self._rows = np.frombuffer(self._bytes, dtype=f"V{self._size}")
 
     def put(self, block: int, tokens: bytes) -> None:
         if len(tokens) != self._size:
@@ -26,9 +26,11 @@ class TokenTable:
 
     def agreeing(self, path: "array[int]", tokens: bytes) -> int:
         """How many leading blocks of `path` hold what `tokens` begins with."""
-        rows = self._rows[np.frombuffer(path, dtype=np.int32)]
-        same = rows == np.frombuffer(tokens, dtype=np.uint32, count=rows.size).reshape(rows.shape)
-        return len(path) if same.all() else int(same.all(axis=1).argmin())
+        rows = self._rows.take(np.frombuffer(path, dtype=np.int32))
+        if rows.tobytes() == tokens[: rows.nbytes]:
+            return len(path)
+        same = rows.view(np.uint32) == np.frombuffer(tokens, dtype=np.uint32, count=rows.nbytes // TOKEN_BYTES)
+        return int(same.reshape(len(path), -1).all(axis=1).argmin())
 
 
 def common_beginning(left: bytes, right: bytes) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from baton.block_hash import BlockHash, chain_names, pack_tokens
+from baton.clock import Clock, steady
 from baton.pool_terms import PoolHit
 from baton.types import AttemptKey, Work
 from node_engine.core.messages import Cancel, Command, GiveTicket, Prefill, Submit
@@ -20,6 +21,7 @@ _TRIES = 3
 @dataclass(slots=True, eq=False)
 class _Waiting:
     order: Submit | Prefill
+    since: float
     followers: list[Command] = field(default_factory=list)
     tries: int = 0
 
@@ -38,6 +40,7 @@ class Lookups:
         epoch: Callable[[], int],
         deliver: Callable[[Command], None],
         token_seconds: Callable[[], float | None] = lambda: None,
+        clock: Clock = steady,
     ) -> None:
         self._port = port
         self._root_of = root_of
@@ -46,13 +49,16 @@ class Lookups:
         self._deliver = deliver
         self._token_seconds = token_seconds
         self._waiting: dict[AttemptKey, _Waiting] = {}
+        self._clock = clock
         self._hits = self._misses = 0
+        self._seconds = 0.0  # of all look-ups
 
     def counters(self) -> dict[str, float]:
         if self._port is None:
             return {}
         results = (("hit", self._hits), ("miss", self._misses))
-        return {f'baton_pool_lookups_total{{result="{name}"}}': float(number) for name, number in results}
+        found = {f'baton_pool_lookups_total{{result="{name}"}}': float(number) for name, number in results}
+        return found | {"baton_pool_lookup_seconds_total": self._seconds}
 
     def take(self, command: Command) -> None:
         """The next command of the stream."""
@@ -85,7 +91,7 @@ class Lookups:
             self._deliver(order)
             return
         root = self._root_of(work)
-        waiting = self._waiting[work.key] = _Waiting(order)
+        waiting = self._waiting[work.key] = _Waiting(order, self._clock())
         self._ask(waiting, root, chain_names(root, tokens, self._block_size), tokens, reusable)
 
     def _ask(self, waiting: _Waiting, root: BlockHash, names: bytes, tokens: bytes, most: int) -> None:
@@ -115,6 +121,7 @@ class Lookups:
         found = hit if hit is not None and hit.pin is not None else None
         self._hits += found is not None
         self._misses += found is None
+        self._seconds += self._clock() - waiting.since
         self._deliver(replace(waiting.order, hit=found))
         for command in waiting.followers:
             self._deliver(command)

@@ -160,16 +160,14 @@ def expected(tokens: Sequence[int]) -> list[bytes]:
     return [content(tokens[: end * size]).tobytes() for end in range(1, len(tokens) // size + 1)]
 
 
-async def until(what: str, holds: Callable[[], Any]) -> None:
-    async with asyncio.timeout(PATIENCE):
+async def until(what: str, holds: Callable[[], Any], patience: float = PATIENCE) -> None:
+    async with asyncio.timeout(patience):
         while not holds():
             await asyncio.sleep(0.01)
     assert holds(), what
 
 
-@asynccontextmanager
-async def node(address: str, folder: Path, name: str = "decode-0", **changed: Any) -> AsyncIterator[Node]:
-    """A node, attached or not yet."""
+def client_config(address: str, folder: Path, name: str, **changed: Any) -> PoolClientConfig:
     settings: dict[str, Any] = {
         "address": address,
         "token": TOKEN,
@@ -179,9 +177,15 @@ async def node(address: str, folder: Path, name: str = "decode-0", **changed: An
         "layout": LAYOUT,
         "segment_folder": folder,
     }
+    return PoolClientConfig(**{**settings, **changed})
+
+
+@asynccontextmanager
+async def node(address: str, folder: Path, name: str = "decode-0", **changed: Any) -> AsyncIterator[Node]:
+    """A node, attached or not yet."""
     arena = create(folder, "arena", segment_bytes(OWN_BLOCKS * LAYOUT.block_bytes, LAYOUT.block_bytes))
     space = AddressSpace(LAYOUT.block_bytes, folder, range_bytes=1 << 30)
-    client = PoolClient(PoolClientConfig(**{**settings, **changed}), space, arena.view)
+    client = PoolClient(client_config(address, folder, name, **changed), space, arena.view)
     memory = np.frombuffer(arena.view, dtype=np.uint8).reshape(-1, LAYOUT.block_bytes)
     running = asyncio.create_task(client.run())
     try:

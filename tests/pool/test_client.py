@@ -8,6 +8,7 @@ import pytest
 
 from baton.block_hash import root_hash
 from baton.pool_terms import PoolHit
+from kv_pool.terms import RETRY
 from tests.pool.conftest import Host
 from tests.pool.rig import DIGEST, LAYOUT, Node, expected, tokens_of, until
 from tests.pool.rig import node as other_node
@@ -126,6 +127,18 @@ async def test_a_pool_of_another_model_refuses_and_says_why(host: Host, capsys: 
             await until(told, _said(capsys, told))
             assert not stranger.client.attached
             assert await stranger.find(tokens_of(1, 2)) == PoolHit(None, ())
+
+
+async def test_a_pool_that_refuses_is_dialled_ever_less_often_and_one_that_is_gone_is_not(host: Host) -> None:
+    await host.node()
+    async with other_node(host.pool.address, host.folder, "stranger", model_digest="ff" * 32) as stranger:
+        await until("refused", lambda: stranger.client._pause > 2 * RETRY)
+        dials = stranger.client.counters()["baton_pool_dials_total"]
+        assert dials >= 3
+        host.pool.kill()
+        await until("gone", lambda: stranger.client.counters()["baton_pool_dials_total"] > dials)
+        await until("dialled as before", lambda: stranger.client._pause == RETRY)
+    host.pool.start()
 
 
 async def test_a_node_without_the_token_is_not_believed(host: Host) -> None:

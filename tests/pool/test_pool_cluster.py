@@ -7,13 +7,25 @@ import pytest
 
 from baton.pb import cluster_pb2 as pb
 from node_engine.paced import paced_reference
-from tests.answers import cluster_call
+from tests.answers import Answer, cluster_call
 from tests.cluster import Cluster
-from tests.pool.cluster import metric, pooled_cluster, sources
+from tests.pool.cluster import SOURCES, metric, pooled_cluster, sources
 from tests.pool.rig import until
 
 PACED = {"engine": "paced", "placement": "round_robin", "paced_reread": True}
 PREFIX = tuple(range(1000, 1800))  # 800 tokens, 50 blocks
+
+
+async def tokens_from(cluster: Cluster, source: str) -> float:
+    """Prompt tokens of all requests so far, by the metric."""
+    return await metric(cluster, rf'baton_prompt_tokens_total{{source="{source}"}}')
+
+
+async def nodes_of(cluster: Cluster, answer: Answer) -> set[str]:
+    """That served it."""
+    request = pb.ExplainRequest(request_id=answer.request_id)
+    told: pb.ExplainResponse = await cluster_call(cluster.grpc, "Explain", request)
+    return {name for attempt in told.attempts for name in (attempt.prefill_node, attempt.decode_node)} - {""}
 
 
 async def published(cluster: Cluster, blocks: int) -> None:
@@ -28,11 +40,13 @@ async def published(cluster: Cluster, blocks: int) -> None:
 async def test_a_prefix_is_computed_once_on_a_host_and_in_memory_once(tmp_path: Path) -> None:
     async with pooled_cluster(tmp_path, prefill=2, decode=2, **PACED) as cluster:
         before = await metric(cluster, r"baton_pool_published_blocks_total\S*")
+        inserted = await metric(cluster, r"baton_pool_inserted_blocks_total\S*")
         prompts = [[*PREFIX, *range(number * 50, number * 50 + 20)] for number in range(1, 9)]
         first = await cluster.generate(prompts[0], max_tokens=8, ignore_eos=True)
         assert list(first.tokens) == paced_reference(prompts[0], 8)
         assert (await sources(cluster, first))["computed_prefill"] == 820
         await published(cluster, int(before) + 50)
+        known = {source: await tokens_from(cluster, source) for source in SOURCES}
         answers = await asyncio.gather(
             *(cluster.generate(prompt, max_tokens=8, ignore_eos=True) for prompt in prompts[1:])
         )
@@ -42,10 +56,18 @@ async def test_a_prefix_is_computed_once_on_a_host_and_in_memory_once(tmp_path: 
             assert came["pool"] >= 800
             assert came["computed_prefill"] + came["computed_decode"] <= 20
             assert answer.usage.cached_tokens >= 800
-        ledgers = await cluster.ledgers()
-        assert len(ledgers.ledgers) >= 4
-        cached = sum(ledger.cached for ledger in ledgers.ledgers if ledger.node.split("-")[0] in ("prefill", "decode"))
-        assert cached < 50, "the prefix is in some node's own memory as well"
+        served = [await nodes_of(cluster, answer) for answer in (first, *answers)]
+        assert set().union(*served) == {f"{role}-{number}" for role in ("prefill", "decode") for number in range(2)}
+        came = {source: await tokens_from(cluster, source) - known[source] for source in SOURCES}
+        assert came["computed_prefill"] + came["computed_decode"] <= 7 * 20, "the prefix is computed nowhere again"
+        assert came["pool"] >= 7 * 800
+        await cluster.wait_quiet()
+        ledgers = {one.node: one for one in (await cluster.ledgers()).ledgers}
+        own = sum(ledger.cached for node, ledger in ledgers.items() if node != "pool-0")
+        assert own < 50, "the prefix is in some node's own memory as well"
+        assert await metric(cluster, r"baton_pool_repointed_blocks_total\S*") >= 50, "private copies are given up"
+        inserted = await metric(cluster, r"baton_pool_inserted_blocks_total\S*") - inserted
+        assert 50 <= inserted <= 50 + len(prompts), "the prefix once, and the block behind it of each prompt"
 
 
 @pytest.mark.asyncio
@@ -102,15 +124,17 @@ async def test_without_its_pool_a_cluster_computes_and_joins_the_next_one(tmp_pa
 async def test_the_next_turn_of_a_conversation_computes_its_own_tokens(tmp_path: Path) -> None:
     """Whichever nodes it lands on."""
     async with pooled_cluster(tmp_path, prefill=2, decode=2, **PACED) as cluster:
-        tokens = list(PREFIX[:100])
+        tokens, served = list(PREFIX[:100]), set[str]()
         for turn in range(5):
             answer = await cluster.generate(tokens, max_tokens=40, ignore_eos=True)
             assert list(answer.tokens) == paced_reference(tokens, 40)
             came = await sources(cluster, answer)
             if turn:
                 assert came["computed_prefill"] + came["computed_decode"] <= 20 + 16
+            served |= await nodes_of(cluster, answer)
             tokens += [*answer.tokens, *range(2000 + turn, 2020 + turn)]
             await cluster.wait_quiet()
+        assert len(served) == 4
 
 
 @pytest.mark.asyncio

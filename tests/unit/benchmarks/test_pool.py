@@ -92,4 +92,4 @@ def test_bench_with_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def _options(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     pool.add_arguments(parser)
-    return parser.parse_args(["--blocks", "64", *arguments])
+    return parser.parse_args(["--blocks", "64", "--rounds", "0", *arguments])

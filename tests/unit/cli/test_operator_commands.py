@@ -7,8 +7,9 @@ import re
 import grpc
 import pytest
 
+from baton.cli.pool_view import total
 from baton.cli.progress import Progress
-from baton.cli.top_view import rates, total
+from baton.cli.top_view import rates
 from baton.cli.waterfall import _bar
 from baton.pb import cluster_pb2 as pb
 from baton.pb import common_pb2
@@ -242,6 +243,45 @@ def test_top_once_without_a_terminal(front: FakeFront, run: Run, capsys: Capture
     assert front.requests == [pb.WatchRequest(interval_seconds=0.5)]
     for expected in ("100.0 tokens/s", "TTFT p50 100.0 p90 200.0 ms", "d0 decode draining 3", "4+0+0 of 8"):
         assert expected in out
+
+
+def pooled(seconds: float, lookups: float) -> pb.StatusResponse:
+    """Three of four look-ups hit; each takes a millisecond."""
+    found = status(seconds, 100)
+    asking = {
+        'baton_pool_lookups_total{result="hit"}': lookups * 0.75,
+        'baton_pool_lookups_total{result="miss"}': lookups * 0.25,
+        "baton_pool_lookup_seconds_total": lookups * 1e-3,
+        "baton_pool_published_blocks_total": lookups * 2,
+        "baton_pool_publications_total": lookups,
+        "baton_pool_publish_lag_seconds_total": lookups * 0.005,
+    }
+    own = {'baton_pool_evictions_total{tier="memory"}': lookups / 2, "baton_pool_pins": 3, "baton_pool_bytes": 5e6}
+    stats = pb.NodeStats(blocks_total=100, blocks_free=50, blocks_cached=30, blocks_in_use=20, counters=own)
+    found.nodes.add(name="d1", role="decode", service="in", incarnation="1", stats=pb.NodeStats(counters=asking))
+    found.nodes.add(name="pool-0", role="pool", service="in", incarnation="2", stats=stats)
+    return found
+
+
+def test_top_has_a_line_of_the_pool(front: FakeFront, run: Run, capsys: Capture) -> None:
+    front.watched = [pooled(10.0, 100), pooled(12.0, 140)]
+    assert run("top", "--once", "--endpoint", front.endpoint) == 0
+    out = plain(capsys.readouterr().out)
+    for expected in (
+        "20.00 look-ups/s, 75% hits, 1.00 ms each",
+        "40.0 blocks/s published, 5.0 ms each",
+        "10.0/s evicted",
+        "holds 50 of 100 blocks, 5.0 MB 3 pins on 20 blocks",
+        "pool-0 pool in service",
+    ):
+        assert expected in out, out
+
+
+def test_a_node_that_has_restarted_counts_from_nothing() -> None:
+    before, now = pooled(10.0, 100), pooled(12.0, 40)
+    assert rates(before, now).pool.lookups == 0
+    before.nodes[1].incarnation = "9"
+    assert rates(before, pooled(12.0, 140)).pool.lookups == 0
 
 
 def test_top_json_is_an_object_a_line(front: FakeFront, run: Run, capsys: Capture) -> None:

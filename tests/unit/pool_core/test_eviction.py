@@ -3,9 +3,12 @@
 from array import array
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kv_pool.core import eviction
 from kv_pool.core.cost_eviction import CostEviction
-from kv_pool.core.eviction import Evictor, Lru
+from kv_pool.core.eviction import Evictor, Lru, Offers
 from kv_pool.core.ghosts import Ghost, Ghosts
 from kv_pool.core.reuse import ReuseModel
 from kv_pool.core.tier import Tier
@@ -110,3 +113,30 @@ def test_ghosts_are_remembered_once() -> None:
     assert ghosts.recall(8 << 40 | 3) is None
     assert ghosts.recall(7 << 40 | 3) == Ghost(2, 0xFFFF, 5.0)
     assert ghosts.recall(7 << 40 | 3) is None
+
+
+@given(st.lists(st.tuples(st.sampled_from(["offer", "use", "withdraw", "take"]), st.integers(0, 7)), max_size=80))
+def test_of_what_is_offered_the_oldest_goes_however_often_queues_are_made_anew(steps: list[tuple[str, int]]) -> None:
+    """Two queues; a block that is used changes to the other one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eviction, "_SPARE", 1)
+        offers, offered = Offers(8, 2), set[int]()
+        queues, last_use = array("b", [0] * 8), array("d", [0.0] * 8)
+        for now, (what, block) in enumerate(steps, 1):
+            if what == "offer":
+                offers.add(block, queues[block], last_use[block])
+                offered.add(block)
+            elif what == "use":
+                queues[block], last_use[block] = 1 - queues[block], float(now)
+                if block in offered:
+                    offers.add(block, queues[block], last_use[block])
+            elif what == "withdraw":
+                offers.withdraw(block)
+                offered.discard(block)
+            for queue in range(2):
+                mine = [(last_use[one], one) for one in offered if queues[one] == queue]
+                found = offers.oldest(queue, queues, last_use)
+                assert found == (min(mine)[1] if mine else -1)
+                if what == "take" and found >= 0:
+                    offers.withdraw(found)
+                    offered.discard(found)

@@ -6,6 +6,7 @@ from baton.block_hash import BlockHash, chain_names, pack_tokens
 from baton.errors import InvalidRequest
 from kv_pool.core.chain import Chain
 from kv_pool.core.ledger import LedgerError
+from kv_pool.core.name_table import NameTable
 from kv_pool.core.radix_index import ROOT, RadixIndex
 from tests.unit.pool_core.prompts import ROOTS, SIZE, chain, of_blocks
 
@@ -111,16 +112,19 @@ def test_what_it_holds_can_be_read_back() -> None:
 
 
 def test_depth_costs_its_logarithm() -> None:
-    class Counting(dict[int, int]):
+    class Counting(NameTable):
         asked = 0
 
-        def get(self, key: int, default: int | None = None) -> int | None:  # type: ignore[override]
+        def find(self, name: bytes) -> int | None:
             self.asked += 1
-            return super().get(key, default)
+            return super().find(name)
 
     prompt = chain(range(4 * 4096))
     index = index_of(prompt, blocks=4096)
-    counting = index._blocks = Counting(index._blocks)
+    counting = Counting(4096)
+    for block in range(4096):
+        counting.add(block, index.name(block))
+    index._names = counting
     assert len(index.match(prompt)) == 4096
     assert counting.asked <= 13
 
