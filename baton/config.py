@@ -87,6 +87,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     slo: Annotated[str, _help("What counts as good, for `ratio advise`, `ratio auto` and baton_goodput_ratio")] = (
         "ttft=500ms,tpot=50ms"
     )
+    ratio_auto: Annotated[bool, _help("Begin with `ratio auto` for --slo, also after a restart of the coordinator")] = (
+        False
+    )
 
     # where things listen
     host: Annotated[str, _help("Address of the HTTP and gRPC ports")] = "127.0.0.1"

@@ -11,7 +11,7 @@ from coordinator.assemble import coordinate
 
 FIELDS = (
     *("model", "served_model_name", "engine", "mode", "prefill", "request_timeout", "max_queue", "max_attempts"),
-    *("retry_budget", "placement", "explain_keep", "slo"),
+    *("retry_budget", "placement", "explain_keep", "slo", "ratio_auto"),
     *("local_prefill_share", "degrade_wait", "degraded_max_tokens"),
     *("host", "port", "grpc_port", "admin_host", "admin_port", "cluster_host", "cluster_port", "state_dir"),
     *("api_key", "tenants", "cluster_token", "admin_token", "insecure", "failpoints_rpc"),

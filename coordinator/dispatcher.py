@@ -97,6 +97,8 @@ class Dispatcher:
         self._carrying = False
         self._idle = asyncio.Event()
         self._idle.set()
+        if config.ratio_auto:
+            self.brain.pilot.auto(None, config.flip_timeout, clock())
 
     # for the front doors
 

@@ -14,6 +14,7 @@ from baton.slo import Slo
 
 KEPT = 480.0  # seconds
 MOST = 16384  # arrivals and ends
+MOST_LIKE = 256  # that stand for refused ones
 _BINS = 30  # of a window, in which arrivals are counted
 _SHARE_MEMORY = 256  # prompts after which one counts 1/e
 _BURSTS = 0.25, 16.0  # between which the burstiness is believed
@@ -150,6 +151,23 @@ class WorkloadMeter:
         rate = (len(recent) + len(left) + self._refused_since(now - seconds)) / span
         bursts = _burstiness([at - begin for at, _ in recent], span)
         return Workload(span, rate, bursts, [one for _, one in recent] + left, self._computed)
+
+    @property
+    def computed(self) -> float:
+        """The share of prompt tokens that no cache had."""
+        return self._computed
+
+    def since(self, moment: float) -> list[tuple[float, Asked]]:
+        """Those that came later than that, and when, with others like them in place of those who were refused."""
+        arrived: list[tuple[float, Asked]] = []
+        for at, one in reversed(self._arrivals):
+            if at <= moment:
+                break
+            arrived.append((at, one))
+        arrived.reverse()
+        refused = self._refused_since(moment + 1.0) if arrived else 0
+        copies = (arrived[number % len(arrived)] for number in range(min(refused, MOST_LIKE)))
+        return sorted([*arrived, *copies], key=lambda pair: pair[0]) if refused else arrived
 
     def service(self, slo: Slo, seconds: float, now: float) -> Service:
         ended = good = 0

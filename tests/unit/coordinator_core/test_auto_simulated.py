@@ -29,8 +29,8 @@ def test_a_load_that_turns_gets_its_objective_back(automatic: bool) -> None:
     assert cluster.share(SLO, 0.0, 60.0) > 0.85
     pilot = cluster.brain.pilot
     if automatic:
-        assert cluster.share(SLO, 115.0, 150.0) > 0.95
-        assert 1 <= pilot.moves <= 5
+        assert cluster.share(SLO, 120.0, 150.0) > 0.95
+        assert 1 <= pilot.moves <= 4
         assert pilot.reason
     else:
         assert cluster.share(SLO, 80.0, 150.0) < 0.05
@@ -38,19 +38,15 @@ def test_a_load_that_turns_gets_its_objective_back(automatic: bool) -> None:
     assert all(seen.error is None for seen in cluster.seen), "no request has failed"
 
 
-def test_a_load_that_swings_makes_no_node_go_to_and_fro() -> None:
-    """Twenty seconds of each. Who follows moves sixteen times in that time; this one learns that it swings, stays where
-    the whole is served best, and serves about as much as if it had been left there."""
-    loads = [(load, 20.0) for load in SWINGING] * 8
+def test_a_load_that_swings_is_served_as_if_it_were_left_alone() -> None:
+    """Twenty seconds of each, from the split that serves the whole best. More loads: test_steered_loads.py."""
+    loads = [(load, 20.0) for load in SWINGING] * 4
     cluster, still = offered(Split(4, 4), *loads), offered(Split(4, 4), *loads)
     steer(cluster)
-    cluster.run(220.0)
-    moves = cluster.brain.pilot.moves
-    assert moves <= 5
     for one in (cluster, still):
-        one.run(330.0)
-    assert cluster.brain.pilot.moves == moves, "none in the last third"
-    assert cluster.share(SLO, 160.0) > still.share(SLO, 160.0) - 0.1
+        one.run(180.0)
+    assert cluster.brain.pilot.moves <= 2
+    assert cluster.share(SLO) >= 0.97 * still.share(SLO)
 
 
 def test_manual_freezes_it_and_set_ends_it() -> None:
