@@ -74,6 +74,8 @@ POINTS: dict[str, frozenset[Action]] = {
     "pool.find.before": _PASSING,  # in the pool, as the next two
     "pool.seal.before": _PASSING,
     "pool.seal.after": _PASSING,
+    "pool.promote.before": _SIMPLE,  # in the pool that fetches from another
+    "pool.send.before": _SIMPLE,  # in the other one, when it has pinned what it is to send
     "pool.disk.read": _SIMPLE,  # of one block; an error is the disk's
     "pool.disk.write": _SIMPLE | {Action.CORRUPT},
     "link.node.send": frozenset({Action.DELAY, Action.DROP, Action.DUPLICATE, Action.EXIT}),

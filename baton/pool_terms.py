@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton.block_hash import BlockHash
-from baton.types import BlockIndex
+from baton.types import BlockIndex, PeerAddress
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +19,24 @@ class PoolPin:
 @dataclass(frozen=True, slots=True)
 class PoolHit:
     """Full blocks 0, 1, ... of a chain by their global block indices, and the block that goes on from there with how
-    many of its first tokens agree. `pin` is None exactly if there is neither."""
+    many of its first tokens agree. `pin` is None exactly if there is neither. The last `remote` of the blocks have come
+    from another host's pool for this look-up."""
 
     pin: PoolPin | None
     blocks: tuple[BlockIndex, ...]
     partial: tuple[BlockIndex, int] | None = None
+    remote: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Another host's pool that seems to have the first `tokens` of a context, which is more than there is on this host.
+    Its endpoint is the HOST:PORT where it answers. Computing one of the tokens that lack here takes `token_seconds` on
+    the node that is to compute them, as far as is known."""
+
+    pool: PeerAddress
+    tokens: int
+    token_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from baton.cache_journal import CacheChange
 from baton.errors import BatonError, from_code
 from baton.kv_layout import KVLayout
 from baton.pb import cluster_pb2, common_pb2
+from baton.pool_terms import Elsewhere
 from baton.types import (
     AttemptKey,
     FinishReason,
@@ -154,6 +155,17 @@ def peer_from_pb(message: cluster_pb2.Peer) -> PeerAddress:
         host_id=message.host_id,
         transfer_endpoint=message.transfer_endpoint,
     )
+
+
+def elsewhere_to_pb(elsewhere: Elsewhere | None) -> cluster_pb2.Elsewhere | None:
+    if elsewhere is None:
+        return None
+    pool = peer_to_pb(elsewhere.pool)
+    return cluster_pb2.Elsewhere(pool=pool, tokens=elsewhere.tokens, token_seconds=elsewhere.token_seconds)
+
+
+def elsewhere_from_pb(message: cluster_pb2.Elsewhere) -> Elsewhere:
+    return Elsewhere(peer_from_pb(message.pool), message.tokens, max(0.0, message.token_seconds))
 
 
 def ticket_to_pb(ticket: Ticket) -> cluster_pb2.Ticket:

@@ -58,14 +58,14 @@ def _reserved(message: pb.Reserved) -> m.Reserved:
 
 
 def _prefill_ended(message: pb.PrefillEnded) -> m.PrefillEnded:
-    tokens = message.computed_tokens, message.cached_tokens
-    return m.PrefillEnded(wire.key_from_pb(message.key), *tokens, message.share_seconds, message.pooled_tokens)
+    tokens, pooled = (message.computed_tokens, message.cached_tokens), (message.pooled_tokens, message.remote_tokens)
+    return m.PrefillEnded(wire.key_from_pb(message.key), *tokens, message.share_seconds, *pooled)
 
 
 def _admitted(message: pb.Admitted) -> m.Admitted:
     key = wire.key_from_pb(message.key)
     tokens = message.computed_tokens, message.cached_tokens, message.received_tokens
-    return m.Admitted(key, *tokens, message.share_seconds, message.pooled_tokens)
+    return m.Admitted(key, *tokens, message.share_seconds, message.pooled_tokens, message.remote_tokens)
 
 
 def _prompt_scores(message: pb.PromptScores) -> m.PromptScores:
@@ -99,12 +99,13 @@ def input_from_pb(message: pb.NodeMessage) -> m.NodeInput | None:
 
 def order_to_pb(order: m.NodeOrder) -> pb.CoordinatorMessage:
     match order:
-        case m.Submit(work, writer, share):
-            peer = wire.peer_to_pb(writer) if writer else None
-            submit = pb.Submit(work=wire.work_to_pb(work), writer=peer, prefill_share=share)
+        case m.Submit(work, writer, share, elsewhere):
+            peer, there = wire.peer_to_pb(writer) if writer else None, wire.elsewhere_to_pb(elsewhere)
+            submit = pb.Submit(work=wire.work_to_pb(work), writer=peer, prefill_share=share, elsewhere=there)
             return pb.CoordinatorMessage(submit=submit)
-        case m.Prefill(work, alone):
-            return pb.CoordinatorMessage(prefill=pb.Prefill(work=wire.work_to_pb(work), alone=alone))
+        case m.Prefill(work, alone, elsewhere):
+            there = wire.elsewhere_to_pb(elsewhere)
+            return pb.CoordinatorMessage(prefill=pb.Prefill(work=wire.work_to_pb(work), alone=alone, elsewhere=there))
         case m.GiveTicket(ticket):
             return pb.CoordinatorMessage(ticket=pb.GiveTicket(ticket=wire.ticket_to_pb(ticket)))
         case m.Cancel(key, reason):

@@ -50,6 +50,7 @@ class _Arrival:
     work: Work
     held_tokens: int
     pooled_tokens: int  # of these, what the shared pool has
+    remote_tokens: int  # of these, what another host's has sent
     over: bool = False  # the coordinator knows, or wanted it so
 
 
@@ -199,7 +200,7 @@ class DecodeRole:
             return
         ticket = self._ticket(ticket_id, found, writer)
         held = found.num_computed
-        self._arrivals[ticket_id] = _Arrival(work, held, found.num_pooled)
+        self._arrivals[ticket_id] = _Arrival(work, held, found.num_pooled, found.num_remote)
         self._tickets[work.key] = ticket_id
         self._plane.grant(ticket)
         self._report.reserved(work.key, ticket, held)
@@ -237,8 +238,14 @@ class DecodeRole:
         FAILPOINTS.hit("decode.commit.after")
         del self._arrivals[ticket], self._tickets[key]
         received = len(work.context) - arrival.held_tokens
-        held, pooled = arrival.held_tokens, arrival.pooled_tokens
-        self._report.admitted(key, computed=0, cached=held, received=received, pooled=pooled)
+        self._report.admitted(
+            key,
+            computed=0,
+            cached=arrival.held_tokens,
+            received=received,
+            pooled=arrival.pooled_tokens,
+            remote=arrival.remote_tokens,
+        )
         FAILPOINTS.hit("decode.first_token.before")
         self.deliver(outcomes)
         FAILPOINTS.hit("decode.first_token.after")
@@ -278,8 +285,15 @@ class DecodeRole:
     def _admitted_locally(self, sequence: Sequence) -> None:
         share, cached = self._local.pop(sequence.key), sequence.num_cached
         computed = sequence.context_len - cached
-        pooled = sequence.num_pooled
-        self._report.admitted(sequence.key, computed=computed, cached=cached, received=0, pooled=pooled, share=share)
+        self._report.admitted(
+            sequence.key,
+            computed=computed,
+            cached=cached,
+            received=0,
+            pooled=sequence.num_pooled,
+            remote=sequence.num_remote,
+            share=share,
+        )
 
     def _drop_everything(self, incarnation: Incarnation | None) -> None:
         """The coordinator that gave us this work is gone or knows us no more: keep the cache, drop the rest."""

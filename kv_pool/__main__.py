@@ -9,7 +9,8 @@ from baton.entry import enter
 from kv_pool.process import host_pool
 
 POOL_FIELDS = (
-    *("coordinator", "cluster_token", "insecure", "name", "listen", "health_port", "segment_dir", "silence"),
+    *("coordinator", "cluster_token", "insecure", "name", "listen", "advertise", "health_port", "host_id"),
+    *("segment_dir", "transport", "silence", "ticket_ttl", "progress_timeout"),
     *("pool_memory", "pool_disk", "pool_disk_dir", "state_dir", "pool_eviction", "log_level", "log_format"),
 )
 

@@ -13,6 +13,7 @@ from typing import Protocol
 from baton import log
 from baton.clock import Clock
 from baton.errors import BatonError
+from baton.pool_terms import Elsewhere
 from kv_pool.core.chain import Chain
 from kv_pool.core.disk import Move
 from kv_pool.core.holders import Found, Granted, Holder, Publication
@@ -29,12 +30,13 @@ Fetch = Callable[[Publication], Awaitable[Sequence[int]]]
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """Blocks `first` to `end` of `chain`, which are not in memory. `token_seconds`: what the node that asks takes to
-    compute a token, None if it has not said."""
+    compute a token, None if it has not said. `elsewhere`: another host's pool that may have them."""
 
     chain: Chain
     first: int
     end: int
     token_seconds: float | None
+    elsewhere: Elsewhere | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +92,17 @@ class Arrivals:
         self._tasks: set[asyncio.Task[None]] = set()
         pool.attach(HOLDER, clock())
 
-    def expect(self, chain: Chain, found: Found, most: int, token_seconds: float | None) -> Arrival | None:
+    def expect(
+        self,
+        chain: Chain,
+        found: Found,
+        most: int,
+        token_seconds: float | None,
+        elsewhere: Elsewhere | None = None,
+    ) -> Arrival | None:
         """What brings the block that goes on where `found`, a match of `chain`, ends: under way already, or begun now,
         of at most `most` blocks of the chain. None if nothing does."""
-        wanted = Wanted(chain, len(found.blocks), most, token_seconds)
+        wanted = Wanted(chain, len(found.blocks), most, token_seconds, elsewhere)
         if wanted.first >= wanted.end:
             return None
         now = self._clock()

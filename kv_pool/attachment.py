@@ -78,7 +78,7 @@ class Attachment:
             self._pins.add(found.pin)
         blocks = tuple(BlockIndex(self._first + block) for block in found.blocks)
         partial = (BlockIndex(self._first + found.partial_block), found.partial_tokens)
-        return PoolHit(PoolPin(self.number, found.pin), blocks, partial if found.partial_tokens else None)
+        return PoolHit(PoolPin(self.number, found.pin), blocks, partial if found.partial_tokens else None, found.remote)
 
     def release(self, pin: PoolPin) -> bool:
         """Whether the pool is to be told. Raises ValueError for a pin that is not held."""

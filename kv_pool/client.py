@@ -16,9 +16,9 @@ from baton.block_hash import BlockHash
 from baton.clock import Clock, steady
 from baton.errors import BatonError, Draining, PeerGone
 from baton.pb import pool_pb2 as pb
-from baton.pool_terms import PoolHit, PoolPin, Publish
+from baton.pool_terms import Elsewhere, PoolHit, PoolPin, Publish
 from baton.types import mint_id
-from baton.wire import layout_to_pb
+from baton.wire import elsewhere_to_pb, layout_to_pb
 from kv_pool.attachment import MISS, Attachment, Mappings
 from kv_pool.core.redial import Redial
 from kv_pool.line import Line
@@ -78,10 +78,10 @@ class PoolClient:
         self._loop = asyncio.get_running_loop()
         self._publisher.start()
         try:
-            dialer = await asyncio.to_thread(Dialer, self._config.address, self._config.token)
+            dialer = await asyncio.to_thread(Dialer, self._config.token)
             while True:
                 self._dials += 1
-                async with dialer.dial() as channel:
+                async with dialer.dial(self._config.address) as channel:
                     await self._session(Session(channel))
                 await asyncio.sleep(self._pause)  # a redial's pause, not a poll
         finally:
@@ -97,13 +97,20 @@ class PoolClient:
         *,
         partial: bool = True,
         token_seconds: float | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         """Look a prompt up: `names` and `tokens` as in kv_pool/core/chain.py; `token_seconds` is what this node takes
-        to compute a token of a prompt, if it knows. `then` is called once, on the loop: within FIND_PATIENCE, or, if
-        more is on its way to the pool's memory, by when computing that would have been as quick, but within
-        LOAD_PATIENCE."""
+        to compute a token of a prompt, if it knows; `elsewhere` is another host's pool that may have more. `then`
+        is called once, on the loop: within FIND_PATIENCE, or, if more is on its way to the pool's memory, by when
+        computing that would have been as quick, but within LOAD_PATIENCE."""
         chain = pb.Chain(root=root, names=names, tokens=tokens)
-        find = pb.FindPrefix(chain=chain, max_tokens=max_tokens, partial=partial, token_seconds=token_seconds or 0.0)
+        find = pb.FindPrefix(
+            chain=chain,
+            max_tokens=max_tokens,
+            partial=partial,
+            token_seconds=token_seconds or 0.0,
+            elsewhere=elsewhere_to_pb(elsewhere),
+        )
         self._soon(lambda: self._find(pb.PoolQuestion(find=find), then))
 
     def release(self, pin: PoolPin) -> None:

@@ -7,7 +7,7 @@ block known. Attachments end by their own goodbye or by proof: their byte of the
 import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -18,9 +18,10 @@ from baton.clock import Clock
 from baton.errors import ChecksumMismatch, ConfigError, InvalidRequest, LayoutMismatch, Stale
 from baton.failpoints import FAILPOINTS
 from baton.kv_layout import DTYPE_BYTES, KVLayout
-from baton.segment import host_id
+from baton.pool_terms import Elsewhere
+from baton.segment import host_id as host_of
 from baton.types import mint_id
-from kv_pool.arrivals import Arrival, Arrivals
+from kv_pool.arrivals import Arrival, Arrivals, Source
 from kv_pool.core.chain import Chain
 from kv_pool.core.disk import Move
 from kv_pool.core.holders import Found, Granted, Holder, PinId, Publication, PublicationId
@@ -31,7 +32,7 @@ from kv_pool.core.tier import Tier
 from kv_pool.disk_mount import DiskTerms
 from kv_pool.disk_tier import DiskTier
 from kv_pool.store import Store, make
-from kv_pool.terms import PROTOCOL_VERSION, RETRY
+from kv_pool.terms import PROTOCOL_VERSION, REMOTE, RETRY
 
 _PUBLICATIONS = 16  # unfinished, of one attachment
 
@@ -59,12 +60,14 @@ class Desk:
 @dataclass(frozen=True, slots=True)
 class Question:
     """The longest prefix of `chain` that may be read, of at most `most_tokens`; with `partial` the block that goes on
-    from there, too. `token_seconds`: what the node takes to compute a token, None if it does not know."""
+    from there, too. `token_seconds`: what the node takes to compute a token, None if it does not know. `elsewhere`:
+    another host's pool that may have more of it."""
 
     chain: Chain
     most_tokens: int
     partial: bool = True
     token_seconds: float | None = None
+    elsewhere: Elsewhere | None = None
 
 
 class _Open:
@@ -96,8 +99,8 @@ class _Open:
 
 
 class PoolHost:
-    """`size` of the segment in bytes; `disk`: none if None. `opened` is called when there is a segment, `changed` when
-    the index has gained or lost blocks."""
+    """`size` of the segment in bytes; `host_id` is that of the folder by default; `disk`: none if None. `opened` is
+    called when there is a segment, `changed` when the index has gained or lost blocks."""
 
     def __init__(
         self,
@@ -106,12 +109,13 @@ class PoolHost:
         eviction: Eviction,
         clock: Clock,
         *,
+        host_id: str = "",
         disk: DiskTerms | None = None,
         opened: Callable[[], None] = lambda: None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
         self.incarnation = mint_id(64)
-        self.host_id = host_id(folder)
+        self.host_id = host_id or host_of(folder)
         self.journal = CacheJournal()
         self.counters: dict[str, float] = {}
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -147,6 +151,14 @@ class PoolHost:
     def segment(self) -> str:
         """Its name."""
         return self._it.store.name
+
+    @property
+    def memory(self) -> memoryview:
+        """Of the segment."""
+        return self._it.store.view
+
+    async def checksums(self, blocks: Sequence[int]) -> Sequence[int]:
+        return await self._it.store.checksums(blocks)
 
     @property
     def _it(self) -> _Open:
@@ -200,6 +212,10 @@ class PoolHost:
         self.pool.doubt(desk.holder, self._clock())
         self._prove()
 
+    def add_source(self, source: Source) -> None:
+        """Where blocks can come from that are not here."""
+        self._it.arrivals.sources.append(source)
+
     # questions
 
     def find(self, desk: Desk, asked: Question) -> tuple[Found, Arrival | None]:
@@ -213,7 +229,7 @@ class PoolHost:
     async def find_more(self, desk: Desk, asked: Question, arrival: Arrival, known: int) -> Found:
         """What is here when nothing more comes; `known` blocks were before. Raises Stale if the attachment is over by
         then."""
-        found, waiting = Found(None, array("i")), arrival
+        found, waiting, remote = Found(None, array("i")), arrival, 0
         while True:
             await waiting.over.wait()
             if not self.pool.is_live(desk.holder):
@@ -224,9 +240,10 @@ class PoolHost:
             came = max(0, len(found.blocks) - known)
             self._count(f'baton_pool_found_blocks_total{{tier="{waiting.tier}"}}', came)
             known += came
+            remote += came if waiting.tier == REMOTE else 0
             following = self._expect(asked, found) if came else None
             if following is None:
-                return found
+                return replace(found, remote=remote)
             waiting = following
 
     def release(self, desk: Desk, pins: Sequence[int]) -> None:
@@ -289,7 +306,7 @@ class PoolHost:
     def _expect(self, asked: Question, found: Found) -> Arrival | None:
         size = asked.chain.block_size  # of a last block that is wanted in part all of it has to come
         most = min(len(asked.chain), -(-asked.most_tokens // size) if asked.partial else asked.most_tokens // size)
-        return self._it.arrivals.expect(asked.chain, found, most, asked.token_seconds)
+        return self._it.arrivals.expect(asked.chain, found, most, asked.token_seconds, asked.elsewhere)
 
     async def _make(self, applicant: Applicant) -> None:
         try:

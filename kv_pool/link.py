@@ -1,6 +1,8 @@
-"""The connection between a node and its pool: gRPC over loopback, both ends with a certificate that only the cluster
-token can make (kv_transfer/certificates.py), so that neither a process without the token nor one that took a dead
-pool's port is believed."""
+"""The connection between a node and its pool, and between pools: gRPC, both ends with a certificate that only the
+cluster token can make (kv_transfer/certificates.py), so that neither a process without the token nor one that took a
+dead pool's port is believed."""
+
+from collections import OrderedDict
 
 import grpc
 
@@ -19,10 +21,13 @@ _CLIENT_OPTIONS = (
 )
 
 
-def listening(where: str, token: str, servicer: pool_pb2_grpc.PoolLinkServicer) -> tuple[grpc.aio.Server, int]:
+def listening(
+    where: str, token: str, nodes: pool_pb2_grpc.PoolLinkServicer, peers: pool_pb2_grpc.PoolPeersServicer
+) -> tuple[grpc.aio.Server, int]:
     """A server that is not started yet, and its port. Raises ConfigError when `where`, HOST:PORT, cannot be bound."""
     server = grpc.aio.server(options=_SERVER_OPTIONS, maximum_concurrent_rpcs=_STREAMS)
-    pool_pb2_grpc.add_PoolLinkServicer_to_server(servicer, server)
+    pool_pb2_grpc.add_PoolLinkServicer_to_server(nodes, server)
+    pool_pb2_grpc.add_PoolPeersServicer_to_server(peers, server)
     try:
         port = server.add_secure_port(where, decode_credentials(token))
     except RuntimeError:
@@ -31,11 +36,40 @@ def listening(where: str, token: str, servicer: pool_pb2_grpc.PoolLinkServicer) 
 
 
 class Dialer:
-    """Of one pool. Its certificate is made once."""
+    """Its certificate is made once."""
 
-    def __init__(self, address: str, token: str) -> None:
-        self._address = address
+    def __init__(self, token: str) -> None:
         self._credentials = writer_credentials(token)
 
-    def dial(self) -> grpc.aio.Channel:
-        return grpc.aio.secure_channel(self._address, self._credentials, options=_CLIENT_OPTIONS)
+    def dial(self, address: str) -> grpc.aio.Channel:
+        """The pool at `address`, HOST:PORT."""
+        return grpc.aio.secure_channel(address, self._credentials, options=_CLIENT_OPTIONS)
+
+
+class Channels:
+    """To other pools, by address: one each, made when it is wanted and kept until it fails, at most MOST."""
+
+    MOST = 64
+
+    def __init__(self, dialer: Dialer) -> None:
+        self._dialer = dialer
+        self._open: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
+
+    async def to(self, address: str) -> grpc.aio.Channel:
+        channel = self._open.get(address)
+        if channel is None:
+            channel = self._open[address] = self._dialer.dial(address)
+        self._open.move_to_end(address)
+        if len(self._open) > self.MOST:
+            await self._open.popitem(last=False)[1].close()
+        return channel
+
+    async def drop(self, address: str, channel: grpc.aio.Channel) -> None:
+        """It has failed: the next one is dialled anew, without a pause."""
+        if self._open.get(address) is channel:
+            del self._open[address]
+        await channel.close()
+
+    async def close(self) -> None:
+        while self._open:
+            await self._open.popitem()[1].close()

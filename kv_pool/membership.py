@@ -10,19 +10,21 @@ from baton.clock import Clock
 from baton.config import Config
 from baton.coordinator_link import CoordinatorLink
 from baton.pb import cluster_pb2
-from baton.types import Incarnation, mint_id
+from baton.types import Incarnation
 from kv_pool.core.ledger import PoolLedger
 from kv_pool.host import PoolHost
+from kv_pool.peers import Peers
 
 ROLE = "pool"
 
 
 class Membership:
-    """Of an open pool. `endpoint` is where its nodes dial it."""
+    """Of an open pool. `endpoint` is where nodes and other pools dial it."""
 
-    def __init__(self, config: Config, host: PoolHost, endpoint: str, clock: Clock) -> None:
-        self._name = config.name or f"{ROLE}-{mint_id(32)}"
+    def __init__(self, config: Config, name: str, host: PoolHost, peers: Peers, endpoint: str, clock: Clock) -> None:
+        self._name = name
         self._host = host
+        self._peers = peers
         self._endpoint = endpoint
         self._clock = clock
         self._incarnation = Incarnation("")
@@ -63,10 +65,12 @@ class Membership:
     def stats(self) -> cluster_pb2.NodeStats:
         ledger = self._host.pool.ledger(self._clock())
         counts = {f"blocks_{state.value}": count for state, count in ledger.counts.items()}
-        return cluster_pb2.NodeStats(blocks_total=ledger.total, counters=self._host.all_counters(), **counts)
+        counters = self._host.all_counters() | self._peers.counters()
+        return cluster_pb2.NodeStats(blocks_total=ledger.total, counters=counters, **counts)
 
     def joined(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation
+        self._peers.rejoin(incarnation)
         self._host.journal.restart()
         self._tell_all()
 

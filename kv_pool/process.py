@@ -8,31 +8,37 @@ from typing import Any
 
 from baton import log
 from baton import segment as segments
+from baton.advertise import advertised
 from baton.clock import steady
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.exposure import host_part, require_key
 from baton.health_port import HealthPort
 from baton.memory_size import parse_memory
+from baton.types import mint_id
 from kv_pool.core.policies import POLICIES
 from kv_pool.disk_file import FOLDER_KNOB, NAME
 from kv_pool.disk_mount import DiskTerms
 from kv_pool.host import PoolHost
-from kv_pool.link import listening
-from kv_pool.membership import Membership
+from kv_pool.link import Dialer, listening
+from kv_pool.membership import ROLE, Membership
+from kv_pool.peer_service import PeerService
+from kv_pool.peers import Peers
 from kv_pool.service import PoolService
 from kv_pool.store import KNOB
+from kv_transfer.advertised import dialled
 
 
 async def host_pool(config: Config, stop: asyncio.Event) -> None:
     """Run the pool of this host until `stop` is set. Raises ConfigError for what a restart would not mend."""
-    log.configure(config.log_level, config.log_format, node=config.name or "pool")
+    name = config.name or f"{ROLE}-{mint_id(32)}"
+    log.configure(config.log_level, config.log_format, node=name)
     require_key("--listen", host_part(config.listen), "cluster_token", config.cluster_token, insecure=config.insecure)
     folder = Path(config.segment_dir)
     segments.sweep(folder)
     size = pool_bytes(config)
     log.get("pool").info("pool sized", bytes=size)
-    await _Process(config, folder, size, disk_terms(config)).run(stop)
+    await _Process(config, name, folder, size, disk_terms(config)).run(stop)
 
 
 def pool_bytes(config: Config) -> int:
@@ -64,8 +70,10 @@ def disk_terms(config: Config) -> DiskTerms | None:
 
 
 class _Process:
-    def __init__(self, config: Config, folder: Path, size: int, disk: DiskTerms | None) -> None:
-        self._config = config
+    def __init__(self, config: Config, name: str, folder: Path, size: int, disk: DiskTerms | None) -> None:
+        self._config, self._name = config, name
+        self._peers: Peers | None = None
+        self._peer_service = PeerService()
         self._membership: Membership | None = None
         self._open = asyncio.Event()
         self._host = PoolHost(
@@ -73,6 +81,7 @@ class _Process:
             size,
             POLICIES[config.pool_eviction],
             steady,
+            host_id=config.host_id,
             disk=disk,
             opened=self._open.set,
             changed=self._changed,
@@ -81,15 +90,15 @@ class _Process:
     async def run(self, stop: asyncio.Event) -> None:
         config = self._config
         service = PoolService(self._host)
-        server, port = listening(config.listen, config.cluster_token, service)
+        server, port = listening(config.listen, config.cluster_token, service, self._peer_service)
         health = HealthPort(config)
-        endpoint = f"{host_part(config.listen)}:{port}"
         stopping = asyncio.create_task(stop.wait())
-        member = asyncio.create_task(self._be_member(endpoint))
+        member = asyncio.create_task(self._be_member(str(port), stop))
         try:
             await server.start()
             await health.start()
-            log.get("pool").info("serving", endpoint=endpoint, health_port=health.port, pid=os.getpid())
+            where = dialled(config.listen.rpartition(":")[0], str(port))
+            log.get("pool").info("serving", endpoint=where, health_port=health.port, pid=os.getpid())
             ends: set[asyncio.Future[Any]] = {stopping, member, self._host.failed}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             for end in (member, self._host.failed):
@@ -105,14 +114,21 @@ class _Process:
             await asyncio.gather(stopping, member, return_exceptions=True)
             await server.stop(grace=None)
             await health.stop()
+            if self._peers is not None:
+                await self._peers.close()
             await self._host.close()
 
-    async def _be_member(self, endpoint: str) -> None:
+    async def _be_member(self, port: str, stop: asyncio.Event) -> None:
         """From the moment on at which there is something to tell. Without a coordinator, for ever alone."""
         await self._open.wait()
         if not self._config.coordinator:
             await asyncio.Event().wait()
-        self._membership = Membership(self._config, self._host, endpoint, steady)
+        config = await advertised(self._config, stop)
+        dialer = await asyncio.to_thread(Dialer, config.cluster_token)
+        self._peers = Peers(config, self._host, self._name, dialer, steady)
+        self._peer_service.sender = self._peers.sender
+        endpoint = dialled(config.advertise or config.listen.rpartition(":")[0], port)
+        self._membership = Membership(config, self._name, self._host, self._peers, endpoint, steady)
         await self._membership.run()
 
     def _changed(self) -> None:

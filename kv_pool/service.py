@@ -150,7 +150,8 @@ class _Stream:
                 raise InvalidRequest(f"question {other!r} cannot be asked here")
 
     def _find(self, number: int, find: pb.FindPrefix) -> None:
-        asked = Question(self._chain(find.chain), find.max_tokens, find.partial, find.token_seconds or None)
+        elsewhere = wire.elsewhere_from_pb(find.elsewhere) if find.HasField("elsewhere") else None
+        asked = Question(self._chain(find.chain), find.max_tokens, find.partial, find.token_seconds or None, elsewhere)
         found, arrival = self._host.find(self._desk, asked)
         answer = _found_pb(found)
         if arrival is not None and len(self._slow) < _SLOW:
@@ -204,4 +205,6 @@ def _applicant(attach: pb.AttachPool) -> Applicant:
 
 def _found_pb(found: Found) -> pb.Found:
     block, tokens = found.partial or (0, 0)
-    return pb.Found(pin=found.pin or 0, blocks=found.blocks, partial_block=block, partial_tokens=tokens)
+    return pb.Found(
+        pin=found.pin or 0, blocks=found.blocks, partial_block=block, partial_tokens=tokens, remote=found.remote
+    )

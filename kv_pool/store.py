@@ -45,6 +45,16 @@ class Store:
         """Of the segment."""
         return self._segment.name
 
+    @property
+    def view(self) -> memoryview:
+        """The segment's memory."""
+        return self._segment.view
+
+    async def checksums(self, blocks: Sequence[int]) -> list[int]:
+        """Of what is in them now."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._verifier, lambda: [self.rows.checksum(block) for block in blocks])
+
     async def verified(self, blocks: Sequence[int], checksums: Sequence[int]) -> bool:
         """Whether all of them are what their checksums say. Reading takes its time, on a thread of its own."""
         loop = asyncio.get_running_loop()

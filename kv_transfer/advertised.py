@@ -5,6 +5,10 @@ import re
 _HAS_PORT = re.compile(r"(\[.+\]|[^:]+):\d+")
 
 
+def has_port(address: str) -> bool:
+    return _HAS_PORT.fullmatch(address) is not None
+
+
 def dialled(advertise: str, port: str) -> str:
     """`advertise` with the bound port, unless it names one: behind a port mapping the two differ."""
-    return advertise if _HAS_PORT.fullmatch(advertise) else f"{advertise}:{port}"
+    return advertise if has_port(advertise) else f"{advertise}:{port}"

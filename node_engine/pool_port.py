@@ -8,7 +8,7 @@ from baton.addressing import AddressSpace
 from baton.block_hash import BlockHash
 from baton.config import Config
 from baton.kv_layout import KVLayout
-from baton.pool_terms import PoolHit, PoolPin, Publish
+from baton.pool_terms import Elsewhere, PoolHit, PoolPin, Publish
 
 
 class PoolPort(Protocol):
@@ -31,6 +31,7 @@ class PoolPort(Protocol):
         then: Callable[[PoolHit], None],
         *,
         token_seconds: float | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         """The longest prefix of a chain that the pool has, at most `max_tokens` long. `then` is called once, within
         50 ms: too slow an answer, or no pool, is a miss. If the pool is loading more of it, that is waited for while

@@ -49,14 +49,23 @@ class Reporter:
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, failed=message))
 
     def prefill_ended(
-        self, key: AttemptKey, computed: int, cached: int, seconds: float, share: float, *, pooled: int = 0
+        self,
+        key: AttemptKey,
+        computed: int,
+        cached: int,
+        seconds: float,
+        share: float,
+        *,
+        pooled: int = 0,
+        remote: int = 0,
     ) -> None:
-        """`pooled` of the `cached` tokens came from the shared pool."""
+        """`pooled` of the `cached` tokens came from the shared pool, and to it `remote` of them from another host's."""
         message = cluster_pb2.PrefillEnded(
             key=wire.key_to_pb(key),
             computed_tokens=computed,
             cached_tokens=cached,
             pooled_tokens=pooled,
+            remote_tokens=remote,
             compute_seconds=seconds,
             share_seconds=share,
         )
@@ -67,14 +76,23 @@ class Reporter:
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, handed_off=message))
 
     def admitted(
-        self, key: AttemptKey, *, computed: int, cached: int, received: int, pooled: int = 0, share: float = 0.0
+        self,
+        key: AttemptKey,
+        *,
+        computed: int,
+        cached: int,
+        received: int,
+        pooled: int = 0,
+        remote: int = 0,
+        share: float = 0.0,
     ) -> None:
-        """`pooled` of the `cached` tokens came from the shared pool."""
+        """`pooled` of the `cached` tokens came from the shared pool, and to it `remote` of them from another host's."""
         message = cluster_pb2.Admitted(
             key=wire.key_to_pb(key),
             computed_tokens=computed,
             cached_tokens=cached,
             pooled_tokens=pooled,
+            remote_tokens=remote,
             received_tokens=received,
             share_seconds=share,
         )

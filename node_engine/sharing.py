@@ -66,7 +66,7 @@ class Sharing:
         if hit is None or hit.pin is None:
             return None
         partial = PartialHit(*hit.partial) if hit.partial and self.worth.pays(hit.partial[1]) else None
-        return Pooled(hit.blocks, partial, self._hold(hit.pin))
+        return Pooled(hit.blocks, partial, self._hold(hit.pin), hit.remote)
 
     def publish(self, sequence: Sequence, *, paced: bool = False) -> None:
         """Give the pool the full blocks that this node has computed or received for `sequence`, which may have ended.

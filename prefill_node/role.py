@@ -228,6 +228,7 @@ class PrefillRole:
             handoff.compute_seconds,
             handoff.share_seconds,
             pooled=sequence.num_pooled,
+            remote=sequence.num_remote,
         )
         if handoff.alone or outcome.event.finish is not None:
             self._report.tokens([outcome.event])

@@ -14,6 +14,7 @@ loop, so a cluster may outlive the loop of one test. When the block ends with an
 
 import asyncio
 import contextlib
+import dataclasses
 import os
 import shutil
 import signal
@@ -52,7 +53,8 @@ _END_PATIENCE = 30.0  # seconds from SIGTERM to SIGKILL
 class Cluster:
     """See the module. `settings` are fields of Config. `per_node` gives one process (by name) settings of its own, by
     field, or raw variables, by upper-case name. Names in `held_back` are not started on entry. `environ` is added to
-    the environment of every process."""
+    the environment of every process. `also` are processes beside those that `up` would start: each by its name and the
+    name of the one that it is like."""
 
     def __init__(
         self,
@@ -62,6 +64,7 @@ class Cluster:
         per_node: Mapping[str, Mapping[str, object]] | None = None,
         held_back: Collection[str] = (),
         environ: Mapping[str, str] | None = None,
+        also: Mapping[str, str] | None = None,
         wait_ready: bool = True,
         start_timeout: float = 60.0,
         **settings: Any,
@@ -75,6 +78,7 @@ class Cluster:
         self.per_node = dict(per_node or {})
         self._held_back = held_back
         self._environ = {**os.environ, **(environ or {})}
+        self._also = dict(also or {})
         self._wait_ready = wait_ready
         self._start_timeout = start_timeout
         self._specs: dict[str, plan.ChildSpec] = {}
@@ -96,6 +100,9 @@ class Cluster:
             supervisor=os.getpid(),
         )
         self._specs = {spec.name: spec for spec in specs}
+        for name, like in self._also.items():
+            spec = self._specs[like]
+            self._specs[name] = dataclasses.replace(spec, name=name, environ={**spec.environ, "BATON_NAME": name})
         try:
             started = [name for name in self._specs if name not in self._held_back]
             for name in [UP] if self._supervised else started:
@@ -120,7 +127,7 @@ class Cluster:
         for pid in self.left_processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.left_segments = sorted(path.name for path in self.segment_dir.glob("baton-*"))
+        self.left_segments = sorted(path.name for path in self.segment_dir.rglob("baton-*"))
         shutil.rmtree(self.segment_dir, ignore_errors=True)
 
     def assert_clean(self) -> None:

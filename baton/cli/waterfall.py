@@ -91,6 +91,7 @@ def _tokens(told: ExplainResponse) -> str:
             (sources.computed_decode, "computed on decode"),
             (sources.local_cache, "from a node's cache"),
             (sources.pool, "from the pool"),
+            (sources.remote_pool, "from another host's pool"),
         )
         if count
     )

@@ -347,21 +347,23 @@ class ExplainResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., state: _Optional[str] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., prompt_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., timeline: _Optional[_Union[_common_pb2.Timeline, _Mapping]] = ..., decode: _Optional[float] = ..., sources: _Optional[_Union[PromptSources, _Mapping]] = ..., attempts: _Optional[_Iterable[_Union[AttemptReport, _Mapping]]] = ..., attempts_left_out: _Optional[int] = ..., warm_up: _Optional[bool] = ..., others: _Optional[_Iterable[_Union[ExplainResponse, _Mapping]]] = ...) -> None: ...
 
 class PromptSources(_message.Message):
-    __slots__ = ("computed_prefill", "computed_decode", "local_cache", "pool", "received")
+    __slots__ = ("computed_prefill", "computed_decode", "local_cache", "pool", "received", "remote_pool")
     COMPUTED_PREFILL_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_DECODE_FIELD_NUMBER: _ClassVar[int]
     LOCAL_CACHE_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_POOL_FIELD_NUMBER: _ClassVar[int]
     computed_prefill: int
     computed_decode: int
     local_cache: int
     pool: int
     received: int
-    def __init__(self, computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., pool: _Optional[int] = ..., received: _Optional[int] = ...) -> None: ...
+    remote_pool: int
+    def __init__(self, computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., pool: _Optional[int] = ..., received: _Optional[int] = ..., remote_pool: _Optional[int] = ...) -> None: ...
 
 class AttemptReport(_message.Message):
-    __slots__ = ("number", "prefill_node", "decode_node", "placed", "reserved", "prefill_ended", "committed", "over", "context_tokens", "ended", "reason", "needed", "free", "computed_prefill", "computed_decode", "local_cache", "received", "handoff", "considered", "predicted", "held_back", "probe", "way", "why", "other_way", "pool")
+    __slots__ = ("number", "prefill_node", "decode_node", "placed", "reserved", "prefill_ended", "committed", "over", "context_tokens", "ended", "reason", "needed", "free", "computed_prefill", "computed_decode", "local_cache", "received", "handoff", "considered", "predicted", "held_back", "probe", "way", "why", "other_way", "pool", "remote_pool")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
@@ -388,6 +390,7 @@ class AttemptReport(_message.Message):
     WHY_FIELD_NUMBER: _ClassVar[int]
     OTHER_WAY_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_POOL_FIELD_NUMBER: _ClassVar[int]
     number: int
     prefill_node: str
     decode_node: str
@@ -414,7 +417,8 @@ class AttemptReport(_message.Message):
     why: str
     other_way: Prediction
     pool: int
-    def __init__(self, number: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., placed: _Optional[float] = ..., reserved: _Optional[float] = ..., prefill_ended: _Optional[float] = ..., committed: _Optional[float] = ..., over: _Optional[float] = ..., context_tokens: _Optional[int] = ..., ended: _Optional[str] = ..., reason: _Optional[str] = ..., needed: _Optional[int] = ..., free: _Optional[int] = ..., computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., received: _Optional[int] = ..., handoff: _Optional[_Union[_common_pb2.HandoffReport, _Mapping]] = ..., considered: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., predicted: _Optional[_Union[Prediction, _Mapping]] = ..., held_back: _Optional[float] = ..., probe: _Optional[bool] = ..., way: _Optional[str] = ..., why: _Optional[str] = ..., other_way: _Optional[_Union[Prediction, _Mapping]] = ..., pool: _Optional[int] = ...) -> None: ...
+    remote_pool: int
+    def __init__(self, number: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., placed: _Optional[float] = ..., reserved: _Optional[float] = ..., prefill_ended: _Optional[float] = ..., committed: _Optional[float] = ..., over: _Optional[float] = ..., context_tokens: _Optional[int] = ..., ended: _Optional[str] = ..., reason: _Optional[str] = ..., needed: _Optional[int] = ..., free: _Optional[int] = ..., computed_prefill: _Optional[int] = ..., computed_decode: _Optional[int] = ..., local_cache: _Optional[int] = ..., received: _Optional[int] = ..., handoff: _Optional[_Union[_common_pb2.HandoffReport, _Mapping]] = ..., considered: _Optional[_Iterable[_Union[Candidate, _Mapping]]] = ..., predicted: _Optional[_Union[Prediction, _Mapping]] = ..., held_back: _Optional[float] = ..., probe: _Optional[bool] = ..., way: _Optional[str] = ..., why: _Optional[str] = ..., other_way: _Optional[_Union[Prediction, _Mapping]] = ..., pool: _Optional[int] = ..., remote_pool: _Optional[int] = ...) -> None: ...
 
 class Candidate(_message.Message):
     __slots__ = ("node", "role", "attempts", "uncomputed_tokens", "room", "able", "chosen", "held_tokens", "predicted_seconds", "because")
@@ -652,23 +656,37 @@ class Ticket(_message.Message):
     fence: int
     def __init__(self, id: _Optional[str] = ..., key: _Optional[_Union[AttemptKey, _Mapping]] = ..., decode: _Optional[_Union[Peer, _Mapping]] = ..., writer: _Optional[str] = ..., first_block: _Optional[int] = ..., offsets: _Optional[_Iterable[int]] = ..., num_tokens: _Optional[int] = ..., ttl_seconds: _Optional[float] = ..., transport: _Optional[str] = ..., segment: _Optional[str] = ..., fence: _Optional[int] = ...) -> None: ...
 
+class Elsewhere(_message.Message):
+    __slots__ = ("pool", "tokens", "token_seconds")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    pool: Peer
+    tokens: int
+    token_seconds: float
+    def __init__(self, pool: _Optional[_Union[Peer, _Mapping]] = ..., tokens: _Optional[int] = ..., token_seconds: _Optional[float] = ...) -> None: ...
+
 class Submit(_message.Message):
-    __slots__ = ("work", "writer", "prefill_share")
+    __slots__ = ("work", "writer", "prefill_share", "elsewhere")
     WORK_FIELD_NUMBER: _ClassVar[int]
     WRITER_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SHARE_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     work: Work
     writer: Peer
     prefill_share: float
-    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., writer: _Optional[_Union[Peer, _Mapping]] = ..., prefill_share: _Optional[float] = ...) -> None: ...
+    elsewhere: Elsewhere
+    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., writer: _Optional[_Union[Peer, _Mapping]] = ..., prefill_share: _Optional[float] = ..., elsewhere: _Optional[_Union[Elsewhere, _Mapping]] = ...) -> None: ...
 
 class Prefill(_message.Message):
-    __slots__ = ("work", "alone")
+    __slots__ = ("work", "alone", "elsewhere")
     WORK_FIELD_NUMBER: _ClassVar[int]
     ALONE_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     work: Work
     alone: bool
-    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., alone: _Optional[bool] = ...) -> None: ...
+    elsewhere: Elsewhere
+    def __init__(self, work: _Optional[_Union[Work, _Mapping]] = ..., alone: _Optional[bool] = ..., elsewhere: _Optional[_Union[Elsewhere, _Mapping]] = ...) -> None: ...
 
 class GiveTicket(_message.Message):
     __slots__ = ("ticket",)
@@ -815,20 +833,22 @@ class AttemptFailed(_message.Message):
     def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., caused_by: _Optional[str] = ...) -> None: ...
 
 class PrefillEnded(_message.Message):
-    __slots__ = ("key", "computed_tokens", "cached_tokens", "compute_seconds", "share_seconds", "pooled_tokens")
+    __slots__ = ("key", "computed_tokens", "cached_tokens", "compute_seconds", "share_seconds", "pooled_tokens", "remote_tokens")
     KEY_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SHARE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     POOLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     key: AttemptKey
     computed_tokens: int
     cached_tokens: int
     compute_seconds: float
     share_seconds: float
     pooled_tokens: int
-    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., share_seconds: _Optional[float] = ..., pooled_tokens: _Optional[int] = ...) -> None: ...
+    remote_tokens: int
+    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., compute_seconds: _Optional[float] = ..., share_seconds: _Optional[float] = ..., pooled_tokens: _Optional[int] = ..., remote_tokens: _Optional[int] = ...) -> None: ...
 
 class HandedOff(_message.Message):
     __slots__ = ("key", "report")
@@ -839,20 +859,22 @@ class HandedOff(_message.Message):
     def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., report: _Optional[_Union[_common_pb2.HandoffReport, _Mapping]] = ...) -> None: ...
 
 class Admitted(_message.Message):
-    __slots__ = ("key", "computed_tokens", "cached_tokens", "received_tokens", "share_seconds", "pooled_tokens")
+    __slots__ = ("key", "computed_tokens", "cached_tokens", "received_tokens", "share_seconds", "pooled_tokens", "remote_tokens")
     KEY_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SHARE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     POOLED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     key: AttemptKey
     computed_tokens: int
     cached_tokens: int
     received_tokens: int
     share_seconds: float
     pooled_tokens: int
-    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., received_tokens: _Optional[int] = ..., share_seconds: _Optional[float] = ..., pooled_tokens: _Optional[int] = ...) -> None: ...
+    remote_tokens: int
+    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., computed_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., received_tokens: _Optional[int] = ..., share_seconds: _Optional[float] = ..., pooled_tokens: _Optional[int] = ..., remote_tokens: _Optional[int] = ...) -> None: ...
 
 class NodeStats(_message.Message):
     __slots__ = ("blocks_total", "blocks_free", "blocks_cached", "blocks_reserved", "blocks_writing", "blocks_in_use", "blocks_quarantined", "waiting", "running", "queued_tokens", "progress_age_seconds", "counters", "decode_steps", "decode_step_seconds", "decode_step_sequences", "decode_step_tokens")

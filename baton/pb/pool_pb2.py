@@ -26,39 +26,45 @@ from baton.pb import cluster_pb2 as baton_dot_pb_dot_cluster__pb2
 from baton.pb import common_pb2 as baton_dot_pb_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x62\x61ton/pb/pool.proto\x12\x08\x62\x61ton.v1\x1a\x16\x62\x61ton/pb/cluster.proto\x1a\x15\x62\x61ton/pb/common.proto\"4\n\x05\x43hain\x12\x0c\n\x04root\x18\x01 \x01(\x0c\x12\r\n\x05names\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\"\x92\x01\n\nAttachPool\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07host_id\x18\x04 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x05 \x01(\t\x12 \n\x06layout\x18\x06 \x01(\x0b\x32\x10.baton.v1.Layout\"h\n\nFindPrefix\x12\x1e\n\x05\x63hain\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Chain\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x0f\n\x07partial\x18\x03 \x01(\x08\x12\x15\n\rtoken_seconds\x18\x04 \x01(\x01\"\x1b\n\x0bReleasePins\x12\x0c\n\x04pins\x18\x01 \x03(\x04\">\n\rReservePlaces\x12\x1e\n\x05\x63hain\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Chain\x12\r\n\x05\x66irst\x18\x02 \x01(\r\"4\n\nSealPlaces\x12\x13\n\x0bpublication\x18\x01 \x01(\x04\x12\x11\n\tchecksums\x18\x02 \x03(\x06\"\x1f\n\x08Withdraw\x12\x13\n\x0bpublication\x18\x01 \x01(\x04\"\t\n\x07Goodbye\"\xbe\x02\n\x0cPoolQuestion\x12\n\n\x02id\x18\x01 \x01(\x04\x12&\n\x06\x61ttach\x18\x02 \x01(\x0b\x32\x14.baton.v1.AttachPoolH\x00\x12$\n\x04\x66ind\x18\x03 \x01(\x0b\x32\x14.baton.v1.FindPrefixH\x00\x12(\n\x07release\x18\x04 \x01(\x0b\x32\x15.baton.v1.ReleasePinsH\x00\x12*\n\x07reserve\x18\x05 \x01(\x0b\x32\x17.baton.v1.ReservePlacesH\x00\x12$\n\x04seal\x18\x06 \x01(\x0b\x32\x14.baton.v1.SealPlacesH\x00\x12&\n\x08withdraw\x18\x07 \x01(\x0b\x32\x12.baton.v1.WithdrawH\x00\x12$\n\x07goodbye\x18\x08 \x01(\x0b\x32\x11.baton.v1.GoodbyeH\x00\x42\n\n\x08question\"O\n\x08\x41ttached\x12\x0f\n\x07segment\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\r\n\x05\x66\x65nce\x18\x03 \x01(\x04\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\"v\n\x05\x46ound\x12\x0b\n\x03pin\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\x12\x15\n\rpartial_block\x18\x03 \x01(\r\x12\x16\n\x0epartial_tokens\x18\x04 \x01(\r\x12\x0f\n\x07loading\x18\x05 \x01(\r\x12\x10\n\x08patience\x18\x06 \x01(\x01\"=\n\x07Granted\x12\x13\n\x0bpublication\x18\x01 \x01(\x04\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x03(\r\"\xb4\x01\n\nPoolAnswer\x12\n\n\x02id\x18\x01 \x01(\x04\x12&\n\x08\x61ttached\x18\x02 \x01(\x0b\x32\x12.baton.v1.AttachedH\x00\x12 \n\x05\x66ound\x18\x03 \x01(\x0b\x32\x0f.baton.v1.FoundH\x00\x12$\n\x07granted\x18\x04 \x01(\x0b\x32\x11.baton.v1.GrantedH\x00\x12 \n\x05\x65rror\x18\x05 \x01(\x0b\x32\x0f.baton.v1.ErrorH\x00\x42\x08\n\x06\x61nswer2F\n\x08PoolLink\x12:\n\x06\x41ttach\x12\x16.baton.v1.PoolQuestion\x1a\x14.baton.v1.PoolAnswer(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13\x62\x61ton/pb/pool.proto\x12\x08\x62\x61ton.v1\x1a\x16\x62\x61ton/pb/cluster.proto\x1a\x15\x62\x61ton/pb/common.proto\"\xa0\x01\n\nSendBlocks\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x14\n\x0cmodel_digest\x18\x02 \x01(\t\x12 \n\x06layout\x18\x03 \x01(\x0b\x32\x10.baton.v1.Layout\x12\x1e\n\x05\x63hain\x18\x04 \x01(\x0b\x32\x0f.baton.v1.Chain\x12 \n\x06ticket\x18\x05 \x01(\x0b\x32\x10.baton.v1.Ticket\",\n\nBlocksSent\x12\x1e\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Error\"4\n\x05\x43hain\x12\x0c\n\x04root\x18\x01 \x01(\x0c\x12\r\n\x05names\x18\x02 \x01(\x0c\x12\x0e\n\x06tokens\x18\x03 \x01(\x0c\"\x92\x01\n\nAttachPool\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07host_id\x18\x04 \x01(\t\x12\x14\n\x0cmodel_digest\x18\x05 \x01(\t\x12 \n\x06layout\x18\x06 \x01(\x0b\x32\x10.baton.v1.Layout\"\x90\x01\n\nFindPrefix\x12\x1e\n\x05\x63hain\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Chain\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x0f\n\x07partial\x18\x03 \x01(\x08\x12\x15\n\rtoken_seconds\x18\x04 \x01(\x01\x12&\n\telsewhere\x18\x05 \x01(\x0b\x32\x13.baton.v1.Elsewhere\"\x1b\n\x0bReleasePins\x12\x0c\n\x04pins\x18\x01 \x03(\x04\">\n\rReservePlaces\x12\x1e\n\x05\x63hain\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Chain\x12\r\n\x05\x66irst\x18\x02 \x01(\r\"4\n\nSealPlaces\x12\x13\n\x0bpublication\x18\x01 \x01(\x04\x12\x11\n\tchecksums\x18\x02 \x03(\x06\"\x1f\n\x08Withdraw\x12\x13\n\x0bpublication\x18\x01 \x01(\x04\"\t\n\x07Goodbye\"\xbe\x02\n\x0cPoolQuestion\x12\n\n\x02id\x18\x01 \x01(\x04\x12&\n\x06\x61ttach\x18\x02 \x01(\x0b\x32\x14.baton.v1.AttachPoolH\x00\x12$\n\x04\x66ind\x18\x03 \x01(\x0b\x32\x14.baton.v1.FindPrefixH\x00\x12(\n\x07release\x18\x04 \x01(\x0b\x32\x15.baton.v1.ReleasePinsH\x00\x12*\n\x07reserve\x18\x05 \x01(\x0b\x32\x17.baton.v1.ReservePlacesH\x00\x12$\n\x04seal\x18\x06 \x01(\x0b\x32\x14.baton.v1.SealPlacesH\x00\x12&\n\x08withdraw\x18\x07 \x01(\x0b\x32\x12.baton.v1.WithdrawH\x00\x12$\n\x07goodbye\x18\x08 \x01(\x0b\x32\x11.baton.v1.GoodbyeH\x00\x42\n\n\x08question\"O\n\x08\x41ttached\x12\x0f\n\x07segment\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\r\n\x05\x66\x65nce\x18\x03 \x01(\x04\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\"\x86\x01\n\x05\x46ound\x12\x0b\n\x03pin\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x03(\r\x12\x15\n\rpartial_block\x18\x03 \x01(\r\x12\x16\n\x0epartial_tokens\x18\x04 \x01(\r\x12\x0f\n\x07loading\x18\x05 \x01(\r\x12\x0e\n\x06remote\x18\x07 \x01(\r\x12\x10\n\x08patience\x18\x06 \x01(\x01\"=\n\x07Granted\x12\x13\n\x0bpublication\x18\x01 \x01(\x04\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\x0e\n\x06\x62locks\x18\x03 \x03(\r\"\xb4\x01\n\nPoolAnswer\x12\n\n\x02id\x18\x01 \x01(\x04\x12&\n\x08\x61ttached\x18\x02 \x01(\x0b\x32\x12.baton.v1.AttachedH\x00\x12 \n\x05\x66ound\x18\x03 \x01(\x0b\x32\x0f.baton.v1.FoundH\x00\x12$\n\x07granted\x18\x04 \x01(\x0b\x32\x11.baton.v1.GrantedH\x00\x12 \n\x05\x65rror\x18\x05 \x01(\x0b\x32\x0f.baton.v1.ErrorH\x00\x42\x08\n\x06\x61nswer2?\n\tPoolPeers\x12\x32\n\x04Send\x12\x14.baton.v1.SendBlocks\x1a\x14.baton.v1.BlocksSent2F\n\x08PoolLink\x12:\n\x06\x41ttach\x12\x16.baton.v1.PoolQuestion\x1a\x14.baton.v1.PoolAnswer(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.pb.pool_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CHAIN']._serialized_start=80
-  _globals['_CHAIN']._serialized_end=132
-  _globals['_ATTACHPOOL']._serialized_start=135
-  _globals['_ATTACHPOOL']._serialized_end=281
-  _globals['_FINDPREFIX']._serialized_start=283
-  _globals['_FINDPREFIX']._serialized_end=387
-  _globals['_RELEASEPINS']._serialized_start=389
-  _globals['_RELEASEPINS']._serialized_end=416
-  _globals['_RESERVEPLACES']._serialized_start=418
-  _globals['_RESERVEPLACES']._serialized_end=480
-  _globals['_SEALPLACES']._serialized_start=482
-  _globals['_SEALPLACES']._serialized_end=534
-  _globals['_WITHDRAW']._serialized_start=536
-  _globals['_WITHDRAW']._serialized_end=567
-  _globals['_GOODBYE']._serialized_start=569
-  _globals['_GOODBYE']._serialized_end=578
-  _globals['_POOLQUESTION']._serialized_start=581
-  _globals['_POOLQUESTION']._serialized_end=899
-  _globals['_ATTACHED']._serialized_start=901
-  _globals['_ATTACHED']._serialized_end=980
-  _globals['_FOUND']._serialized_start=982
-  _globals['_FOUND']._serialized_end=1100
-  _globals['_GRANTED']._serialized_start=1102
-  _globals['_GRANTED']._serialized_end=1163
-  _globals['_POOLANSWER']._serialized_start=1166
-  _globals['_POOLANSWER']._serialized_end=1346
-  _globals['_POOLLINK']._serialized_start=1348
-  _globals['_POOLLINK']._serialized_end=1418
+  _globals['_SENDBLOCKS']._serialized_start=81
+  _globals['_SENDBLOCKS']._serialized_end=241
+  _globals['_BLOCKSSENT']._serialized_start=243
+  _globals['_BLOCKSSENT']._serialized_end=287
+  _globals['_CHAIN']._serialized_start=289
+  _globals['_CHAIN']._serialized_end=341
+  _globals['_ATTACHPOOL']._serialized_start=344
+  _globals['_ATTACHPOOL']._serialized_end=490
+  _globals['_FINDPREFIX']._serialized_start=493
+  _globals['_FINDPREFIX']._serialized_end=637
+  _globals['_RELEASEPINS']._serialized_start=639
+  _globals['_RELEASEPINS']._serialized_end=666
+  _globals['_RESERVEPLACES']._serialized_start=668
+  _globals['_RESERVEPLACES']._serialized_end=730
+  _globals['_SEALPLACES']._serialized_start=732
+  _globals['_SEALPLACES']._serialized_end=784
+  _globals['_WITHDRAW']._serialized_start=786
+  _globals['_WITHDRAW']._serialized_end=817
+  _globals['_GOODBYE']._serialized_start=819
+  _globals['_GOODBYE']._serialized_end=828
+  _globals['_POOLQUESTION']._serialized_start=831
+  _globals['_POOLQUESTION']._serialized_end=1149
+  _globals['_ATTACHED']._serialized_start=1151
+  _globals['_ATTACHED']._serialized_end=1230
+  _globals['_FOUND']._serialized_start=1233
+  _globals['_FOUND']._serialized_end=1367
+  _globals['_GRANTED']._serialized_start=1369
+  _globals['_GRANTED']._serialized_end=1430
+  _globals['_POOLANSWER']._serialized_start=1433
+  _globals['_POOLANSWER']._serialized_end=1613
+  _globals['_POOLPEERS']._serialized_start=1615
+  _globals['_POOLPEERS']._serialized_end=1678
+  _globals['_POOLLINK']._serialized_start=1680
+  _globals['_POOLLINK']._serialized_end=1750
 # @@protoc_insertion_point(module_scope)

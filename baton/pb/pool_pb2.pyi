@@ -8,6 +8,26 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class SendBlocks(_message.Message):
+    __slots__ = ("protocol_version", "model_digest", "layout", "chain", "ticket")
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    TICKET_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    model_digest: str
+    layout: _cluster_pb2.Layout
+    chain: Chain
+    ticket: _cluster_pb2.Ticket
+    def __init__(self, protocol_version: _Optional[int] = ..., model_digest: _Optional[str] = ..., layout: _Optional[_Union[_cluster_pb2.Layout, _Mapping]] = ..., chain: _Optional[_Union[Chain, _Mapping]] = ..., ticket: _Optional[_Union[_cluster_pb2.Ticket, _Mapping]] = ...) -> None: ...
+
+class BlocksSent(_message.Message):
+    __slots__ = ("error",)
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    error: _common_pb2.Error
+    def __init__(self, error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+
 class Chain(_message.Message):
     __slots__ = ("root", "names", "tokens")
     ROOT_FIELD_NUMBER: _ClassVar[int]
@@ -35,16 +55,18 @@ class AttachPool(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., node: _Optional[str] = ..., incarnation: _Optional[str] = ..., host_id: _Optional[str] = ..., model_digest: _Optional[str] = ..., layout: _Optional[_Union[_cluster_pb2.Layout, _Mapping]] = ...) -> None: ...
 
 class FindPrefix(_message.Message):
-    __slots__ = ("chain", "max_tokens", "partial", "token_seconds")
+    __slots__ = ("chain", "max_tokens", "partial", "token_seconds", "elsewhere")
     CHAIN_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_FIELD_NUMBER: _ClassVar[int]
     TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ELSEWHERE_FIELD_NUMBER: _ClassVar[int]
     chain: Chain
     max_tokens: int
     partial: bool
     token_seconds: float
-    def __init__(self, chain: _Optional[_Union[Chain, _Mapping]] = ..., max_tokens: _Optional[int] = ..., partial: _Optional[bool] = ..., token_seconds: _Optional[float] = ...) -> None: ...
+    elsewhere: _cluster_pb2.Elsewhere
+    def __init__(self, chain: _Optional[_Union[Chain, _Mapping]] = ..., max_tokens: _Optional[int] = ..., partial: _Optional[bool] = ..., token_seconds: _Optional[float] = ..., elsewhere: _Optional[_Union[_cluster_pb2.Elsewhere, _Mapping]] = ...) -> None: ...
 
 class ReleasePins(_message.Message):
     __slots__ = ("pins",)
@@ -111,20 +133,22 @@ class Attached(_message.Message):
     def __init__(self, segment: _Optional[str] = ..., blocks: _Optional[int] = ..., fence: _Optional[int] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class Found(_message.Message):
-    __slots__ = ("pin", "blocks", "partial_block", "partial_tokens", "loading", "patience")
+    __slots__ = ("pin", "blocks", "partial_block", "partial_tokens", "loading", "remote", "patience")
     PIN_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_BLOCK_FIELD_NUMBER: _ClassVar[int]
     PARTIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOADING_FIELD_NUMBER: _ClassVar[int]
+    REMOTE_FIELD_NUMBER: _ClassVar[int]
     PATIENCE_FIELD_NUMBER: _ClassVar[int]
     pin: int
     blocks: _containers.RepeatedScalarFieldContainer[int]
     partial_block: int
     partial_tokens: int
     loading: int
+    remote: int
     patience: float
-    def __init__(self, pin: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., partial_block: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., loading: _Optional[int] = ..., patience: _Optional[float] = ...) -> None: ...
+    def __init__(self, pin: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., partial_block: _Optional[int] = ..., partial_tokens: _Optional[int] = ..., loading: _Optional[int] = ..., remote: _Optional[int] = ..., patience: _Optional[float] = ...) -> None: ...
 
 class Granted(_message.Message):
     __slots__ = ("publication", "first", "blocks")

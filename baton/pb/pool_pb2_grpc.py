@@ -25,6 +25,81 @@ if _version_not_supported:
     )
 
 
+class PoolPeersStub:
+    """What another host's pool asks: blocks for itself. Both ends show a certificate made from the cluster token.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Send = channel.unary_unary(
+                '/baton.v1.PoolPeers/Send',
+                request_serializer=baton_dot_pb_dot_pool__pb2.SendBlocks.SerializeToString,
+                response_deserializer=baton_dot_pb_dot_pool__pb2.BlocksSent.FromString,
+                _registered_method=True)
+
+
+class PoolPeersServicer:
+    """What another host's pool asks: blocks for itself. Both ends show a certificate made from the cluster token.
+    """
+
+    def Send(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_PoolPeersServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Send': grpc.unary_unary_rpc_method_handler(
+                    servicer.Send,
+                    request_deserializer=baton_dot_pb_dot_pool__pb2.SendBlocks.FromString,
+                    response_serializer=baton_dot_pb_dot_pool__pb2.BlocksSent.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'baton.v1.PoolPeers', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('baton.v1.PoolPeers', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class PoolPeers:
+    """What another host's pool asks: blocks for itself. Both ends show a certificate made from the cluster token.
+    """
+
+    @staticmethod
+    def Send(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.PoolPeers/Send',
+            baton_dot_pb_dot_pool__pb2.SendBlocks.SerializeToString,
+            baton_dot_pb_dot_pool__pb2.BlocksSent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+
 class PoolLinkStub:
     """What a host's nodes ask its pool: docs/design/0005-kv-pool.md. One stream is one attachment, and its first question
     is AttachPool. Both ends show a certificate made from the cluster token. Questions are answered in any order.

@@ -1,16 +1,17 @@
 """One placement: what an attempt needs, what is known of the nodes, what the policy chose and what it expects."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from baton.errors import DeadlineExceeded
+from baton.pool_terms import Elsewhere
 from baton.types import AttemptKey, Incarnation, Role
 from coordinator.core.admission import Admission
 from coordinator.core.breakers import Breakers
 from coordinator.core.degradation import Degradation, Step
 from coordinator.core.knowledge import Knowledge
 from coordinator.core.loads import Loads
-from coordinator.core.placement import Demand, NodeView, Outlook, Placement
+from coordinator.core.placement import Choice, Demand, NodeView, Outlook, Placement
 from coordinator.core.prediction import Decision, Why
 from coordinator.core.prospects import Prospects
 from coordinator.core.record import Record
@@ -118,7 +119,7 @@ class Decisions:
     def book(self, record: Record, key: AttemptKey, decision: Decision, now: float) -> None:
         """Write the legs into the books. Who computes the prompt has its tokens and seconds."""
         demand, choice, prediction = decision.demand, decision.choice, decision.prediction
-        for node in filter(None, (choice.decode, choice.prefill)):
+        for node in _legs(choice):
             computes = node == (choice.prefill or choice.decode)
             self._loads.place(
                 node,
@@ -130,6 +131,19 @@ class Decisions:
                 resident=prediction.resident,
                 now=now,
             )
+
+    def elsewhere(self, record: Record, decision: Decision) -> dict[Incarnation, Elsewhere]:
+        """What the chosen nodes' pools may fetch from another host's."""
+        choice, demand = decision.choice, decision.demand
+        computes = choice.prefill or choice.decode
+        if record.awaits_scores or record.names is None or computes is None:
+            return {}
+        cost = self._knowledge.costs.node(self._registry.nodes[computes].info.name)
+        told = {}
+        for node, (pool, tokens) in self._knowledge.elsewhere(record.names, _legs(choice)).items():
+            here = demand.held_by(node)
+            told[node] = Elsewhere(pool.address, tokens, cost.prefill(tokens - here, here) / (tokens - here))
+        return told
 
     def _offered(self, record: Record, in_service: Sequence[NodeView]) -> Sequence[NodeView]:
         """Nodes in service; for a probe its own node as the only one of its role."""
@@ -151,3 +165,7 @@ class Decisions:
         if record.names is None:
             record.names = self._knowledge.names_of(record.request)
         return self._knowledge.held(record.names)
+
+
+def _legs(choice: Choice) -> Iterator[Incarnation]:
+    return filter(None, (choice.decode, choice.prefill))

@@ -64,6 +64,7 @@ def _attempt(attempt: Attempt, arrival: float) -> AttemptReport:
         computed_decode=sources.computed_decode,
         local_cache=sources.local_cache,
         pool=sources.pool,
+        remote_pool=sources.remote_pool,
         received=attempt.admitted.received_tokens if attempt.admitted else 0,
         handoff=notes.handoff,
         considered=[_candidate(one) for one in notes.considered],

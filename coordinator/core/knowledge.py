@@ -1,6 +1,8 @@
 """What the coordinator has learned of its nodes and their work, and what follows from it for the next placement: one
 object, so that the request table and the reports that feed it need to know one."""
 
+from collections.abc import Iterable, Mapping
+
 from baton.block_hash import root_hash
 from baton.hash_chain import HashChain
 from baton.mean_error import MeanError
@@ -9,10 +11,11 @@ from baton.pb.common_pb2 import HandoffReport
 from baton.types import Incarnation, Request
 from coordinator.core.answer_time import AnswerTimes
 from coordinator.core.cost_model import CostModel, StepsSeen
+from coordinator.core.elsewhere import richer_pool
 from coordinator.core.messages import CacheEvents, CacheSnapshot
 from coordinator.core.names import PromptNames
 from coordinator.core.output_length import OutputLengths
-from coordinator.core.pools import Pools
+from coordinator.core.pools import PoolMember, Pools
 from coordinator.core.prediction import Prediction
 from coordinator.core.prefix_directory import PrefixDirectory
 from coordinator.core.registry import Node, Registry
@@ -52,17 +55,36 @@ class Knowledge:
 
     def held(self, names: PromptNames) -> dict[Incarnation, int]:
         """Tokens of the prompt that each node's cache, or the pool of its host, seems to have."""
+        held = self._held(self.directory.match(names))
+        return {node: blocks * names.block_size for node, blocks in held.items()}
+
+    def elsewhere(self, names: PromptNames, nodes: Iterable[Incarnation]) -> dict[Incarnation, tuple[PoolMember, int]]:
+        """For those of `nodes` that have a pool, and whose host has less of the prompt than another host's pool: that
+        pool, and how many tokens it seems to have."""
+        pools, hosts = self.pools.members.values(), self.pools.hosts
+        if len(hosts) < 2:
+            return {}
         found = self.directory.match(names)
-        pooled: dict[str, int] = {}  # by host
+        held, richer = self._held(found), {}
+        for node in nodes:
+            host = self._registry.nodes[node].info.host_id
+            there = richer_pool(found, pools, host, held.get(node, 0)) if host in hosts else None
+            if there is not None:
+                richer[node] = (there[0], there[1] * names.block_size)
+        return richer
+
+    def _held(self, found: Mapping[Incarnation, int]) -> dict[Incarnation, int]:
+        """Of `found`, in blocks, what each node can reach."""
+        held, pooled = dict(found), dict[str, int]()  # the second by host
         for pool in self.pools.members.values():
-            blocks = found.pop(pool.incarnation, 0)
+            blocks = held.pop(pool.incarnation, 0)
             if blocks:
                 pooled[pool.info.host_id] = max(blocks, pooled.get(pool.info.host_id, 0))
         for node in self._registry.nodes.values() if pooled else ():
             blocks = pooled.get(node.info.host_id, 0)
-            if blocks > found.get(node.incarnation, 0):
-                found[node.incarnation] = blocks
-        return {node: blocks * names.block_size for node, blocks in found.items()}
+            if blocks > held.get(node.incarnation, 0):
+                held[node.incarnation] = blocks
+        return held
 
     def output_of(self, request: Request) -> float:
         """Tokens that its answer is expected to have."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from baton.errors import BatonError
 from baton.pb.cluster_pb2 import NodeStats
 from baton.pb.common_pb2 import HandoffReport, Timeline
+from baton.pool_terms import Elsewhere
 from baton.ratio import Split
 from baton.types import (
     AttemptKey,
@@ -73,13 +74,15 @@ class AttemptFailed:
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
     """The prompt is computed on the prefill node; the hand-off is about to be sealed. In tokens, and in seconds of its
-    steps: the prompt's share of them. Of `cached_tokens` the shared pool had `pooled_tokens`."""
+    steps: the prompt's share of them. Of `cached_tokens` the shared pool had `pooled_tokens`, and `remote_tokens` of
+    these it has fetched from another host's pool for this attempt."""
 
     key: AttemptKey
     computed_tokens: int
     cached_tokens: int
     share_seconds: float = 0.0
     pooled_tokens: int = 0
+    remote_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,7 @@ class Admitted:
     received_tokens: int
     share_seconds: float = 0.0
     pooled_tokens: int = 0
+    remote_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,17 +154,22 @@ NodeInput = (
 @dataclass(frozen=True, slots=True)
 class Submit:
     """Without a writer the node computes the prompt itself. From now on prompts that are computed there may make a step
-    of running sequences longer by `prefill_share` of it; 0: there is no such bound."""
+    of running sequences longer by `prefill_share` of it; 0: there is no such bound. `elsewhere`: another host's pool
+    that has more of the context than there is on the node's."""
 
     work: Work
     writer: PeerAddress | None
     prefill_share: float = 0.0
+    elsewhere: Elsewhere | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
+    """`elsewhere`: as in Submit."""
+
     work: Work
     alone: bool
+    elsewhere: Elsewhere | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from baton.errors import ConfigError, NodeGone
 from baton.kv_layout import KVLayout
 from baton.pb.cluster_pb2 import NodeStats
-from baton.types import Incarnation, NodeName
+from baton.types import Incarnation, NodeName, PeerAddress
 from baton.wire import PROTOCOL_VERSION
 from coordinator.core.identity import MAX_NAME, JoinInfo
 
@@ -37,6 +37,10 @@ class PoolMember:
     heard_at: float
     stats: NodeStats | None = None
 
+    @property
+    def address(self) -> PeerAddress:
+        return PeerAddress(self.info.name, self.incarnation, self.info.host_id, self.info.endpoint)
+
 
 class Pools:
     """`silence` in seconds."""
@@ -60,6 +64,10 @@ class Pools:
 
     def add(self, info: PoolInfo, incarnation: Incarnation, now: float) -> None:
         self.members[incarnation] = PoolMember(info, incarnation, joined_at=now, heard_at=now)
+
+    @property
+    def hosts(self) -> frozenset[str]:
+        return frozenset(pool.info.host_id for pool in self.members.values())
 
     def expired(self, now: float) -> list[tuple[PoolMember, NodeGone]]:
         return [

@@ -207,11 +207,13 @@ class RequestTable:
             sampling = replace(sampling, prompt_logprobs=None)  # so that it may use caches
         left = replace(request, sampling=sampling, timeout=record.deadline - now)
         work = Work(key, left, tuple(record.emitted), record.prefill_payer)
+        elsewhere = self.decisions.elsewhere(record, decision)
         if decode is not None:
             writer = self._registry.nodes[prefill].address if prefill is not None else None
-            self.out.append(Send(decode, Submit(work, writer, self.decisions.prefill_share)))
+            share = self.decisions.prefill_share
+            self.out.append(Send(decode, Submit(work, writer, share, elsewhere.get(decode))))
         if prefill is not None:
-            self.out.append(Send(prefill, Prefill(work, alone=decode is None)))
+            self.out.append(Send(prefill, Prefill(work, alone=decode is None, elsewhere=elsewhere.get(prefill))))
             if decode is not None:
                 attempt.answer_by = now + self._settings.answer_timeout
                 self.timers.set(request.id, record.next_due())

@@ -12,30 +12,34 @@ class Sources(NamedTuple):
     computed_decode: int
     local_cache: int
     pool: int
+    remote_pool: int = 0
 
     @property
     def cached(self) -> int:
-        return self.local_cache + self.pool
+        return self.local_cache + self.pool + self.remote_pool
 
 
 def split(ended: PrefillEnded | None, admitted: Admitted | None) -> Sources:
     """What decode held counts as its cache or the pool's, even where prefill had to compute it again to reach what
-    decode lacked. A prefix that a cache and the pool have begins in the cache. No figure is below zero, whatever nodes
-    say."""
+    decode lacked. A prefix that a cache and the pool have begins in the cache. What was fetched for either of the two
+    nodes was fetched for the attempt. No figure is below zero, whatever nodes say."""
     if admitted is None:
         if ended is None:
-            return Sources(0, 0, 0, 0)
+            return Sources(0, 0, 0, 0, 0)
         pooled = min(ended.pooled_tokens, ended.cached_tokens)
-        return Sources(ended.computed_tokens, 0, ended.cached_tokens - pooled, pooled)
+        remote = min(ended.remote_tokens, pooled)
+        return Sources(ended.computed_tokens, 0, ended.cached_tokens - pooled, pooled - remote, remote)
     cached_there = max(0, ended.cached_tokens - admitted.cached_tokens) if ended else 0
     received_cached = min(cached_there, admitted.received_tokens)
     received_pooled = min(received_cached, ended.pooled_tokens) if ended else 0
     pooled = min(admitted.pooled_tokens, admitted.cached_tokens)
+    remote = min(pooled + received_pooled, max(admitted.remote_tokens, ended.remote_tokens if ended else 0))
     return Sources(
         computed_prefill=admitted.received_tokens - received_cached,
         computed_decode=admitted.computed_tokens,
         local_cache=admitted.cached_tokens - pooled + received_cached - received_pooled,
-        pool=pooled + received_pooled,
+        pool=pooled + received_pooled - remote,
+        remote_pool=remote,
     )
 
 

@@ -33,6 +33,11 @@ class Chain:
         packed = pack_tokens(tokens)
         return cls(root, chain_names(root, packed, block_size), packed, block_size)
 
+    def beginning(self, blocks: int) -> "Chain":
+        """Its first full blocks."""
+        tokens = self.tokens[: blocks * self.block_size * TOKEN_BYTES]
+        return Chain(self.root, self.names[: blocks * HASH_BYTES], tokens, self.block_size)
+
     def __len__(self) -> int:
         """Full blocks."""
         return len(self.names) // HASH_BYTES

@@ -46,11 +46,13 @@ class Attachment:
 @dataclass(frozen=True, slots=True)
 class Found:
     """The longest prefix that is in memory, pinned until `pin` is released: pool block numbers, first to last, and the
-    block, with how many of its first tokens, that goes on from there. Without both, `pin` is None."""
+    block, with how many of its first tokens, that goes on from there. Without both, `pin` is None. `remote` of the
+    blocks have come from another host's pool while the answer was waited for."""
 
     pin: PinId | None
     blocks: "array[int]"
     partial: tuple[int, int] | None = None
+    remote: int = 0
 
 
 @dataclass(frozen=True, slots=True)

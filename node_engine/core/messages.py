@@ -4,7 +4,7 @@ events. `node_engine/host/commands.py` is the only translator from the wire."""
 from dataclasses import dataclass
 
 from baton.errors import BatonError
-from baton.pool_terms import PoolHit
+from baton.pool_terms import Elsewhere, PoolHit
 from baton.types import AttemptKey, Incarnation, PeerAddress, Role, Ticket, Work
 
 
@@ -24,22 +24,25 @@ class CoordinatorLost:
 class Submit:
     """Serve this attempt. `writer` brings the KV of the context; without one, compute it here. From now on prompts that
     are computed here may add `prefill_share` of its length to a step of those that run; 0: there is no such bound.
-    `hit`: what the host's shared pool has of the context, pinned; whoever handles the message owns the pin."""
+    `elsewhere`: another host's pool that has more of the context than there is on this host. `hit`: what this host's
+    pool has of it, pinned; whoever handles the message owns the pin."""
 
     work: Work
     writer: PeerAddress | None
     prefill_share: float = 0.0
     hit: PoolHit | None = None
+    elsewhere: Elsewhere | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """Compute this attempt's context and hand it over; with `alone` the answer is one token and nobody follows. `hit`:
-    as in Submit."""
+    """Compute this attempt's context and hand it over; with `alone` the answer is one token and nobody follows. `hit`
+    and `elsewhere`: as in Submit."""
 
     work: Work
     alone: bool
     hit: PoolHit | None = None
+    elsewhere: Elsewhere | None = None
 
 
 @dataclass(frozen=True, slots=True)

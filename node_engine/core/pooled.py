@@ -41,11 +41,13 @@ class PoolHold:
 @dataclass(frozen=True, slots=True)
 class Pooled:
     """What the pool has of a context: its full blocks 0, 1, ..., and the block that goes on from there. Whoever has it
-    owns one use of `hold`, and ends it with `done`."""
+    owns one use of `hold`, and ends it with `done`. The last `remote` of the blocks have come from another host's pool
+    for this."""
 
     blocks: tuple[BlockIndex, ...]
     partial: PartialHit | None
     hold: PoolHold
+    remote: int = 0
 
     def take(self) -> "Pooled":
         """The same for one more."""

@@ -274,6 +274,7 @@ class Residency:
         table, borrowed, size = list(match.blocks), self._borrowed(match.blocks), self._pool.block_size
         from_pool = match.partial is not None and not self._pool.owns(match.partial.source)
         sequence.num_pooled = borrowed * size + (match.partial.num_tokens if match.partial and from_pool else 0)
+        sequence.num_remote = min(borrowed, sequence.pooled.remote if sequence.pooled else 0) * size
         if self._copy_in and borrowed:
             places = [number for number, block in enumerate(table) if not self._pool.owns(block)]
             pairs = [(table[number], mine) for number, mine in zip(places, fresh[:borrowed], strict=True)]

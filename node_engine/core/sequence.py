@@ -75,6 +75,7 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0  # tokens of the context that were not computed here: this node's cache or the pool had them
     num_pooled: int = 0  # of these, the pool's
+    num_remote: int = 0  # of these, what another host's pool has sent for this sequence
     num_borrowed: int = 0  # blocks of the table that are the pool's
     pooled: Pooled | None = None  # what the pool was found to have, until blocks are given
     holds: list[PoolHold] = field(default_factory=list)  # under which the table's pool blocks are read
@@ -185,7 +186,8 @@ class Sequence:
         if payer:
             self.redone = max(self.redone[0], self.num_computed), payer
         del self.tokens[self.context_len :]
-        self.num_computed = self.num_cached = self.num_pooled = self.num_sealed = self.num_shared = 0
+        self.num_computed = self.num_cached = self.num_pooled = self.num_remote = 0
+        self.num_sealed = self.num_shared = 0
         self.counts = None
 
     def become(self, state: SequenceState) -> None:

@@ -1,7 +1,9 @@
 """What the coordinator says, as the compute thread sees it. The only translator of its messages."""
 
 from baton import wire
+from baton.pb import cluster_pb2 as pb
 from baton.pb.cluster_pb2 import CoordinatorMessage
+from baton.pool_terms import Elsewhere
 from baton.types import Incarnation, Role
 from node_engine.core import messages
 
@@ -12,9 +14,11 @@ def command_from_pb(message: CoordinatorMessage) -> messages.Command | None:
         case "submit":
             writer = wire.peer_from_pb(message.submit.writer) if message.submit.HasField("writer") else None
             share = max(0.0, message.submit.prefill_share)
-            return messages.Submit(wire.work_from_pb(message.submit.work), writer, share)
+            work = wire.work_from_pb(message.submit.work)
+            return messages.Submit(work, writer, share, elsewhere=_elsewhere(message.submit))
         case "prefill":
-            return messages.Prefill(wire.work_from_pb(message.prefill.work), message.prefill.alone)
+            work = wire.work_from_pb(message.prefill.work)
+            return messages.Prefill(work, message.prefill.alone, elsewhere=_elsewhere(message.prefill))
         case "ticket":
             return messages.GiveTicket(wire.ticket_from_pb(message.ticket.ticket))
         case "cancel":
@@ -29,3 +33,7 @@ def command_from_pb(message: CoordinatorMessage) -> messages.Command | None:
             return messages.SetRole(Role(message.set_role.role))
         case _:
             return None
+
+
+def _elsewhere(order: pb.Submit | pb.Prefill) -> Elsewhere | None:
+    return wire.elsewhere_from_pb(order.elsewhere) if order.HasField("elsewhere") else None

@@ -108,7 +108,8 @@ class Lookups:
             else:
                 self._end(waiting, hit)
 
-        self._port.find(root, names, tokens, most, then, token_seconds=self._token_seconds())
+        elsewhere = waiting.order.elsewhere
+        self._port.find(root, names, tokens, most, then, token_seconds=self._token_seconds(), elsewhere=elsewhere)
 
     def _give_up(self, hit: PoolHit) -> None:
         assert self._port is not None

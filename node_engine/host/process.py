@@ -13,6 +13,7 @@ from typing import Any
 
 from baton import log, wire
 from baton import segment as segments
+from baton.advertise import advertised
 from baton.block_hash import root_hash
 from baton.clock import steady
 from baton.config import Config
@@ -29,7 +30,6 @@ from node_engine.core.scheduler import Scheduler, SchedulerLimits
 from node_engine.core.sequence import SequenceState
 from node_engine.core.step import Engine
 from node_engine.core.victims import POLICIES
-from node_engine.host.advertise import advertised
 from node_engine.host.commands import command_from_pb
 from node_engine.host.compute import ComputeThread, WhenIdle
 from node_engine.host.engines import build_engine, cache_blocks

@@ -13,7 +13,7 @@ from tests.answers import Answer, cluster_call
 from tests.cluster import Cluster
 from tests.pool.rig import until
 
-SOURCES = ("computed_prefill", "computed_decode", "local_cache", "pool")
+SOURCES = ("computed_prefill", "computed_decode", "local_cache", "pool", "remote_pool")
 
 
 @asynccontextmanager

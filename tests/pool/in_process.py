@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 from baton.addressing import AddressSpace
 from baton.block_hash import BlockHash
 from baton.kv_layout import KVLayout
-from baton.pool_terms import PoolHit, PoolPin, Publish
+from baton.pool_terms import Elsewhere, PoolHit, PoolPin, Publish
 from baton.segment import create, segment_bytes
 from baton.types import BlockIndex
 from kv_pool.core.chain import Chain
@@ -61,6 +62,8 @@ class Port:
     def __init__(self, pool: PoolInProcess, space: AddressSpace, holder: str) -> None:
         self.attached = True
         self.slow = False
+        self.remote = 0  # blocks of what is found next that are said to come from another host's pool
+        self.told: list[Elsewhere] = []
         self.lookups: deque[Callable[[], None]] = deque()
         self.queue: deque[Publish] = deque()
         self.pins: set[int] = set()
@@ -85,11 +88,14 @@ class Port:
         then: Callable[[PoolHit], None],
         *,
         token_seconds: float | None = None,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         chain = Chain(root, names, tokens, self._pool.layout.block_size)
+        self.told += [elsewhere] if elsewhere else []
 
         def answer() -> None:
-            then(self._hit(self._pool.core.find(self._holder, chain, max_tokens, self._pool.now())))
+            hit = self._hit(self._pool.core.find(self._holder, chain, max_tokens, self._pool.now()))
+            then(replace(hit, remote=self.remote))
 
         if self.slow:
             self.lookups.append(answer)

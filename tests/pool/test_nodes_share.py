@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import Cancelled
+from baton.pool_terms import Elsewhere
 from baton.types import AttemptKey, RequestId, Work
 from node_engine.core.ledger import BlockState
 from node_engine.core.messages import Cancel, CoordinatorLost, GiveTicket, Prefill, Submit
@@ -267,3 +268,28 @@ def test_a_sender_keeps_what_it_reads_in_the_pool(tmp_path: Path) -> None:
     host.settle()
     host.check()
     host.close()
+
+
+def test_what_another_hosts_pool_sent_is_told_apart(host: Host) -> None:
+    first = work(PROMPT, request="a")
+    assert host.serve(first) == reference(first)
+    host.settle()
+    elsewhere = Elsewhere(WRITER, 48, 0.001)
+    sender, receiver = host.prefill[1], host.decode[1]
+    assert sender.port is not None
+    assert receiver.port is not None
+    sender.port.remote = receiver.port.remote = 2
+    second = work((*PROMPT[:48], 7, 8, 9), request="b")
+    receiver.tell(Submit(second, None, elsewhere=elsewhere))
+    while receiver.step():
+        pass
+    admitted = receiver.take("admitted")[0]
+    assert (admitted.cached_tokens, admitted.pooled_tokens, admitted.remote_tokens) == (48, 48, 32)
+    sender.tell(Prefill(work((*PROMPT[:48], 3), request="c"), alone=True, elsewhere=elsewhere))
+    while sender.step():
+        pass
+    ended = sender.take("prefill_ended")[0]
+    assert (ended.cached_tokens, ended.pooled_tokens, ended.remote_tokens) == (48, 48, 32)
+    assert sender.port.told == receiver.port.told == [elsewhere]
+    host.settle()
+    host.check()

@@ -76,7 +76,7 @@ def test_prompt_tokens_have_one_source_each(world: World, p0: Incarnation, d0: I
     for submit in world.sent(d0, m.Submit)[1:]:
         world.say(d0, m.Admitted(submit.work.key, 1, 19, 0))
     counted = world.brain.counters.prompt_tokens
-    assert counted == {"computed_prefill": 20, "computed_decode": 2, "local_cache": 38, "pool": 0}
+    assert counted == {"computed_prefill": 20, "computed_decode": 2, "local_cache": 38, "pool": 0, "remote_pool": 0}
 
 
 def test_one_that_comes_later_goes_to_the_same_node_at_once(world: World, p0: Incarnation, d0: Incarnation) -> None:

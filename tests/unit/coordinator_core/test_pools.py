@@ -8,15 +8,29 @@ from baton.block_hash import chain, root_hash, short_name
 from baton.errors import ConfigError, NodeGone
 from baton.kv_layout import KVLayout
 from baton.pb.cluster_pb2 import NodeStats
-from baton.types import Incarnation, NodeName, Request, RequestId, Role, SamplingParams
+from baton.pool_terms import Elsewhere
+from baton.types import AttemptKey, Incarnation, NodeName, PeerAddress, Request, RequestId, Role, SamplingParams, Work
 from baton.wire import PROTOCOL_VERSION
 from coordinator.core.brain import Brain
 from coordinator.core.identity import JoinInfo
-from coordinator.core.messages import CacheEvents, CacheQuery, CacheSnapshot, Heartbeat, Lost, Send, Tokens
+from coordinator.core.messages import (
+    CacheEvents,
+    CacheQuery,
+    CacheSnapshot,
+    Heartbeat,
+    Lost,
+    Prefill,
+    Send,
+    Submit,
+    Tokens,
+)
 from coordinator.core.policies import POLICIES
 from coordinator.core.pools import PoolInfo
 from coordinator.core.registry import Registry
 from coordinator.core.settings import Settings
+from coordinator.node_messages import order_to_pb
+from node_engine.core import messages
+from node_engine.host.commands import command_from_pb
 
 LAYOUT = KVLayout(2, 2, 16, 4, "float32")
 SILENCE = 5.0
@@ -132,3 +146,68 @@ def test_what_only_nodes_say_is_dropped() -> None:
     made.join_pool(POOL, AS_POOL, 0.0)
     made.receive(AS_POOL, Tokens(()), 1.0)
     assert made.counters.dropped_messages["unexpected"] == 1
+
+
+ELSEWHERE = Incarnation("4" * 16)
+LONG = tuple(range(41))  # 10 blocks and a token
+
+
+def with_two_pools(there: int) -> Brain:
+    """`decode-0` and a pool on host-a, which has nothing; `decode-1` and a pool on host-b, which has `there` blocks."""
+    made = brain()
+    made.join_pool(POOL, AS_POOL, 0.0)
+    made.join_pool(replace(POOL, name=NodeName("pool-1"), host_id="host-b", endpoint="b:1"), ELSEWHERE, 0.0)
+    root = root_hash(bytes.fromhex(POOL.model_digest), LAYOUT, b"")
+    names = tuple(short_name(name) for name in chain(root, LONG, LAYOUT.block_size))
+    made.receive(ELSEWHERE, CacheSnapshot(1, names[:there]), 1.0)
+    return made
+
+
+@pytest.mark.parametrize(("there", "tokens"), [(10, 40), (4, 16), (3, 0), (0, 0)])
+def test_what_another_hosts_pool_has_is_told_of_if_it_is_enough(there: int, tokens: int) -> None:
+    knowledge = with_two_pools(there).knowledge
+    names = knowledge.names_of(Request(RequestId("r"), LONG, SamplingParams(1), 10.0))
+    told = {node: (pool.address, count) for node, (pool, count) in knowledge.elsewhere(names, (HERE, THERE)).items()}
+    address = PeerAddress(NodeName("pool-1"), ELSEWHERE, "host-b", "b:1")
+    assert told == ({HERE: (address, tokens)} if tokens else {}), "and never to nodes of its own host"
+
+
+def test_a_node_without_a_pool_is_told_of_none() -> None:
+    made = with_two_pools(10)
+    made.node_gone(AS_POOL, NodeGone("gone"), 2.0)
+    knowledge = made.knowledge
+    assert (
+        knowledge.elsewhere(knowledge.names_of(Request(RequestId("r"), LONG, SamplingParams(1), 10.0)), (HERE,)) == {}
+    )
+
+
+def test_another_salt_is_another_prompt_there_too() -> None:
+    knowledge = with_two_pools(10).knowledge
+    salted = Request(RequestId("r"), LONG, SamplingParams(1), 10.0, cache_salt=b"another tenant's")
+    assert knowledge.elsewhere(knowledge.names_of(salted), (HERE,)) == {}
+
+
+def test_the_order_tells_where_and_what_computing_takes() -> None:
+    made = with_two_pools(10)
+    made.node_gone(THERE, NodeGone("gone"), 2.0)
+    made.join(replace(node("prefill-0", "host-a"), role=Role.PREFILL), Incarnation("5" * 16), 2.0)
+    effects = made.submit(Request(RequestId("r"), LONG, SamplingParams(4), 10.0), 3.0)
+    orders = [effect.message for effect in effects if isinstance(effect, Send)]
+    told = [order.elsewhere for order in orders if isinstance(order, Submit | Prefill)]
+    assert len(told) == 2
+    assert told[0] == told[1] is not None
+    assert told[0].tokens == 40
+    assert 0 < told[0].token_seconds < 1e-3
+
+
+def test_it_is_told_on_the_wire() -> None:
+    elsewhere = Elsewhere(PeerAddress(NodeName("pool-1"), ELSEWHERE, "host-b", "b:1"), 40, 0.0005)
+    key = AttemptKey(RequestId("r"), 1, 0)
+    job = Work(key, Request(RequestId("r"), LONG, SamplingParams(4), 10.0), ())
+    submit, prefill = order_to_pb(Submit(job, None, 0.0, elsewhere)), order_to_pb(Prefill(job, True, elsewhere))
+    for command in (command_from_pb(submit), command_from_pb(prefill)):
+        assert isinstance(command, messages.Submit | messages.Prefill)
+        assert command.elsewhere == elsewhere
+    without = command_from_pb(order_to_pb(Prefill(job, True)))
+    assert isinstance(without, messages.Prefill)
+    assert without.elsewhere is None

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from baton import advertise
+from baton.advertise import advertised, own_address
 from baton.config import Config
 from baton.errors import ConfigError
-from node_engine.host import advertise
-from node_engine.host.advertise import advertised, own_address
 
 
 async def resolved(**settings: Any) -> str:

@@ -1,0 +1,92 @@
+"""Promotion: what this pool lacks and another host's has is fetched from there, if that is quicker than computing.
+
+Whoever waits does so for as long as computing would take. A fetch that takes longer goes on, and as long as it does its
+pool is asked for nothing else: if it does not answer, only those who were first wait for it.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol
+
+from baton.clock import Clock
+from baton.errors import BatonError, Incomplete
+from baton.failpoints import FAILPOINTS
+from baton.kv_layout import KVLayout
+from baton.types import PeerAddress
+from kv_pool.arrivals import Offer, Wanted
+from kv_pool.core.holders import Publication
+from kv_pool.core.peer_book import PeerBook
+from kv_pool.terms import REMOTE
+
+
+class Fetcher(Protocol):
+    @property
+    def joined(self) -> bool: ...
+
+    async def fetch(self, peer: PeerAddress, written: Publication) -> None: ...
+
+
+class Promotions:
+    """One of the sources that `Arrivals` asks. `checksums` are those of blocks of the segment."""
+
+    def __init__(
+        self,
+        receiver: Fetcher,
+        layout: KVLayout,
+        checksums: Callable[[Sequence[int]], Awaitable[Sequence[int]]],
+        clock: Clock,
+    ) -> None:
+        self.counters: dict[str, float] = {}
+        self._receiver = receiver
+        self._layout = layout
+        self._checksums = checksums
+        self._clock = clock
+        self._book = PeerBook()
+        self._under_way: dict[Publication, tuple[PeerAddress, float]] = {}  # from whom, and until when it is waited for
+
+    def offer(self, wanted: Wanted, now: float) -> Offer | None:
+        there = wanted.elsewhere
+        if there is None or not self._receiver.joined:
+            return None
+        end = min(wanted.end, there.tokens // self._layout.block_size)
+        blocks = end - wanted.first
+        if blocks <= 0:
+            return None
+        # The coordinator's figure is of the node that would compute, which need not be the one that asks.
+        token_seconds = there.token_seconds or wanted.token_seconds or 0.0
+        patience = token_seconds * blocks * self._layout.block_size
+        if self._book.rests(there.pool, now) or self._is_late(there.pool, now):
+            self._decline("resting")
+        elif self._book.seconds(there.pool, blocks * self._layout.block_bytes) >= patience:
+            self._decline("slower")
+        else:
+            return Offer(REMOTE, end, patience, lambda written: self._fetch(there.pool, written, now + patience))
+        return None
+
+    def _is_late(self, peer: PeerAddress, now: float) -> bool:
+        return any(whom == peer and now >= until for whom, until in self._under_way.values())
+
+    async def _fetch(self, peer: PeerAddress, written: Publication, until: float) -> Sequence[int]:
+        started, size = self._clock(), len(written.blocks) * self._layout.block_bytes
+        self._count("baton_pool_promotions_started_total")
+        self._under_way[written] = peer, until
+        try:
+            FAILPOINTS.hit("pool.promote.before")
+            await self._receiver.fetch(peer, written)
+        except BatonError as error:
+            self._count(f'baton_pool_promotions_failed_total{{reason="{error.code}"}}')
+            if not isinstance(error, Incomplete):  # then it has it no more, and that is all
+                self._book.failed(peer, self._clock())
+            raise
+        finally:
+            del self._under_way[written]
+        self._book.took(peer, size, self._clock() - started)
+        self._count("baton_pool_promotions_done_total")
+        self._count("baton_pool_promoted_blocks_total", len(written.blocks))
+        self._count("baton_pool_promoted_bytes_total", size)
+        return await self._checksums(written.blocks)
+
+    def _decline(self, why: str) -> None:
+        self._count(f'baton_pool_promotions_declined_total{{reason="{why}"}}')
+
+    def _count(self, name: str, amount: float = 1.0) -> None:
+        self.counters[name] = self.counters.get(name, 0.0) + amount

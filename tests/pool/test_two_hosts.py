@@ -1,0 +1,61 @@
+"""Two hosts with a pool each, as real processes: a prefix is computed on one of them and moved to the other once."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import Cluster
+from tests.models import build_model, clear_prompts
+from tests.pool.cluster import metric, sources
+from tests.pool.test_pool_cluster import published
+from tests.pool.two_hosts import POOLS, in_service, two_hosts
+
+OUTPUT = 8
+SLOWLY = "prefill.layer.before=delay(0.1)"  # so that fetching is worth it on the busiest machine
+
+
+async def promotions(cluster: Cluster, **wanted: int) -> None:
+    """Until pools have told of so many, and of no others."""
+    wanted = {"started": 0, "done": 0, "failed": 0} | wanted
+    async with asyncio.timeout(10):
+        while (
+            told := {name: await metric(cluster, rf"baton_pool_promotions_{name}_total\S*") for name in wanted}
+        ) != wanted:
+            assert all(told[name] <= wanted[name] for name in wanted), told
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.asyncio
+async def test_a_prefix_is_computed_once_and_moved_once(tmp_path: Path) -> None:
+    model = build_model("llama", tmp_path)
+    prefix = [token % 500 for token in range(7, 7 * 801, 7)][:800]
+    asked = clear_prompts(model, (820,) * 6, OUTPUT, shared_prefix=prefix)
+    settings = {"model": str(model), "dtype": "float32", "threads": "1", "placement": "round_robin"}
+    async with two_hosts(tmp_path, **settings) as cluster:
+        await cluster.arm("prefill", SLOWLY)
+        await in_service(cluster, 0)
+        first = await cluster.generate(asked[0].prompt, max_tokens=OUTPUT, temperature=0.0)
+        assert first.tokens == asked[0].answer
+        assert (await sources(cluster, first))["computed_prefill"] == 820
+        await published(cluster, 50)
+        async with asyncio.timeout(10):
+            while await metric(cluster, "baton_prefix_directory_blocks") < 50:
+                await asyncio.sleep(0.05)
+        await in_service(cluster, 0, 1)
+        answers = await asyncio.gather(
+            *(cluster.generate(one.prompt, max_tokens=OUTPUT, temperature=0.0) for one in asked[1:])
+        )
+        remote = 0
+        for one, answer in zip(asked[1:], answers, strict=True):
+            assert answer.tokens == one.answer
+            came = await sources(cluster, answer)
+            assert came["pool"] + came["remote_pool"] >= 800
+            assert came["computed_prefill"] + came["computed_decode"] <= 20
+            remote += came["remote_pool"]
+        assert remote >= 800, "of whoever waited for it"
+        await promotions(cluster, started=1, done=1)
+        ledgers = {ledger.node: ledger.cached for ledger in (await cluster.wait_quiet()).ledgers}
+        assert all(50 <= ledgers.pop(pool) < 100 for pool in POOLS), "once per pool"
+        assert sum(ledgers.values()) < 50, "and in no node's own memory"
+        assert await metric(cluster, r"baton_pool_promoted_blocks_total\S*") == 50
