@@ -2,10 +2,13 @@
 
 import logging
 import sys
+import traceback
+from pathlib import Path
 from typing import Any
 
 import structlog
 
+_DEPTH = 8  # innermost frames that `places` names
 _FORBIDDEN = frozenset({"prompt", "text", "tokens", "token_ids", "emitted", "messages", "body"})
 
 
@@ -42,3 +45,9 @@ def get(name: str) -> structlog.stdlib.BoundLogger:
     """A logger whose lines say which part of the process speaks."""
     logger: structlog.stdlib.BoundLogger = structlog.get_logger(part=name)
     return logger
+
+
+def places(error: BaseException) -> list[str]:
+    """Where it came from, innermost last. An exception's message is not for the log: it may quote a prompt."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[-_DEPTH:]]

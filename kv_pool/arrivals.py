@@ -147,6 +147,8 @@ class Arrivals:
             whole = await offer.fetch(written)
         except BatonError as error:
             log.get("pool").info("blocks did not come", code=error.code, reason=error.message)
+        except Exception as error:  # a defect of a source costs a computation, not places that are never free again
+            log.get("pool").error("a source of blocks failed", kind=type(error).__name__, places=log.places(error))
         finally:
             offer.let_go()
         self._sealed(granted.blocks[: len(whole)], whole)

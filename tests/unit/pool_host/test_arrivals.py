@@ -104,7 +104,7 @@ async def test_two_that_lack_the_same_block_wait_for_the_same_arrival() -> None:
     assert len(rig.find(of_blocks(1, 2, 9)).blocks) == 2
 
 
-@pytest.mark.parametrize(("whole", "found"), [(1, 1), (0, 0), (PeerGone("it is gone"), 0)])
+@pytest.mark.parametrize(("whole", "found"), [(1, 1), (0, 0), (PeerGone("it is gone"), 0), (ValueError("a defect"), 0)])
 async def test_what_is_not_whole_never_comes_and_its_places_are_free(whole: int | Exception, found: int) -> None:
     source = Elsewhere(4, whole)
     rig = Rig(source)
