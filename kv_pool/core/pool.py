@@ -140,9 +140,12 @@ class Pool:
 
     def take_moves(self) -> tuple[Move, ...]:
         """Blocks to be copied to disk, in this order, before their memory is used for anything else. They are in the
-        disk's index already: what cannot be copied is to be dropped there, with what follows it."""
-        moves, self._moves = tuple(self._moves), []
-        return moves
+        disk's index already: what cannot be copied is to be dropped there, with what follows it. What the disk has
+        evicted again since is left out: its slot is not its own any more."""
+        moves, self._moves = self._moves, []
+        last = {move.disk: move for move in moves}
+        there = self.disk.index if self.disk is not None else ()
+        return tuple(move for move in moves if move.disk in there and last[move.disk] is move)
 
     def on_disk(self, chain: Chain, first: int, end: int, now: float) -> "array[int]":
         """The disk blocks of the chain's blocks from `first` on, which is not in memory, up to `end`. To load them:

@@ -97,6 +97,23 @@ def test_what_may_move_is_bounded_and_begins_with_the_first() -> None:
     assert pool.take_moves() == ()
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_what_the_disk_evicts_at_once_is_not_copied_over_what_follows_it(slots: int) -> None:
+    """Else the journal would have, for a moment, one block's checksum under another one's name."""
+    pool = pool_of(4, slots)
+    for prompt in (of_blocks(1, 2), of_blocks(3, 4)):
+        fill(pool.memory, prompt)
+        pool.memory.match(prompt, 1.0)
+    names = [pool.memory.index.name(block) for block in range(4)]
+    pool.reserve(NODE, of_blocks(7, 8, 9, 10), 0, 2.0)
+    moves = pool.take_moves()
+    assert pool.disk is not None
+    assert len({move.disk for move in moves}) == len(moves) == slots
+    for move in moves:
+        assert pool.disk.index.name(move.disk) == names[move.memory]
+    pool.disk.check()
+
+
 def test_a_branch_is_dropped_unless_somebody_pins_it() -> None:
     pool = pool_of(3, 8)
     assert pool.disk is not None
