@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from baton import log
 from baton.clock import Clock
 from baton.errors import BatonError
 from baton.failpoints import FAILPOINTS, Action
@@ -129,6 +130,9 @@ class DiskThread:
                     self._read(job)
             except OSError as error:
                 self._break(error)
+            except Exception as error:  # a defect costs the disk, not those who wait for this thread
+                log.get("pool").error("the disk's thread failed", kind=type(error).__name__, places=log.places(error))
+                self._break(OSError(errno.EIO, f"{type(error).__name__} in its thread"))
 
     def _next(self) -> _Write | _Read | None:
         with self._changed:
@@ -157,6 +161,8 @@ class DiskThread:
             self._free_rows.append(job.row)
 
     def _read(self, job: _Read) -> None:
+        if not job.result.set_running_or_notify_cancel():
+            return  # nobody waits for it any more
         began, whole = self._clock(), 0
         try:
             if not self._broken:
