@@ -105,6 +105,9 @@ class Publisher:
             except BatonError as error:
                 self._log.info("not published", code=error.code, reason=error.message)
                 self._end(job, None)
+            except Exception as error:  # a defect costs this publication, not all that would follow
+                self._log.error("publishing failed", kind=type(error).__name__, places=log.places(error))
+                self._end(job, None)
             finally:
                 del rows  # the mapping goes with its last user
                 line.attachment.end_copying()
@@ -138,7 +141,7 @@ class _Publication:
         self._held: PoolHit | None = None  # what is published so far, pinned so that the rest can follow
 
     def run(self, count: Callable[[int], None]) -> None:
-        """Concludes the job, or raises BatonError."""
+        """Concludes the job, or raises."""
         try:
             upto = self._job.order.first
             while upto < self._job.end:
@@ -154,7 +157,7 @@ class _Publication:
                     return self._stop()
                 elif upto == self._job.end:
                     return self._find()
-        except BatonError:
+        except Exception:
             self._let_go()
             raise
 
@@ -172,7 +175,7 @@ class _Publication:
         try:
             for number, block in enumerate(granted.blocks, granted.first):
                 checksums.append(self._copy(number, block))
-        except BatonError:
+        except Exception:
             self._line.tell(pb.PoolQuestion(withdraw={"publication": granted.publication}))
             raise
         question = pb.PoolQuestion(seal={"publication": granted.publication, "checksums": checksums})
