@@ -10,7 +10,7 @@ from pathlib import Path
 from weakref import WeakValueDictionary
 
 from baton.addressing import AddressSpace
-from baton.errors import BatonError, PeerGone
+from baton.errors import PeerGone
 from baton.fence import WriterFences
 from baton.pb.pool_pb2 import Attached, Found
 from baton.pool_terms import PoolHit, PoolPin
@@ -51,8 +51,8 @@ class Attachment:
             if not self._fences.take(said.fence):
                 raise PeerGone(f"byte {said.fence} of segment {said.segment} is the pool's again: it took too long")
             self.rows, self._first = mappings.of(said.segment)
-        except BatonError:
-            self._fences.close()
+        except BaseException:
+            self._fences.close()  # else nobody ever could: the pool would wait for its byte for as long as this lives
             raise
         self._lock = threading.Lock()
         self._pins: set[int] = set()

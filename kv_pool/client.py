@@ -182,6 +182,12 @@ class PoolClient:
             if not isinstance(error, _GONE):
                 self._pause = self._redial.refused()
             return None
+        except Exception as error:  # a defect costs this attachment, not all that would follow
+            self._log.error("attaching failed", kind=type(error).__name__, places=log.places(error))
+            self._pause = self._redial.refused()
+            return None
+        for old in [one for one, line in list(self._lines.items()) if line.attachment.ended]:
+            self._lines.pop(old, None)  # whose last user was a publication
         line = self._lines[number] = Line(session, attachment, asyncio.get_running_loop())
         return line
 

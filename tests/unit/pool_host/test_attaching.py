@@ -1,0 +1,61 @@
+"""A node's attachment that does not come about for a reason that nobody foresaw: the pool gets its byte back, and the
+node dials again."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from baton.addressing import AddressSpace
+from baton.pb import pool_pb2 as pb
+from kv_pool.attachment import Attachment, Mappings
+from kv_pool.client import PoolClient
+from kv_pool.session import Session
+from kv_pool.store import Store
+from kv_pool.terms import RETRY
+from tests.pool.rig import LAYOUT, client_config
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with closing(Store(tmp_path, 1 << 20, LAYOUT)) as made:
+        yield made
+
+
+@pytest.fixture
+def space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AddressSpace:
+    """It maps nothing."""
+
+    def attach(self: AddressSpace, segment: str) -> memoryview:
+        raise ValueError(f"segment {segment} is mapped already")
+
+    monkeypatch.setattr(AddressSpace, "attach", attach)
+    return AddressSpace(LAYOUT.block_bytes, tmp_path, range_bytes=1 << 30)
+
+
+def test_its_byte_is_unlocked(store: Store, space: AddressSpace, tmp_path: Path) -> None:
+    byte = store.fences.mint()
+    with pytest.raises(ValueError, match="mapped already"):
+        Attachment(
+            1, pb.Attached(segment=store.name, fence=byte), Mappings(space, tmp_path, LAYOUT.block_bytes)
+        )
+    assert store.fences.close_off(byte)
+
+
+@pytest.mark.asyncio
+async def test_the_node_dials_again(store: Store, space: AddressSpace, tmp_path: Path) -> None:
+    attached = pb.PoolAnswer(attached=pb.Attached(segment=store.name, fence=store.fences.mint()))
+
+    def ask(_: pb.PoolQuestion) -> "asyncio.Future[pb.PoolAnswer]":
+        answer: asyncio.Future[pb.PoolAnswer] = asyncio.get_running_loop().create_future()
+        answer.set_result(attached)
+        return answer
+
+    session = cast(Session, SimpleNamespace(ask=ask))
+    client = PoolClient(client_config("127.0.0.1:1", tmp_path, "node"), space, memoryview(bytearray(4096)))
+    assert [await client._attach(session) for _ in range(2)] == [None, None]
+    assert client._pause == 2 * RETRY
