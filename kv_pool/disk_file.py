@@ -108,9 +108,11 @@ def open_own(path: Path, flags: int) -> int:
     """A file of this user's, and of nobody else's concern. Raises ConfigError for another user's, and OSError."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
     found = os.fstat(fd)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid() or found.st_nlink > 1:
         os.close(fd)
-        raise ConfigError(f"{path} is no file of user {os.geteuid()}: choose another folder with {FOLDER_KNOB}")
+        raise ConfigError(
+            f"{path} is no file of user {os.geteuid()} under this name alone: choose another folder with {FOLDER_KNOB}"
+        )
     return fd
 
 

@@ -328,6 +328,8 @@ class PoolHost:
 
     def _prove(self) -> None:
         """Try the byte of everybody who is doubtful, and again after RETRY of those that keep it."""
+        if self._closed:
+            return
         for holder in self.pool.doubtful:
             if self._it.store.fences.close_off(self._fences[holder]):
                 del self._fences[holder]
@@ -358,8 +360,9 @@ def _require_sane(applicant: Applicant) -> None:
     sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size)
     if layout.dtype not in DTYPE_BYTES or min(sizes) < 1:
         raise LayoutMismatch(f"{layout} is no layout")
-    if not applicant.node.isprintable():
-        raise LayoutMismatch(f"node name {applicant.node!r} is not printable")
+    for name in (applicant.node, applicant.process):
+        if not name.isprintable():
+            raise LayoutMismatch(f"node name {name!r} is not printable")
 
 
 def _require(field: str, theirs: object, ours: object) -> None:

@@ -123,15 +123,15 @@ class Receiver:
     def _happened(self, event: InboundEvent) -> None:
         match event:
             case Sealed(ticket):
-                _end(self._landing.pop(ticket), None)
-            case Lost(ticket, error):
-                _end(self._landing.pop(ticket), error)
+                _end(self._landing.pop(ticket, None), None)
+            case Lost(ticket, error):  # if it was sealed before, all of it is there, and only the commit is lost
+                _end(self._landing.pop(ticket, None), error)
             case _:
                 pass
 
 
-def _end(landed: "asyncio.Future[None]", error: BatonError | None) -> None:
-    if landed.done():
+def _end(landed: "asyncio.Future[None] | None", error: BatonError | None) -> None:
+    if landed is None or landed.done():
         return
     if error is None:
         landed.set_result(None)

@@ -3,6 +3,7 @@ blocks have been read back, places that are not free before what was there is co
 its way here, which is answered twice. So answers may come in another order than questions."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Coroutine
 from typing import Any
 
@@ -151,7 +152,8 @@ class _Stream:
 
     def _find(self, number: int, find: pb.FindPrefix) -> None:
         elsewhere = wire.elsewhere_from_pb(find.elsewhere) if find.HasField("elsewhere") else None
-        asked = Question(self._chain(find.chain), find.max_tokens, find.partial, find.token_seconds or None, elsewhere)
+        token_seconds = find.token_seconds if 0 < find.token_seconds < math.inf else None
+        asked = Question(self._chain(find.chain), find.max_tokens, find.partial, token_seconds, elsewhere)
         found, arrival = self._host.find(self._desk, asked)
         answer = _found_pb(found)
         if arrival is not None and len(self._slow) < _SLOW:
@@ -162,7 +164,13 @@ class _Stream:
     def _take_time(self, answering: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(answering)
         self._slow.add(task)
-        task.add_done_callback(self._slow.discard)
+        task.add_done_callback(self._answered)
+
+    def _answered(self, task: asyncio.Task[None]) -> None:
+        self._slow.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:  # else the node would wait for ever
+            log.get("pool").error("an answer failed", kind=type(error).__name__, places=log.places(error))
+            self._stop.set()
 
     async def _grant(self, question: int, places: pb.Granted, room_made: Awaitable[None]) -> None:
         await room_made

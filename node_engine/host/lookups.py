@@ -1,7 +1,8 @@
 """Looking up in the shared pool before the compute thread hears of an order: on the event loop, so that no step waits.
 
-Commands of an attempt whose look-up is under way wait behind it; its cancel ends the wait, and those that concern all
-attempts end every wait. A look-up during which this node was told of a publication of its own is asked again: the
+Commands of an attempt whose look-up is under way wait behind it; its cancel ends the wait, those that concern all
+attempts end every wait, and the end of a writer those of the orders that name it. Questions for a ledger or a cache
+wait for nothing and end nothing: an operator's look must not cost prompts what the pool has of them. A look-up during which this node was told of a publication of its own is asked again: the
 compute thread gives own copies up for what was published, so an older answer may lack what is no longer found here.
 """
 
@@ -11,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from baton.block_hash import BlockHash, chain_names, pack_tokens
 from baton.clock import Clock, steady
 from baton.pool_terms import PoolHit
-from baton.types import AttemptKey, Work
-from node_engine.core.messages import Cancel, Command, GiveTicket, Prefill, Submit
+from baton.types import AttemptKey, Incarnation, Work
+from node_engine.core.messages import CacheQuery, Cancel, Command, GiveTicket, LedgerQuery, PeerGone, Prefill, Submit
 from node_engine.pool_port import PoolPort
 
 _TRIES = 3
@@ -64,7 +65,7 @@ class Lookups:
         """The next command of the stream."""
         key = _key_of(command)
         if key is None:
-            self.flush()
+            self._let_go(command)
         elif (waiting := self._waiting.get(key)) is not None:
             waiting.followers.append(command)
             if isinstance(command, Cancel):
@@ -79,6 +80,18 @@ class Lookups:
         """Wait for no answer any more."""
         for waiting in tuple(self._waiting.values()):
             self._end(waiting, None)
+
+    def _let_go(self, command: Command) -> None:
+        """Of the waits that end before a command that is no attempt's."""
+        match command:
+            case LedgerQuery() | CacheQuery():
+                pass
+            case PeerGone(incarnation):
+                for waiting in tuple(self._waiting.values()):
+                    if isinstance(waiting.order, Submit) and _is_writer(incarnation, waiting.order):
+                        self._end(waiting, None)
+            case _:
+                self.flush()
 
     def _begin(self, order: Submit | Prefill) -> None:
         work = order.work
@@ -125,6 +138,10 @@ class Lookups:
         self._deliver(replace(waiting.order, hit=found))
         for command in waiting.followers:
             self._deliver(command)
+
+
+def _is_writer(incarnation: Incarnation, order: Submit) -> bool:
+    return order.writer is not None and order.writer.incarnation == incarnation
 
 
 def _key_of(command: Command) -> AttemptKey | None:

@@ -7,9 +7,9 @@ import pytest
 
 from baton.errors import Cancelled
 from baton.pool_terms import Elsewhere
-from baton.types import AttemptKey, RequestId, Work
+from baton.types import AttemptKey, Incarnation, RequestId, Work
 from node_engine.core.ledger import BlockState
-from node_engine.core.messages import Cancel, CoordinatorLost, GiveTicket, Prefill, Submit
+from node_engine.core.messages import CacheQuery, Cancel, CoordinatorLost, GiveTicket, LedgerQuery, PeerGone, Prefill, Submit
 from tests.pool.nodes import BLOCK, Host, reference
 from tests.unit.roles.bench import WRITER, work
 
@@ -115,6 +115,23 @@ def test_an_attempt_waits_for_its_look_up_until_it_is_cancelled_and_others_do_no
     host.prefill[0].let_go()
     node.port.lookups.popleft()()  # too late: its pin goes back
     host.settle()
+    host.check()
+
+
+def test_what_concerns_no_attempt_ends_no_look_up(host: Host) -> None:
+    """An operator's question and the end of some other node cost no prompt what the pool has of it."""
+    node = host.decode[0]
+    assert node.port is not None
+    node.port.slow = True
+    job = work(PROMPT, request="a")
+    order, others = Submit(job, WRITER), (LedgerQuery(1), CacheQuery(), PeerGone(Incarnation("somebody else")))
+    for command in (order, *others):
+        node.lookups.take(command)
+    assert tuple(node.inbox) == others
+    node.lookups.take(PeerGone(WRITER.incarnation))
+    assert tuple(node.inbox)[3:] == (order, PeerGone(WRITER.incarnation)), "its writer ends after it was named"
+    node.inbox.clear()
+    node.port.lookups.popleft()()  # too late: its pin goes back
     host.check()
 
 

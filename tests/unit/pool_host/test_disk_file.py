@@ -8,12 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from baton.clock import steady
 from baton.errors import ConfigError, Draining
 from baton.kv_layout import KVLayout
+from kv_pool.block_rows import BlockRows
 from kv_pool.core.disk_journal import Entry, record_bytes
+from kv_pool.core.policies import POLICIES
 from kv_pool.disk_file import HEADER_BYTES, NAME, DiskFile, open_disk
 from kv_pool.disk_journal_file import NAME as JOURNAL
 from kv_pool.disk_journal_file import DiskJournal
+from kv_pool.disk_mount import DiskTerms, mount
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
 BLOCK = LAYOUT.block_bytes
@@ -109,7 +113,7 @@ def test_a_second_pool_does_not_get_it(file: DiskFile, tmp_path: Path) -> None:
 def test_another_users_file_is_left_alone(filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(os, "geteuid", lambda: 4242)
-        with pytest.raises(ConfigError, match="is no file of user 4242: choose another folder with --pool-disk-dir"):
+        with pytest.raises(ConfigError, match="is no file of user 4242 .*: choose another folder with --pool-disk-dir"):
             opened(filled)
     assert held(filled) == b"\7" * BLOCK
 
@@ -119,6 +123,18 @@ def test_what_is_no_file_is_refused(tmp_path: Path, make: object) -> None:
     make(tmp_path / NAME)  # type: ignore[operator]
     with pytest.raises(ConfigError, match="--pool-disk-dir"):
         opened(tmp_path)
+
+
+@pytest.mark.parametrize("name", [NAME, JOURNAL])
+def test_what_has_another_name_too_is_left_alone(tmp_path: Path, name: str) -> None:
+    """In a folder that others may write to, it might be anything of this user's."""
+    mine = tmp_path / "mine"
+    mine.write_bytes(b"dear to me")
+    (tmp_path / name).hardlink_to(mine)
+    with pytest.raises(ConfigError, match="under this name alone: choose another folder with --pool-disk-dir"):
+        memory = BlockRows(memoryview(bytearray(BLOCK)), BLOCK)
+        mount(DiskTerms(tmp_path, SIZE), POLICIES["lru"], DIGEST, LAYOUT, memory, steady, lambda _: None, lambda: True)
+    assert mine.read_bytes() == b"dear to me"
 
 
 def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
