@@ -9,7 +9,16 @@ from baton.errors import Cancelled
 from baton.pool_terms import Elsewhere
 from baton.types import AttemptKey, Incarnation, RequestId, Work
 from node_engine.core.ledger import BlockState
-from node_engine.core.messages import CacheQuery, Cancel, CoordinatorLost, GiveTicket, LedgerQuery, PeerGone, Prefill, Submit
+from node_engine.core.messages import (
+    CacheQuery,
+    Cancel,
+    CoordinatorLost,
+    GiveTicket,
+    LedgerQuery,
+    PeerGone,
+    Prefill,
+    Submit,
+)
 from tests.pool.nodes import BLOCK, Host, reference
 from tests.unit.roles.bench import WRITER, work
 

@@ -1,5 +1,5 @@
 """A node's attachment that does not come about for a reason that nobody foresaw: the pool gets its byte back, and the
-node dials again."""
+node dials again. And one that outlives the pool."""
 
 import asyncio
 from collections.abc import Iterator
@@ -11,13 +11,16 @@ from typing import cast
 import pytest
 
 from baton.addressing import AddressSpace
+from baton.clock import steady
 from baton.pb import pool_pb2 as pb
 from kv_pool.attachment import Attachment, Mappings
 from kv_pool.client import PoolClient
+from kv_pool.core.policies import POLICIES
+from kv_pool.host import Applicant, PoolHost
 from kv_pool.session import Session
 from kv_pool.store import Store
-from kv_pool.terms import RETRY
-from tests.pool.rig import LAYOUT, client_config
+from kv_pool.terms import PROTOCOL_VERSION, RETRY
+from tests.pool.rig import DIGEST, LAYOUT, client_config
 
 
 @pytest.fixture
@@ -40,10 +43,17 @@ def space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AddressSpace:
 def test_its_byte_is_unlocked(store: Store, space: AddressSpace, tmp_path: Path) -> None:
     byte = store.fences.mint()
     with pytest.raises(ValueError, match="mapped already"):
-        Attachment(
-            1, pb.Attached(segment=store.name, fence=byte), Mappings(space, tmp_path, LAYOUT.block_bytes)
-        )
+        Attachment(1, pb.Attached(segment=store.name, fence=byte), Mappings(space, tmp_path, LAYOUT.block_bytes))
     assert store.fences.close_off(byte)
+
+
+@pytest.mark.asyncio
+async def test_a_stream_may_end_after_the_pool(tmp_path: Path) -> None:
+    host = PoolHost(tmp_path, 1 << 20, POLICIES["lru"], steady)
+    desk = await host.attach(Applicant(PROTOCOL_VERSION, "node", "1", host.host_id, DIGEST.hex(), LAYOUT))
+    await host.close()
+    host.ended(desk)
+    assert host._retry is None
 
 
 @pytest.mark.asyncio
