@@ -2,8 +2,9 @@
 
 Commands of an attempt whose look-up is under way wait behind it; its cancel ends the wait, those that concern all
 attempts end every wait, and the end of a writer those of the orders that name it. Questions for a ledger or a cache
-wait for nothing and end nothing: an operator's look must not cost prompts what the pool has of them. A look-up during which this node was told of a publication of its own is asked again: the
-compute thread gives own copies up for what was published, so an older answer may lack what is no longer found here.
+wait for nothing and end nothing: an operator's look must not cost prompts what the pool has of them. A look-up during
+which this node was told of a publication of its own is asked again: the compute thread gives own copies up for what was
+published, so an older answer may lack what is no longer found here.
 """
 
 from collections.abc import Callable
