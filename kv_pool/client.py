@@ -101,7 +101,7 @@ class PoolClient:
     ) -> None:
         """Look a prompt up: `names` and `tokens` as in kv_pool/core/chain.py; `token_seconds` is what this node takes
         to compute a token of a prompt, if it knows; `elsewhere` is another host's pool that may have more. `then`
-        is called once, on the loop: within FIND_PATIENCE, or, if more is on its way to the pool's memory, by when
+        is called once, on the loop: within `find_patience`, or, if more is on its way to the pool's memory, by when
         computing that would have been as quick, but within LOAD_PATIENCE."""
         chain = pb.Chain(root=root, names=names, tokens=tokens)
         find = pb.FindPrefix(
@@ -213,7 +213,7 @@ class PoolClient:
         if line is None:
             then(MISS)
             return
-        Lookup(line, question, then, self._count)
+        Lookup(line, question, then, self._count, self._config.find_patience)
 
     # publishing, on the loop
 

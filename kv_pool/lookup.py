@@ -7,17 +7,23 @@ from baton.pb.pool_pb2 import PoolAnswer, PoolQuestion
 from baton.pool_terms import PoolHit
 from kv_pool.attachment import MISS
 from kv_pool.line import Line
-from kv_pool.terms import FIND_PATIENCE, LOAD_PATIENCE
+from kv_pool.terms import LOAD_PATIENCE
 
 _Answer = asyncio.Future[PoolAnswer]
 
 
 class Lookup:
     """`then` is called once, on the loop. If more is on its way to the pool's memory, that is waited for as long as it
-    pays; after that, what was found at first counts. What comes later is released at once. `count` counts by metric."""
+    pays; after that, what was found at first counts. What comes later is released at once. `count` counts by metric;
+    `patience`: seconds for the first answer."""
 
     def __init__(
-        self, line: Line, question: PoolQuestion, then: Callable[[PoolHit], None], count: Callable[[str], None]
+        self,
+        line: Line,
+        question: PoolQuestion,
+        then: Callable[[PoolHit], None],
+        count: Callable[[str], None],
+        patience: float,
     ) -> None:
         self._line = line
         self._then = then
@@ -25,7 +31,7 @@ class Lookup:
         self._open = True
         self._first = MISS  # what is there, while more is waited for
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(FIND_PATIENCE, self._expire, "baton_pool_lookups_late_total")
+        self._timer = self._loop.call_later(patience, self._expire, "baton_pool_lookups_late_total")
         more: _Answer = self._loop.create_future()
         more.add_done_callback(self._came)
         line.session.ask(question, more).add_done_callback(self._answered)

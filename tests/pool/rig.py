@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -99,7 +99,6 @@ class Node:
     space: AddressSpace
     arena: Segment
     memory: "np.ndarray[tuple[int, int], np.dtype[np.uint8]]"
-    late: list[PoolHit | None] = field(default_factory=list)
 
     def fill(self, tokens: Sequence[int], first: int = 0) -> tuple[int, ...]:
         """Write what a model would for these tokens' full blocks into own blocks from `first` on. Returns those."""
@@ -176,6 +175,7 @@ def client_config(address: str, folder: Path, name: str, **changed: Any) -> Pool
         "model_digest": DIGEST.hex(),
         "layout": LAYOUT,
         "segment_folder": folder,
+        "find_patience": 1.0,  # a miss is to be the pool's answer, and not that of a busy machine
     }
     return PoolClientConfig(**{**settings, **changed})
 
