@@ -140,6 +140,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     pool_eviction: Annotated[
         Literal["cost", "lru"], _help("What leaves the pool first: what is least worth keeping, or least recently used")
     ] = "cost"
+    pool_patience: Annotated[
+        Seconds, _help("Seconds a node waits for the first answer of its host's pool; then it computes")
+    ] = 0.05
     pool_publish_rate: Annotated[str, _help("What a decode node copies into the pool in a second at most")] = "256MiB"
 
     # patience

@@ -41,6 +41,7 @@ def pool_client(parts: ClientParts) -> PoolClient:
         model_digest=parts.model_digest.hex(),
         layout=parts.layout,
         segment_folder=Path(config.segment_dir),
+        find_patience=config.pool_patience,
         paced_bytes_per_second=float(parse_memory(config.pool_publish_rate, 0, "pool_publish_rate")),
     )
     return PoolClient(terms, parts.space, parts.own)

@@ -8,7 +8,6 @@ from baton.types import NodeName
 
 PROTOCOL_VERSION = 1
 PEER_PROTOCOL_VERSION = 1  # between pools
-FIND_PATIENCE = 0.05  # seconds; then a node's lookup is a miss
 LOAD_PATIENCE = 5.0  # seconds a lookup waits at most for what is on its way to the pool's memory
 REMOTE = "remote"  # the tier of what comes from another host's pool
 RETRY = 0.2  # seconds between two attempts to attach, and between two to prove that an attachment is over
@@ -41,4 +40,4 @@ class PoolClientConfig:
     layout: KVLayout
     segment_folder: Path
     paced_bytes_per_second: float = 256.0 * (1 << 20)
-    find_patience: float = FIND_PATIENCE
+    find_patience: float = 0.05

@@ -33,8 +33,8 @@ class PoolPort(Protocol):
         token_seconds: float | None = None,
         elsewhere: Elsewhere | None = None,
     ) -> None:
-        """The longest prefix of a chain that the pool has, at most `max_tokens` long. `then` is called once, within
-        50 ms: too slow an answer, or no pool, is a miss. If the pool is loading more of it, that is waited for while
+        """The longest prefix of a chain that the pool has, at most `max_tokens` long. `then` is called once, within a
+        set time: too slow an answer, or no pool, is a miss. If the pool is loading more of it, that is waited for while
         computing it would take longer, `token_seconds` a token."""
         ...
 

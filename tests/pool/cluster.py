@@ -19,7 +19,8 @@ SOURCES = ("computed_prefill", "computed_decode", "local_cache", "pool", "remote
 @asynccontextmanager
 async def pooled_cluster(folder: Path, **settings: Any) -> AsyncIterator[Cluster]:
     """Every node attached; afterwards nobody holds anything."""
-    defaults = {"heartbeat": 0.1, "kv_memory": "16MiB", "pool_memory": "64MiB"}
+    patience = {"pool_patience": 1.0}  # a miss is to be the pool's answer, and not that of a busy machine
+    defaults = {"heartbeat": 0.1, "kv_memory": "16MiB", "pool_memory": "64MiB"} | patience
     cluster = Cluster(folder, **{**defaults, **settings})
     async with cluster:
         await until("attached", lambda: attachments(cluster) >= cluster.config.prefill + cluster.config.decode)

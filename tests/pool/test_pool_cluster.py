@@ -139,7 +139,7 @@ async def test_the_next_turn_of_a_conversation_computes_its_own_tokens(tmp_path:
 
 @pytest.mark.asyncio
 async def test_a_stopped_pool_costs_computing_and_nothing_else(tmp_path: Path) -> None:
-    async with pooled_cluster(tmp_path, prefill=1, decode=1, **PACED) as cluster:
+    async with pooled_cluster(tmp_path, prefill=1, decode=1, pool_patience=0.05, **PACED) as cluster:
         cluster.stop("pool-0")
         for number in range(3):
             prompt = [number, *PREFIX[:100]]

@@ -20,7 +20,14 @@ POOLS = ("pool-0", "pool-1")
 async def two_hosts(folder: Path, **settings: Any) -> AsyncIterator[Cluster]:
     """`prefill-0`, `decode-0` and `pool-0` are of one host, the others of the other. Every node is attached; afterwards
     nobody holds anything."""
-    defaults = {"heartbeat": 0.1, "kv_memory": "16MiB", "pool_memory": "64MiB", "prefill": 2, "decode": 2}
+    defaults = {
+        "heartbeat": 0.1,
+        "kv_memory": "16MiB",
+        "pool_memory": "64MiB",
+        "pool_patience": 1.0,
+        "prefill": 2,
+        "decode": 2,
+    }
     cluster = Cluster(folder, also={"pool-1": "pool-0"}, **{**defaults, **settings})
     other = cluster.segment_dir / "other-host"
     other.mkdir()

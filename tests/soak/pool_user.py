@@ -21,7 +21,6 @@ from baton.failpoints import FAILPOINTS
 from baton.pool_terms import PoolHit, Publish
 from baton.segment import create, segment_bytes
 from kv_pool.client import PoolClient
-from kv_pool.terms import FIND_PATIENCE
 from tests.pool.rig import LAYOUT, SALTLESS, client_config, until
 from tests.soak.pool_prompts import BLOCKS, Prompt, Reader, content, every_prompt
 
@@ -38,7 +37,7 @@ class Membership:
 
     def __init__(self, address: str, folder: Path, name: str, own: memoryview) -> None:
         self.space = AddressSpace(LAYOUT.block_bytes, folder, range_bytes=1 << 28)
-        self.client = PoolClient(client_config(address, folder, name, find_patience=FIND_PATIENCE), self.space, own)
+        self.client = PoolClient(client_config(address, folder, name, find_patience=0.05), self.space, own)
         self._running = asyncio.create_task(self.client.run())
 
     async def end(self) -> None:
