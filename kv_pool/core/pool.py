@@ -27,9 +27,10 @@ class Pool:
     def __init__(self, memory: Tier, disk: Tier | None = None) -> None:
         self.memory = memory
         self.disk = disk
-        self.not_moved = 0  # blocks that were to go to disk, when nothing more could be moved there
+        self.not_moved = 0  # blocks that were to go to disk, when there was no room, or nothing more could be moved
         self._most_moves: Callable[[], int] = lambda: memory.total
         self._moves: list[Move] = []
+        self._disk_is_full = False  # for what is to be moved now
         self._now = 0.0
         memory.follow(losing=self._demote)
         self._attachments: dict[Holder, Attachment] = {}
@@ -142,7 +143,7 @@ class Pool:
         """Blocks to be copied to disk, in this order, before their memory is used for anything else. They are in the
         disk's index already: what cannot be copied is to be dropped there, with what follows it. What the disk has
         evicted again since is left out: its slot is not its own any more."""
-        moves, self._moves = self._moves, []
+        moves, self._moves, self._disk_is_full = self._moves, [], False
         last = {move.disk: move for move in moves}
         there = self.disk.index if self.disk is not None else ()
         return tuple(move for move in moves if move.disk in there and last[move.disk] is move)
@@ -219,13 +220,15 @@ class Pool:
                 self.memory.give_back(block)
 
     def _demote(self, block: int) -> None:
-        if self.disk is None or not self.memory.was_used(block):
+        disk, name = self.disk, self.memory.index.name(block)
+        if disk is None or not self.memory.was_used(block):
             return
-        most = self._most_moves() - len(self._moves)
-        if most > 0:
-            self._moves += demote(self.memory, self.disk, block, self._now, most)
-        else:
-            self.not_moved += 1
+        if not self._disk_is_full and disk.index.find(name) is None:
+            most = self._most_moves() - len(self._moves)
+            moves = demote(self.memory, disk, block, self._now, most) if most > 0 else []
+            self._moves += moves
+            self._disk_is_full = not moves  # looking for room costs as much as the prompt is long
+        self.not_moved += disk.index.find(name) is None
 
     def _give_up(self, publication: Publication) -> None:
         for block in publication.blocks:

@@ -97,6 +97,29 @@ def test_what_may_move_is_bounded_and_begins_with_the_first() -> None:
     assert pool.take_moves() == ()
 
 
+def test_a_disk_without_room_is_tried_once_for_each_grant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A try costs as much as the prompt is long, and there may be thousands of victims."""
+    pool = pool_of(8, 3)
+    prompt = of_blocks(1, 2, 3, 4, 5, 6, 7, 8)
+    fill(pool.memory, prompt)
+    assert pool.disk is not None
+    fill(pool.disk, prompt)
+    pool.memory.match(prompt, 1.0)
+    tried: list[int] = []
+    chain = pool.memory.index.chain
+    monkeypatch.setattr(pool.memory.index, "chain", lambda block: (tried.append(block), chain(block))[1])
+    for number in (1, 2):
+        granted = pool.reserve(NODE, of_blocks(*range(20, 24)), 0, 2.0)
+        assert pool.take_moves() == ()
+        assert len(tried) == number
+        assert pool.not_moved == 4 * number
+        assert granted.publication is not None
+        pool.withdraw(NODE, granted.publication)
+        fill(pool.memory, prompt, 3.0)
+        pool.memory.match(prompt, 4.0)
+    pool.disk.check()
+
+
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_what_the_disk_evicts_at_once_is_not_copied_over_what_follows_it(slots: int) -> None:
     """Else the journal would have, for a moment, one block's checksum under another one's name."""
