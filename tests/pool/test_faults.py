@@ -3,12 +3,14 @@ what may still be read or written is not used for anything else."""
 
 import asyncio
 import signal
+import threading
 from itertools import count
+from typing import Any
 
 import pytest
 
-from baton.failpoints import FAILPOINTS
 from baton.pool_terms import PoolHit
+from kv_pool.block_rows import BlockRows
 from tests.pool.conftest import Host
 from tests.pool.rig import Node, expected, tokens_of, until
 
@@ -132,20 +134,30 @@ async def test_a_reader_whose_stream_broke_keeps_what_it_reads_until_it_has_ende
     await until("the old mapping is gone", lambda: len(_segments(node)) == 1)
 
 
-async def test_a_publisher_that_lost_its_stream_keeps_its_places_until_it_has_stopped(host: Host) -> None:
+async def test_a_publisher_that_lost_its_stream_keeps_its_places_until_it_has_stopped(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node, survivor = await host.node("prefill-0"), await host.node("decode-0")
     tokens = tokens_of(next(_SEEDS), 5)
     ended: asyncio.Future[PoolHit | None] = asyncio.get_running_loop().create_future()
-    FAILPOINTS.arm("pool.copy.before=delay(0.6)+2*1")
+    numbers, go, copy = count(), threading.Event(), BlockRows.copy
+
+    def third_waits(rows: BlockRows, *what: Any) -> None:
+        if next(numbers) == 2:
+            go.wait()
+        copy(rows, *what)
+
+    monkeypatch.setattr(BlockRows, "copy", third_waits)
     try:
         assert node.client.publish(node.order(tokens, node.fill(tokens), ended.set_result))
         await host.registrar.settled(writing=5)
         _break_stream(node)
         await host.registrar.settled(quarantined=5)
         assert await survivor.find(tokens) == _MISS
-        assert await asyncio.wait_for(ended, 30) is None
     finally:
-        FAILPOINTS.arm("")
+        go.set()
+    assert await asyncio.wait_for(ended, 30) is None
+    assert next(numbers) == 3, "it has stopped"
     await host.registrar.settled()
     await node.attached()
     hit = await node.publish(tokens)
