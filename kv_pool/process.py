@@ -28,6 +28,8 @@ from kv_pool.service import PoolService
 from kv_pool.store import KNOB
 from kv_transfer.advertised import dialled
 
+_DRIFT = 0.25  # of a share of the disk: by less its file is not made anew
+
 
 async def host_pool(config: Config, stop: asyncio.Event) -> None:
     """Run the pool of this host until `stop` is set. Raises ConfigError for what a restart would not mend."""
@@ -66,7 +68,12 @@ def disk_terms(config: Config) -> DiskTerms | None:
     folder = Path(where)
     there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
     used = (folder / NAME).stat().st_size if (folder / NAME).exists() else 0
-    return DiskTerms(folder, parse_memory(config.pool_disk, segments.free_bytes(there) + used, "pool_disk"))
+    room = segments.free_bytes(there) + used
+    size = parse_memory(config.pool_disk, room, "pool_disk")
+    is_share = parse_memory(config.pool_disk, 0, "pool_disk") == 0
+    if is_share and abs(size - used) <= _DRIFT * size:
+        size = used  # free space is never twice the same: what the file holds is worth more than a few blocks
+    return DiskTerms(folder, size)
 
 
 class _Process:

@@ -1,0 +1,33 @@
+"""How large the disk's file is to be."""
+
+from pathlib import Path
+
+import pytest
+
+from baton import segment
+from baton.config import Config
+from kv_pool.disk_file import NAME
+from kv_pool.process import disk_terms
+
+HELD = 500_000  # bytes of the file that is there
+
+
+@pytest.mark.parametrize(
+    ("said", "free", "size"),
+    [
+        ("0.5", 500_000, HELD),  # beside the file, as when it was made
+        ("0.5", 499_000, HELD),  # the journal, a log
+        ("0.5", 600_000, HELD),
+        ("0.5", 1_500_000, 1_000_000),
+        ("0.2", 500_000, 200_000),
+        ("490000", 500_000, 490_000),  # in so many words
+    ],
+)
+def test_a_share_of_the_disk_is_the_same_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: str, free: int, size: int
+) -> None:
+    (tmp_path / NAME).write_bytes(bytes(HELD))
+    monkeypatch.setattr(segment, "free_bytes", lambda _: free)
+    terms = disk_terms(Config(pool_disk=said, pool_disk_dir=str(tmp_path)))
+    assert terms is not None
+    assert terms.size == size
