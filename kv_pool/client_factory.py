@@ -5,10 +5,13 @@ from typing import Protocol
 
 from baton.addressing import AddressSpace
 from baton.config import Config
+from baton.errors import ConfigError
 from baton.kv_layout import KVLayout
 from baton.memory_size import parse_memory
 from kv_pool.client import PoolClient
 from kv_pool.terms import PoolClientConfig
+
+_RATE = "pool_publish_rate"
 
 
 class ClientParts(Protocol):
@@ -33,6 +36,9 @@ class ClientParts(Protocol):
 def pool_client(parts: ClientParts) -> PoolClient:
     """Raises ConfigError for a rate that is none."""
     config = parts.config
+    rate = parse_memory(config.pool_publish_rate, 0, _RATE)
+    if not rate:  # a share, and of what?
+        raise ConfigError(f"{_RATE} is {config.pool_publish_rate!r}: say 256MiB, or bytes a second", param=_RATE)
     terms = PoolClientConfig(
         address=config.pool,
         token=config.cluster_token,
@@ -42,6 +48,6 @@ def pool_client(parts: ClientParts) -> PoolClient:
         layout=parts.layout,
         segment_folder=Path(config.segment_dir),
         find_patience=config.pool_patience,
-        paced_bytes_per_second=float(parse_memory(config.pool_publish_rate, 0, "pool_publish_rate")),
+        paced_bytes_per_second=float(rate),
     )
     return PoolClient(terms, parts.space, parts.own)

@@ -12,9 +12,12 @@ import pytest
 
 from baton.addressing import AddressSpace
 from baton.clock import steady
+from baton.config import Config
+from baton.errors import ConfigError
 from baton.pb import pool_pb2 as pb
 from kv_pool.attachment import Attachment, Mappings
 from kv_pool.client import PoolClient
+from kv_pool.client_factory import ClientParts, pool_client
 from kv_pool.core.policies import POLICIES
 from kv_pool.host import Applicant, PoolHost
 from kv_pool.session import Session
@@ -45,6 +48,13 @@ def test_its_byte_is_unlocked(store: Store, space: AddressSpace, tmp_path: Path)
     with pytest.raises(ValueError, match="mapped already"):
         Attachment(1, pb.Attached(segment=store.name, fence=byte), Mappings(space, tmp_path, LAYOUT.block_bytes))
     assert store.fences.close_off(byte)
+
+
+@pytest.mark.parametrize("rate", ["0.5", "0", "-1", "much"])
+def test_a_rate_that_is_none_is_told_at_start(space: AddressSpace, rate: str) -> None:
+    parts = SimpleNamespace(config=Config(pool_publish_rate=rate), space=space, own=memoryview(bytearray(4096)))
+    with pytest.raises(ConfigError, match=f"pool_publish_rate is '{rate}'"):
+        pool_client(cast(ClientParts, parts))
 
 
 @pytest.mark.asyncio
