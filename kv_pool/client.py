@@ -81,8 +81,12 @@ class PoolClient:
             dialer = await asyncio.to_thread(Dialer, self._config.token)
             while True:
                 self._dials += 1
-                async with dialer.dial(self._config.address) as channel:
-                    await self._session(Session(channel))
+                try:
+                    async with dialer.dial(self._config.address) as channel:
+                        await self._session(Session(channel))
+                except Exception as error:  # a defect costs this attachment, not all that would follow
+                    self._log.error("attaching failed", kind=type(error).__name__, places=log.places(error))
+                    self._pause = self._redial.refused()
                 await asyncio.sleep(self._pause)  # a redial's pause, not a poll
         finally:
             await asyncio.to_thread(self._publisher.close)
@@ -181,10 +185,6 @@ class PoolClient:
             self._complained = reason
             if not isinstance(error, _GONE):
                 self._pause = self._redial.refused()
-            return None
-        except Exception as error:  # a defect costs this attachment, not all that would follow
-            self._log.error("attaching failed", kind=type(error).__name__, places=log.places(error))
-            self._pause = self._redial.refused()
             return None
         for old in [one for one, line in list(self._lines.items()) if line.attachment.ended]:
             self._lines.pop(old, None)  # whose last user was a publication

@@ -132,10 +132,6 @@ class PoolHost:
         self._log = log.get("pool")
 
     @property
-    def is_open(self) -> bool:
-        return self._open is not None
-
-    @property
     def digest(self) -> str:
         return self._it.digest
 

@@ -63,10 +63,6 @@ class Publisher:
         self._log = log.get("publisher")
 
     @property
-    def waiting(self) -> int:
-        return len(self._queue)
-
-    @property
     def written(self) -> int:
         """Blocks so far."""
         return self._written

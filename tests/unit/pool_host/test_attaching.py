@@ -22,7 +22,7 @@ from kv_pool.core.policies import POLICIES
 from kv_pool.host import Applicant, PoolHost
 from kv_pool.session import Session
 from kv_pool.store import Store
-from kv_pool.terms import PROTOCOL_VERSION, RETRY
+from kv_pool.terms import PROTOCOL_VERSION
 from tests.pool.rig import DIGEST, LAYOUT, client_config
 
 
@@ -67,15 +67,20 @@ async def test_a_stream_may_end_after_the_pool(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_the_node_dials_again(store: Store, space: AddressSpace, tmp_path: Path) -> None:
-    attached = pb.PoolAnswer(attached=pb.Attached(segment=store.name, fence=store.fences.mint()))
+async def test_the_node_dials_again(space: AddressSpace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = asyncio.Semaphore(0)
 
-    def ask(_: pb.PoolQuestion) -> "asyncio.Future[pb.PoolAnswer]":
-        answer: asyncio.Future[pb.PoolAnswer] = asyncio.get_running_loop().create_future()
-        answer.set_result(attached)
-        return answer
+    def session(_: object) -> Session:
+        tried.release()
+        raise ValueError("a defect")
 
-    session = cast(Session, SimpleNamespace(ask=ask))
+    monkeypatch.setattr("kv_pool.client.Session", session)
+    monkeypatch.setattr("kv_pool.client.RETRY", 0.001)
     client = PoolClient(client_config("127.0.0.1:1", tmp_path, "node"), space, memoryview(bytearray(4096)))
-    assert [await client._attach(session) for _ in range(2)] == [None, None]
-    assert client._pause == 2 * RETRY
+    running = asyncio.create_task(client.run())
+    async with asyncio.timeout(30):
+        for _ in range(3):
+            await tried.acquire()
+    assert not running.done()
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
