@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.models import build_model, clear_prompts
-from tests.parity.test_pool_parity import LENGTHS, OUTPUT, hits, quiet
+from tests.parity.test_pool_parity import FILLERS, LENGTHS, OUTPUT, hits, quiet
 from tests.pool.cluster import metric, pooled_cluster
 
 _DISK_HITS = r'baton_pool_found_blocks_total\{[^}]*tier="disk"[^}]*\}'
-_FILLERS = [[number] * 1900 for number in range(1, 6)]  # together more than memory holds
 
 
 @pytest.mark.timeout(240)
@@ -29,7 +28,7 @@ async def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
             return list((await cluster.generate(prompt, max_tokens=count, temperature=0.0)).tokens)
 
         parts = [list(prompt.prompt[:known]) for (_, known), prompt in zip(cases, prompts, strict=True) if known]
-        for asked in (parts, parts, _FILLERS):
+        for asked in (parts, parts, FILLERS):
             await asyncio.gather(*(generate(prompt, 1) for prompt in asked))
             await quiet(cluster)
         for case, prompt in zip(cases, prompts, strict=True):

@@ -14,6 +14,8 @@ from tests.pool.cluster import metric, pooled_cluster, sources
 BLOCK = 16
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 600)  # the last in several chunks
 OUTPUT = 24
+FILLERS = [[number] * 1900 for number in range(1, 6)]  # together more than memory holds
+_EVICTIONS = r'baton_pool_evictions_total\{[^}]*tier="memory"[^}]*\}'
 
 
 def hits(length: int) -> list[int]:
@@ -69,11 +71,13 @@ async def test_tokens_are_those_of_transformers(
     tmp_path: Path, model: Path, asked: dict[int, ClearPrompt], transport: str
 ) -> None:
     """Each prompt is asked for at growing lengths, so that each time the pool has a part of it. Nodes take turns, and
-    the pool is small enough to evict."""
+    the pool is full from the beginning, so that each block that comes evicts another."""
     settings = {"dtype": "float32", "max_batched_tokens": 128, "transport": transport, "placement": "round_robin"}
     async with pooled_cluster(
         tmp_path, prefill=2, decode=2, model=str(model), pool_memory="2MiB", **settings
     ) as cluster:
+        await asyncio.gather(*(cluster.generate(filler, max_tokens=1, temperature=0.0) for filler in FILLERS))
+        await quiet(cluster)
         pooled = 0
         for length, prompt in asked.items():
             for known in hits(length):
@@ -84,5 +88,6 @@ async def test_tokens_are_those_of_transformers(
                 assert list(answer.tokens) == list(prompt.answer), (length, known)
                 pooled += (await sources(cluster, answer))["pool"]
         assert pooled > 600
+        assert await metric(cluster, _EVICTIONS) > 20
         if transport == "shm":
             await a_killed_decode_node_changes_no_token(cluster, clear_prompts(load_reference(model), [200], 64)[0])
