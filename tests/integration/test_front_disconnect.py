@@ -112,7 +112,7 @@ async def test_a_grpc_deadline_cancels() -> None:
         calls = [method(request, timeout=2.0) for method in (front.stub.Generate, front.stub.GenerateOnce)]
         for _ in calls:
             generation = await front.brain.generations.get()
-            assert 0 < generation.submission.timeout <= 2.0
+            assert 0 < generation.submission.timeout <= 2.1, "gRPC rounds up on the wire"
             async with asyncio.timeout(30):
                 await generation.cancelled.wait()
         for call in calls:

@@ -34,7 +34,7 @@ pytestmark = [
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
-    async with Cluster(tmp_path_factory.mktemp("readme"), model=str(MODEL)) as running:
+    async with Cluster(tmp_path_factory.mktemp("readme"), model=str(MODEL), pool_memory="16MiB") as running:
         yield running
 
 
@@ -111,6 +111,7 @@ async def test_programs(cluster: Cluster) -> None:
 
 async def test_operators_commands(cluster: Cluster) -> None:
     name = next(name for name in cluster.pids() if name.startswith("prefill"))
+    await cluster.wait_status(lambda status: any(node.role == "pool" for node in status.nodes))
     for command in ("status", "audit", "top --once"):
         told = baton(command, cluster)
         assert words(sample(f"baton {command}")) - {"prefill", "decode"} <= words(told) | {"service"}, command
