@@ -25,6 +25,7 @@ from coordinator.node_messages import input_from_pb, join_from_pb, pool_from_pb
 
 TOKEN_KEY = "baton-cluster-token"
 JOIN_TIMEOUT = 5.0  # seconds
+_LAST_WRITE = 1.0  # seconds
 _FAILPOINT = "link.coordinator.send"
 
 Context = Any  # grpc.aio.ServicerContext, which ships without types
@@ -59,13 +60,26 @@ class NodeStream:
             while self._outbox:
                 message = self._outbox.popleft()
                 numbers.stamp(message)
-                await link_codec.write(context.write, message, _FAILPOINT)
+                await _write(context, message)
             self._wake.clear()
             try:
                 async with asyncio.timeout(self._heartbeat):
                     await self._wake.wait()
             except TimeoutError:
                 self.send(CoordinatorMessage(ping=Ping()))
+
+
+async def _write(context: Context, message: CoordinatorMessage) -> None:
+    """What is being written when this is cancelled is written to its end, unless the node takes nothing: gRPC cannot
+    end a stream that still writes, and the node would not learn that it has ended."""
+    writing = asyncio.ensure_future(link_codec.write(context.write, message, _FAILPOINT))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait({writing}, timeout=_LAST_WRITE)
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+        raise
 
 
 class NodeLink:
