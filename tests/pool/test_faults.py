@@ -140,16 +140,18 @@ async def test_a_publisher_that_lost_its_stream_keeps_its_places_until_it_has_st
     node, survivor = await host.node("prefill-0"), await host.node("decode-0")
     tokens = tokens_of(next(_SEEDS), 5)
     ended: asyncio.Future[PoolHit | None] = asyncio.get_running_loop().create_future()
-    numbers, go, copy = count(), threading.Event(), BlockRows.copy
+    numbers, come, go, copy = count(), threading.Event(), threading.Event(), BlockRows.copy
 
     def third_waits(rows: BlockRows, *what: Any) -> None:
         if next(numbers) == 2:
+            come.set()
             go.wait()
         copy(rows, *what)
 
     monkeypatch.setattr(BlockRows, "copy", third_waits)
     try:
         assert node.client.publish(node.order(tokens, node.fill(tokens), ended.set_result))
+        await until("the third block is being copied", come.is_set)
         await host.registrar.settled(writing=5)
         _break_stream(node)
         await host.registrar.settled(quarantined=5)
