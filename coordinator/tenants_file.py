@@ -15,6 +15,7 @@ from coordinator.core.tenants import Tenant, Tenants, salt_of
 MAX_CLASSES, MAX_TENANTS, MAX_KEYS = 8, 1024, 4096
 USUAL_CLASSES = ("premium", "standard", "batch")
 RESERVE = 0.3  # of a node's blocks, for the first class
+HEADROOM = 0.25  # of a node, for tenants of a class that keep to their shares
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _DIGEST = re.compile(r"(sha256:)?(?P<hex>[0-9a-f]{64})")
 
@@ -38,6 +39,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         default_factory=lambda: list(USUAL_CLASSES)
     )
     reserve: Annotated[float, Meta(ge=0, le=0.9)] = RESERVE
+    headroom: Annotated[float, Meta(ge=0, le=0.9)] = HEADROOM
     max_wait: dict[str, Amount] = {}
 
 
@@ -79,6 +81,7 @@ def parse(data: dict[str, Any]) -> Tenants:
         tenants={entry.name: _tenant(entry) for entry in read.tenants},
         keys=tuple(keys),
         reserve=read.reserve if first_is_used and len(classes) > 1 else 0.0,
+        headroom=read.headroom if len(read.tenants) > 1 else 0.0,
         max_wait=dict(read.max_wait),
     )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.errors import OverLimit, Overloaded
-from baton.types import Request, Standing
+from baton.types import Request, RequestId, Standing
 from coordinator.core.degradation import Degradation, Step
 from coordinator.core.fair_order import Claim
 from coordinator.core.queue import WaitingQueue, clamp_retry, due
@@ -123,6 +123,11 @@ class Admission:
     def reserve_against(self, standing: Standing) -> float:
         """The share of a node's blocks and places that a request must leave to the first class."""
         return self.tenants.reserve if standing.level > 0 else 0.0
+
+    def headroom(self, request: RequestId, now: float) -> float:
+        """The share of a node that a waiting request must leave to other tenants of its class, because its own has had
+        more than its share: no more than they use."""
+        return min(self.tenants.headroom, self._queue.of_others(request, now)) if self.tenants.headroom else 0.0
 
     def produced(self, tenant: str, tokens: int, now: float) -> None:
         account = self._account(tenant, now)

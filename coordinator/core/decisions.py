@@ -67,12 +67,12 @@ class Decisions:
         self._loads.keep_scale(now)
         return [self._loads.view(node) for node in self._registry.in_service()]
 
-    def decide(self, record: Record, views: Sequence[NodeView], now: float) -> Decision | None:
+    def decide(self, record: Record, views: Sequence[NodeView], now: float, headroom: float = 0.0) -> Decision | None:
         """None: wait."""
         views = self._offered(record, views)
         if not views:
             return None
-        demand = self.demand(record, look_up=True)
+        demand = self.demand(record, look_up=True, headroom=headroom)
         layout = self._registry.layout()
         unit = self._loads.unit(now)
         costs, share = self._knowledge.costs, self.prefill_share
@@ -96,7 +96,7 @@ class Decisions:
         held = min(max(self._held(record).values(), default=0), tokens - 1)
         return self._prospects.too_late(tokens, tokens - 1 if record.holder else held, left)
 
-    def demand(self, record: Record, *, look_up: bool = False) -> Demand:
+    def demand(self, record: Record, *, look_up: bool = False, headroom: float = 0.0) -> Demand:
         """What the next attempt needs; with `look_up`, also whose caches have its prompt. The last token of an output
         needs no decode node where there is prefill."""
         prefill = self._mode == "disaggregated" or (self._mode == "auto" and self._may_prefill(record))
@@ -113,6 +113,7 @@ class Decisions:
             holder=record.holder,
             held=self._held(record) if look_up else {},
             reserve=self._admission.reserve_against(record.request.standing),
+            headroom=headroom,
             output=max(1.0, self._knowledge.output_of(record.request) - len(record.emitted)),
         )
 

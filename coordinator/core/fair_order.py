@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from baton.types import RequestId
+from coordinator.core.counters import INTERNAL
+from coordinator.core.shares import Shares
 
 CREDIT = 2048.0  # of virtual time: tokens, for a weight of 1
 OUTPUT_COST = 2.0  # of an output token, in prompt tokens: the ratio that Sheng et al. use
@@ -52,6 +54,7 @@ class FairOrder:
         self._flows: dict[str, _Flow] = {}
         self._again: dict[RequestId, Claim] = {}  # the last one is first
         self._places: dict[RequestId, tuple[Claim, tuple[float, int, RequestId]]] = {}
+        self._shares = Shares()
         self._virtual = 0.0
         self._serial = count()
 
@@ -79,7 +82,7 @@ class FairOrder:
         flow.entries.remove(place)
         flow.backlog -= claim.tokens
 
-    def take(self, request: RequestId) -> None:
+    def take(self, request: RequestId, now: float) -> None:
         """It is placed. Its prompt is paid for, once: not by one that is placed again."""
         if request not in self._places:
             self.remove(request)
@@ -88,13 +91,19 @@ class FairOrder:
         starts = [flow.start for flow in self._flows.values() if flow.entries]
         self._virtual = max(self._virtual, min(starts))
         self.remove(request)
-        self.charge(claim, claim.tokens)
+        self.charge(claim, claim.tokens, now)
         self._forget_idle()
 
-    def charge(self, claim: Claim, tokens: float) -> None:
+    def charge(self, claim: Claim, tokens: float, now: float) -> None:
         """`tokens` more of cost for this tenant."""
         flow = self._flow(claim)
         flow.start += tokens / claim.weight
+        if claim.tenant != INTERNAL:
+            self._shares.charge(claim.tenant, claim.weight, tokens, now)
+
+    def of_others(self, request: RequestId, now: float) -> float:
+        """See `Shares`. 0 for one that is placed again."""
+        return self._shares.of_others(self._places[request][0].tenant, now) if request in self._places else 0.0
 
     def __iter__(self) -> Iterator[RequestId]:
         """In the order in which they would be taken."""

@@ -4,6 +4,7 @@ The window of a node is small on purpose: what waits, waits in the coordinator, 
 home and from where a dead node takes little with it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -13,7 +14,7 @@ from baton.types import Incarnation, NodeName, Role
 from coordinator.core.cost_model import CostModel
 
 _NO_NAME = NodeName("")
-PREFILL_ATTEMPTS = 2  # one computes, the next is there when it ends
+_WINDOW = 2  # prompts, or steps: one is computed, the next is there when it ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +22,8 @@ class Demand:
     """What an attempt needs. `tokens` of context, `blocks` for them and a little growth; about `output` tokens will
     follow. `avoid`: nodes of its last failed attempt, taken only if there is no other. `holder`: a decode node whose
     cache has the whole context, so that there it needs no prefill. `reserve`: share of a node's blocks and places that
-    this demand must leave to the first class. `held`: how many tokens of the context other caches seem to have, by the
-    prefix directory."""
+    this demand must leave to the first class, `headroom`: to other tenants of its class, with half of the window.
+    `held`: how many tokens of the context other caches seem to have, by the prefix directory."""
 
     tokens: int
     blocks: int
@@ -33,6 +34,7 @@ class Demand:
     reserve: float = 0.0
     held: Mapping[Incarnation, int] = field(default_factory=dict)
     output: float = 1.0
+    headroom: float = 0.0
 
     def held_by(self, node: Incarnation) -> int:
         """At least the last token of a context is computed anew."""
@@ -91,6 +93,8 @@ class NodeView:
             return False
         if not demand.prefill and not self._has_window(demand):
             return False
+        if demand.headroom and not self._leaves_headroom(demand):
+            return False
         return demand.blocks <= self.room if not demand.reserve else self._leaves_the_reserve(demand)
 
     def takes(self, demand: Demand) -> bool:
@@ -109,13 +113,19 @@ class NodeView:
         places = int(demand.reserve * self.max_num_seqs) - self.first_class_attempts
         return demand.blocks <= self.room - max(0, kept) and self.attempts < self.max_num_seqs - max(0, places)
 
+    def _leaves_headroom(self, demand: Demand) -> bool:
+        """Whatever it is, an empty node takes it."""
+        places, blocks = math.ceil(demand.headroom * self.max_num_seqs), int(demand.headroom * self.blocks)
+        return not self.attempts or (self.attempts < self.max_num_seqs - places and demand.blocks <= self.room - blocks)
+
     def _has_window(self, demand: Demand) -> bool:
         """Two attempts, or two steps' worth of tokens, and always at least one. A long prompt takes one step's share of
         that, so that short ones can come to the node and pass it."""
-        if self.computing < PREFILL_ATTEMPTS:
+        window = 1 if demand.headroom else _WINDOW
+        if self.computing < window:
             return True
         share = min(demand.lacked_by(self.incarnation), self.max_batched_tokens)
-        return self.window_tokens + share <= 2 * self.max_batched_tokens
+        return self.window_tokens + share <= window * self.max_batched_tokens
 
     def is_closed_to(self, demand: Demand) -> bool:
         return self.closed_from is not None and demand.blocks >= self.closed_from

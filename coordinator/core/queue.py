@@ -9,6 +9,7 @@ class. One that is held keeps its place in line, is not offered, and nobody wait
 from collections.abc import Iterator
 
 from baton.types import RequestId
+from coordinator.core.counters import INTERNAL
 from coordinator.core.drain_rate import Ahead, DrainRate
 from coordinator.core.fair_order import OUTPUT_COST, Claim, FairOrder
 
@@ -16,7 +17,7 @@ SCAN = 16
 MAX_BYPASS = 64
 STRETCH = 4.0  # a prompt may be passed for so many times as long as it takes by itself
 _MIN_RETRY, _MAX_RETRY = 1.0, 60.0  # seconds
-_PLAIN = Claim()
+_PLAIN, _PROBE = Claim(), Claim(INTERNAL)
 
 
 class WaitingQueue:
@@ -37,8 +38,8 @@ class WaitingQueue:
         self.rate.backlogged(claim.arrived)
 
     def push_front(self, request: RequestId) -> None:
-        """One that was taken before is to be placed again."""
-        claim = self._claims.setdefault(request, _PLAIN)
+        """One that was taken before is to be placed again, or a probe."""
+        claim = self._claims.setdefault(request, _PROBE)
         self._bypassed[request] = 0
         self._class(claim.level).push_front(request, claim)
 
@@ -81,18 +82,25 @@ class WaitingQueue:
                 break
             self._bypassed[ahead] += ahead not in self._held
         claim = self._claims[request]
-        self._class(claim.level).take(request)
+        self._class(claim.level).take(request, now)
         del self._bypassed[request]
         self._held.discard(request)
         self.rate.departed(claim.tokens, now)
         if not self._bypassed:
             self.rate.empty()
 
-    def produced(self, request: RequestId, tokens: int) -> None:
+    def produced(self, request: RequestId, tokens: int, now: float) -> None:
         """Tokens of output, which its tenant pays for."""
         claim = self._claims.get(request)
         if claim is not None:
-            self._class(claim.level).charge(claim, OUTPUT_COST * tokens)
+            self._class(claim.level).charge(claim, OUTPUT_COST * tokens, now)
+
+    def of_others(self, request: RequestId, now: float) -> float:
+        """What part of its class's recent work other tenants had, if its own had more than its share and it waits for
+        its first placement. 0 as well for one that nobody may pass any more."""
+        if self._bypassed[request] >= MAX_BYPASS:
+            return 0.0
+        return self._class(self._claims[request].level).of_others(request, now)
 
     def waiting(self, level: int, tenant: str | None = None) -> int:
         """Requests that wait and that a class of this level has to wait for: its own and those above it; or those of

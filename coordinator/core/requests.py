@@ -174,7 +174,7 @@ class RequestTable:
 
     def _place_one(self, now: float) -> bool:
         views = self.decisions.views(now)
-        full = self.prospects.decode_full()
+        full, passed_over = self.prospects.decode_full(), set[str]()
         for request in self.queue.candidates() if self._registry.nodes else ():
             record = self.records[request]
             if (late := self.decisions.too_late(record, now, wanted=len(self.queue) > 1)) is not None:
@@ -182,11 +182,16 @@ class RequestTable:
                 return True
             if full and record.remaining > 1 and record.pin is None:
                 continue  # as it is most of the time under load
-            decision = self.decisions.decide(record, views, now)
+            tenant, headroom = record.request.standing.tenant, self.admission.headroom(request, now)
+            if headroom and tenant in passed_over:
+                continue  # as it is for all that wait of one that asks for more than its share
+            decision = self.decisions.decide(record, views, now, headroom)
             if decision is not None:
                 self.queue.take(request, now)
                 self._place(record, decision, now)
                 return True
+            if headroom:
+                passed_over.add(tenant)
         return False
 
     def _place(self, record: Record, decision: Decision, now: float) -> None:
@@ -265,7 +270,7 @@ class RequestTable:
             attempt.answer_by = None
             record.prefill_payer = ""
         record.emitted += tokens
-        self.queue.produced(record.request.id, len(tokens))
+        self.queue.produced(record.request.id, len(tokens), now)
         self.admission.produced(record.request.standing.tenant, len(tokens), now)
         self.counters.generated_tokens += 0 if record.internal else len(tokens)
         self.last_progress = now

@@ -46,13 +46,15 @@ def hash_key(key: bytes) -> bytes:
 @dataclass(frozen=True, slots=True)
 class Tenants:
     """`classes` in strict order, the first is served first. `reserve` is the share of a node's blocks that only the
-    first of several may take; `max_wait` the seconds that a request of a class may be predicted to wait."""
+    first of several may take; `max_wait` the seconds that a request of a class may be predicted to wait; `headroom` the
+    most of a node that a tenant that has had more than its share leaves to others of its class."""
 
     classes: tuple[str, ...] = (DEFAULT_CLASS,)
     tenants: Mapping[str, Tenant] = field(default_factory=lambda: {ANYONE.name: ANYONE})
     keys: tuple[tuple[bytes, str], ...] = ()  # digest, tenant
     reserve: float = 0.0
     max_wait: Mapping[str, float] = field(default_factory=dict)
+    headroom: float = 0.0
 
     def find(self, key: bytes) -> Tenant | None:
         """Whose key it is. Every digest is looked at, in constant time."""

@@ -53,6 +53,28 @@ def test_decode_window(attempts: int, room: int, closed: int | None, takes: bool
     assert replace(D, attempts=attempts, room=room, closed_from=closed).takes_decode(BOTH) is takes
 
 
+@pytest.mark.parametrize(
+    ("attempts", "room", "computing", "decode", "prefill"),
+    [
+        (0, 2, 0, True, True),  # an empty node, whatever it leaves
+        (2, 10, 0, True, True),
+        (3, 32, 0, False, True),  # one of four places is kept
+        (2, 9, 0, False, True),  # and 8 of 32 blocks
+        (2, 10, 1, True, False),  # one prompt at a time
+    ],
+)
+def test_who_had_more_than_its_share_leaves_headroom(
+    attempts: int, room: int, computing: int, decode: bool, prefill: bool
+) -> None:
+    greedy = replace(BOTH, tokens=100, headroom=0.2)
+    busy = {"attempts": attempts, "computing": computing, "window_tokens": 100 * computing}
+    on_decode, on_prefill = replace(D, room=room, blocks=40, **busy), replace(P, **busy)
+    assert on_decode.takes_decode(greedy) is decode
+    assert on_prefill.takes_prefill(greedy) is prefill
+    assert on_decode.takes_decode(BOTH)
+    assert on_prefill.takes_prefill(BOTH)
+
+
 def test_the_least_loaded_of_each_role() -> None:
     busy_p = replace(P, incarnation=Incarnation("busy p"), computing=1, uncomputed_tokens=5)
     busy_d = replace(D, incarnation=Incarnation("busy d"), attempts=1)

@@ -1,0 +1,119 @@
+"""Who has had more than its share, and what others had meanwhile."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.types import RequestId
+from coordinator.core.counters import INTERNAL
+from coordinator.core.fair_order import Claim
+from coordinator.core.queue import MAX_BYPASS, WaitingQueue
+from coordinator.core.recent_work import WINDOW
+from coordinator.core.shares import Shares
+
+
+def shares(**costs: float) -> Shares:
+    made = Shares()
+    for tenant, cost in costs.items():
+        made.charge(tenant, 1.0, cost, 1.0)
+    return made
+
+
+def test_who_has_had_more_than_its_share() -> None:
+    made = shares(a=20.0, b=20.0, greedy=60.0)
+    assert made.of_others("greedy", 1.0) == pytest.approx(0.4)
+    assert made.of_others("a", 1.0) == made.of_others("b", 1.0) == 0.0
+
+
+def test_alone_everything_is_ones_share() -> None:
+    assert shares(a=100.0).of_others("a", 1.0) == 0.0
+    assert shares(a=100.0).of_others("unknown", 1.0) == 0.0
+
+
+def test_equals_differ_a_little() -> None:
+    assert shares(a=60.0, b=40.0).of_others("a", 1.0) == 0.0
+    assert shares(a=65.0, b=35.0).of_others("a", 1.0) == pytest.approx(0.35)
+
+
+def test_a_share_follows_from_weights() -> None:
+    made = Shares()
+    made.charge("one", 1.0, 25.0, 0.0)
+    made.charge("three", 3.0, 75.0, 0.0)
+    assert made.of_others("three", 0.0) == 0.0
+    made.charge("three", 1.0, 0.0, 0.0)  # its weight was changed
+    assert made.of_others("three", 0.0) == pytest.approx(0.25)
+
+
+def test_what_was_long_ago_counts_less_and_then_not_at_all() -> None:
+    made = shares(early=100.0, late=0.0)
+    made.charge("late", 1.0, 100.0, 1.0 + WINDOW)
+    assert made.of_others("late", 1.0 + WINDOW) > 0.2
+    assert made.of_others("late", 1.01 + WINDOW) == 0.0, "nobody else has been here lately"
+    assert made.of_others("early", 1.01 + WINDOW) == 0.0
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcd"), st.sampled_from([0.5, 1.0, 4.0]), st.floats(0, 1e4), st.floats(0, 4000)),
+        max_size=60,
+    )
+)
+def test_the_running_sums_are_the_sums(charges: list[tuple[str, float, float, float]]) -> None:
+    """Against everything added up anew, over times that make the scale be chosen anew as well."""
+    made, now, known = Shares(), 0.0, list[tuple[str, float, float]]()
+    weights, last = dict[str, float](), dict[str, float]()
+    for tenant, weight, cost, passed in charges:
+        now += passed
+        for gone in [each for each in last if now - last[each] > WINDOW]:
+            known = [charge for charge in known if charge[0] != gone]
+            del weights[gone], last[gone]
+        made.charge(tenant, weight, cost, now)
+        known.append((tenant, cost, now))
+        weights[tenant], last[tenant] = weight, now
+        had = {each: sum(made_of(charge, now) for charge in known if charge[0] == each) for each in weights}
+        total = sum(had.values())
+        for each in weights:
+            others = made.of_others(each, now)
+            if total <= 0.0 or len(weights) == 1:
+                assert others == 0.0
+            elif abs(had[each] / total / (1.25 * weights[each] / sum(weights.values())) - 1) > 1e-6:
+                over = had[each] / total > 1.25 * weights[each] / sum(weights.values())
+                assert others == pytest.approx(1 - had[each] / total if over else 0.0, abs=1e-6)
+
+
+def made_of(charge: tuple[str, float, float], now: float) -> float:
+    return charge[1] * 2.718281828459045 ** ((charge[2] - now) / WINDOW)
+
+
+def waiting(*tenants: str) -> WaitingQueue:
+    """One of each waits, and the last one has been given ten times as much as the others."""
+    queue = WaitingQueue()
+    for tenant in tenants:
+        queue.push(RequestId(tenant), Claim(tenant))
+        queue.push(RequestId(f"first {tenant}"), Claim(tenant, tokens=100 if tenant == tenants[-1] else 10))
+        queue.take(RequestId(f"first {tenant}"), 0.0)
+    return queue
+
+
+def test_the_queue_asks_it_of_who_waits_for_a_first_placement() -> None:
+    queue, greedy = waiting("meek", "greedy"), RequestId("greedy")
+    assert queue.of_others(greedy, 0.0) == pytest.approx(10 / 110)
+    assert queue.of_others(RequestId("meek"), 0.0) == 0.0
+    queue.take(greedy, 0.0)
+    queue.push_front(greedy)
+    assert queue.of_others(greedy, 0.0) == 0.0, "it is placed again"
+
+
+def test_who_may_not_be_passed_any_more_leaves_nothing() -> None:
+    queue, greedy = waiting("meek", "greedy"), RequestId("greedy")
+    for number in range(MAX_BYPASS - 1):  # the first one has passed it already
+        assert queue.of_others(greedy, 0.0) > 0.0
+        small = RequestId(f"small {number}")
+        queue.push(small, Claim("greedy"))
+        queue.take(small, 0.0)
+    assert queue.of_others(greedy, 0.0) == 0.0
+
+
+def test_the_clusters_own_requests_are_nobody() -> None:
+    queue = waiting(INTERNAL, "only")
+    assert queue.of_others(RequestId("only"), 0.0) == 0.0
