@@ -215,7 +215,7 @@ def test_one_tenant_at_ten_times_its_share_costs_the_others_little() -> None:
 
     def p95(headroom: float, greed: float) -> float:
         waits: list[float] = []
-        for seed in range(3):
+        for seed in range(4):
             world = VirtualCluster(
                 tenants=four(headroom),
                 mode="disaggregated",
