@@ -81,7 +81,7 @@ def parse(data: dict[str, Any]) -> Tenants:
         tenants={entry.name: _tenant(entry) for entry in read.tenants},
         keys=tuple(keys),
         reserve=read.reserve if first_is_used and len(classes) > 1 else 0.0,
-        headroom=read.headroom if len(read.tenants) > 1 else 0.0,
+        headroom=read.headroom,
         max_wait=dict(read.max_wait),
     )
 

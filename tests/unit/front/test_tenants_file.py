@@ -29,7 +29,8 @@ def test_what_a_file_says() -> None:
     }
     tenants = parse(data)
     assert tenants.classes == ("premium", "standard", "batch")
-    assert tenants.reserve == 0.3
+    assert (tenants.reserve, tenants.headroom) == (0.3, 0.25)
+    assert parse({**data, "headroom": 0}).headroom == 0.0
     assert tenants.max_wait == {"premium": 2.0}
     acme, jobs = tenants.tenants["acme"], tenants.tenants["jobs"]
     assert (acme.weight, acme.tokens_per_second, acme.token_burst) == (2.0, 100.0, 100.0)
@@ -57,6 +58,7 @@ def test_without_premium_nothing_is_reserved() -> None:
         ({"tenants": [tenant(weight=0)]}, "weight"),
         ({"tenants": [tenant(wieght=1)]}, "wieght"),
         ({"tenants": [tenant()], "reserve": 1.5}, "reserve"),
+        ({"tenants": [tenant()], "headroom": 1}, "headroom"),
     ],
 )
 def test_what_is_wrong_is_named(data: dict[str, Any], why: str) -> None:
