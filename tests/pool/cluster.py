@@ -72,11 +72,11 @@ async def known(cluster: Cluster, pool: str, blocks: float) -> None:
 async def when_decode_dies(
     cluster: Cluster, prompt: Sequence[int], steps: int, **fields: Any
 ) -> tuple[list[int], pb.AttemptReport]:
-    """An answer whose decode node stands still after `steps` steps and is killed once the pool has every full block
-    that was written until then: its tokens, and what is told of the attempt that ended it. The node is back then.
+    """An answer whose decode node hardly gets further after `steps` steps, and is killed once the pool has every full
+    block that was written until then: its tokens, and what is told of the attempt that ended it. The node is back then.
     `prompt` has nothing in common with earlier ones."""
     before, nodes = await metric(cluster, inserted("pool-0")), len((await cluster.status()).nodes)
-    await cluster.arm("decode", f"decode.step.before=delay(60)+{steps}")
+    await cluster.arm("decode", f"decode.step.before=delay(0.5)+{steps}")
     tokens: list[int] = []
     victim = ""
     async with cluster.streaming(prompt, **fields) as call:
