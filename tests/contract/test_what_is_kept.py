@@ -137,7 +137,7 @@ def test_a_grpc_link_that_is_closed_keeps_no_thread() -> None:
         eventually(lambda: decode.receive() is not None)
     writers[0].close()
     decode.close()
-    assert not [each for each in set(threading.enumerate()) - before if not each.daemon]
+    eventually(lambda: all(each.daemon for each in set(threading.enumerate()) - before))
     eventually(lambda: all(writer.loss() is not None for writer in writers[1:]))
     for writer in writers[1:]:
         writer.close()
