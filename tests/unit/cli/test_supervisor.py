@@ -71,7 +71,7 @@ def config(tmp_path: Path) -> Iterator[Config]:
 async def cluster(config: Config, output: Output | None = None) -> AsyncIterator[tuple[Supervisor, list[str]]]:
     told: list[str] = []
     try:
-        async with asyncio.timeout(30), running(config, output or Relay(lambda *_: None), told.append) as started:
+        async with asyncio.timeout(60), running(config, output or Relay(lambda *_: None), told.append) as started:
             yield started, told
     except* ConfigError as group:
         raise innermost(group) from None
