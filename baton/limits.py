@@ -110,16 +110,21 @@ def check_ids(field: str, ids: Sequence[int], bounds: ModelBounds) -> None:
             raise InvalidRequest(f"{field} has {token}: ids are 0 to {bounds.vocab_size - 1}", param=field)
 
 
+def check_length(prompt_tokens: int, max_tokens: int, bounds: ModelBounds) -> None:
+    """Raises TooLong naming the values, the bound and the setting that is in the way."""
+    if prompt_tokens + max_tokens > bounds.max_context:
+        raise TooLong(
+            f"max_tokens is {max_tokens} after a prompt of {prompt_tokens}: together the limit is "
+            f"{bounds.max_context} ({_limit(bounds)})",
+            param="max_tokens",
+        )
+
+
 def check_sampling(params: SamplingParams, prompt_tokens: int, bounds: ModelBounds) -> None:
     """Raises InvalidRequest or TooLong naming the field, the value and the bound."""
     if params.max_tokens < 1:
         raise InvalidRequest(f"max_tokens is {params.max_tokens}: it must be at least 1", param="max_tokens")
-    if prompt_tokens + params.max_tokens > bounds.max_context:
-        raise TooLong(
-            f"max_tokens is {params.max_tokens} after a prompt of {prompt_tokens}: together the limit is "
-            f"{bounds.max_context} ({_limit(bounds)})",
-            param="max_tokens",
-        )
+    check_length(prompt_tokens, params.max_tokens, bounds)
     _within("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
     if not (math.isfinite(params.top_p) and 0.0 < params.top_p <= 1.0):
         raise InvalidRequest(f"top_p is {params.top_p}: it must be above 0 and at most 1", param="top_p")

@@ -41,7 +41,7 @@ class Promotions:
         self._checksums = checksums
         self._clock = clock
         self._book = PeerBook()
-        self._under_way: dict[Publication, tuple[PeerAddress, float]] = {}  # from whom, and until when it is waited for
+        self._under_way: list[tuple[PeerAddress, float]] = []  # from whom, and until when it is waited for
 
     def offer(self, wanted: Wanted, now: float) -> Offer | None:
         there = wanted.elsewhere
@@ -63,12 +63,12 @@ class Promotions:
         return None
 
     def _is_late(self, peer: PeerAddress, now: float) -> bool:
-        return any(whom == peer and now >= until for whom, until in self._under_way.values())
+        return any(whom == peer and now >= until for whom, until in self._under_way)
 
     async def _fetch(self, peer: PeerAddress, written: Publication, until: float) -> Sequence[int]:
         started, size = self._clock(), len(written.blocks) * self._layout.block_bytes
         self._count("baton_pool_promotions_started_total")
-        self._under_way[written] = peer, until
+        self._under_way.append((peer, until))
         try:
             FAILPOINTS.hit("pool.promote.before")
             await self._receiver.fetch(peer, written)
@@ -78,7 +78,7 @@ class Promotions:
                 self._book.failed(peer, self._clock())
             raise
         finally:
-            del self._under_way[written]
+            self._under_way.remove((peer, until))
         self._book.took(peer, size, self._clock() - started)
         self._count("baton_pool_promotions_done_total")
         self._count("baton_pool_promoted_blocks_total", len(written.blocks))

@@ -153,7 +153,7 @@ class _Publication:
                     return self._stop()
                 elif upto == self._job.end:
                     return self._find()
-        except Exception:
+        except Exception:  # of whatever kind: a pin that nobody names again would stay for ever
             self._let_go()
             raise
 
@@ -171,7 +171,7 @@ class _Publication:
         try:
             for number, block in enumerate(granted.blocks, granted.first):
                 checksums.append(self._copy(number, block))
-        except Exception:
+        except Exception:  # of whatever kind: the pool would keep the places until this node ends
             self._line.tell(pb.PoolQuestion(withdraw={"publication": granted.publication}))
             raise
         question = pb.PoolQuestion(seal={"publication": granted.publication, "checksums": checksums})

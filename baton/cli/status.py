@@ -64,18 +64,11 @@ def _print_table(answer: Any) -> None:
 
 
 def _degradation(answer: Any) -> str:
-    """The steps in the order in which they are taken."""
-    told = []
-    for one in answer.degradation:
-        how = (
-            f" for {one.seconds:.0f} s"
-            if one.active
-            else f" (cannot help: {one.cannot_help})"
-            if one.cannot_help
-            else ""
-        )
-        told.append(f"[yellow]{one.step}{how}[/]" if one.active else f"{one.step}{how}")
-    return f"pressure {answer.pressure:.2f}, at 1 given up in this order: {', '.join(told)}"
+    """What is given up and what would be next. Why a step cannot help is told by `--json`."""
+    taken = [f"{one.step} for {one.seconds:.0f} s" for one in answer.degradation if one.active]
+    able = [one.step for one in answer.degradation if not one.active and not one.cannot_help]
+    given_up = f", given up: [yellow]{', '.join(taken)}[/]" if taken else ""
+    return f"pressure {answer.pressure:.2f}{given_up}, next at 1: {able[0] if able else 'nothing that could help'}"
 
 
 def _row(node: Any) -> list[str]:

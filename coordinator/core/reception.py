@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from baton.errors import Draining, InvalidRequest, OverLimit, Overloaded, Rejected, TooLong, Unavailable
-from baton.limits import ModelBounds
+from baton.errors import Draining, InvalidRequest, OverLimit, Overloaded, Rejected, Unavailable
+from baton.limits import ModelBounds, check_length
 from baton.types import Request, RequestId, Standing
 from coordinator.core.admission import Bid
 from coordinator.core.counters import INTERNAL
@@ -37,8 +37,9 @@ class Reception:
         first = arrivals[0].request
         try:
             self._require_room([arrival.request for arrival in arrivals], now)
-            for arrival in arrivals:
-                self._require_fit(arrival.request)
+            bounds = self.bounds()
+            for request in (arrival.request for arrival in arrivals):
+                check_length(len(request.prompt), request.sampling.max_tokens, bounds)
         except Rejected as error:
             self.refuse(error, INTERNAL if internal else first.standing.tenant_class, now)
             raise
@@ -76,14 +77,6 @@ class Reception:
         tokens = sum(len(request.prompt) for request in requests)
         longest = max(request.sampling.max_tokens for request in requests)
         self.require(requests[0].standing, Bid(len(requests), requests[0].timeout, tokens, longest), now)
-
-    def _require_fit(self, request: Request) -> None:
-        bounds = self.bounds()
-        tokens = len(request.prompt) + request.sampling.max_tokens
-        if tokens > bounds.max_context:
-            raise TooLong(
-                f"prompt and max_tokens are {tokens} tokens, the limit is {bounds.max_context}", param="max_tokens"
-            )
 
     def _capped(self, arrival: Arrival) -> Arrival:
         """As it is let in while outputs are capped."""

@@ -66,9 +66,8 @@ async def _on_the_way_of(pair: Rig) -> FaultyLink:
 @pytest.mark.parametrize("backend", ["zmq", "grpc"])
 async def test_a_link_gone_silent_is_left_for_a_new_one(backend: str, tmp_path: Path) -> None:
     """A black hole: TCP acknowledges, nobody answers. The hand-off in it is lost, and the next one has a new link."""
-    with rig(
-        backend, tmp_path, settings=replace(QUICK, progress_timeout=0.5, ticket_ttl=1.0, renew_interval=0.1)
-    ) as pair:
+    settings = replace(QUICK, progress_timeout=1.5, ticket_ttl=1.5, renew_interval=0.1)
+    with rig(backend, tmp_path, settings=settings) as pair:
         link = await _on_the_way_of(pair)
 
         def hand_off() -> None:
@@ -95,7 +94,7 @@ async def test_a_link_gone_silent_is_left_for_a_new_one(backend: str, tmp_path: 
         await asyncio.to_thread(pair.decode_events.expect, Lost)
         link.weather(BOTH, Weather())
         await asyncio.to_thread(committed)
-        assert link.accepted == connections + 1
+        assert link.accepted > connections
         await link.close()
 
 

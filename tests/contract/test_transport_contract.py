@@ -197,7 +197,7 @@ def test_a_ticket_that_nobody_renews_is_lost(backend: str, tmp_path: Path) -> No
     silent = replace(QUICK, renew_interval=100.0)
     with rig(backend, tmp_path, outbound_settings=silent) as pair:
         key = pair.opened(2)
-        ticket = pair.granted(key, [3, 4], ttl=0.2)
+        ticket = pair.granted(key, [3, 4], ttl=0.6)
         pair.outbound.ticket(key, ticket)
         pair.announce(key, [1, 2], layers=[0])
         pair.lost(ticket, LeaseExpired)

@@ -66,12 +66,13 @@ async def answer_ledger(node: FakeNode) -> None:
 
 
 async def test_ledgers_of_all_nodes_and_the_names_of_the_silent(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.ledgers.collect.__func__, "__defaults__", (0.2,))  # type: ignore[attr-defined]
+    monkeypatch.setattr(bench.ledgers.collect.__func__, "__defaults__", (1.0,))  # type: ignore[attr-defined]
     async with bench.node("p0", "prefill") as prefill, bench.node("d0", "decode"):
         prefill.run(answer_ledger(prefill))
         reply = await call(bench, "Ledger", pb.LedgerRequest())
     assert [ledger.node for ledger in reply.ledgers] == ["p0"]
     assert reply.silent == ["d0"]
+    await bench.until(lambda: not bench.dispatcher.brain.members())
     assert (await call(bench, "Ledger", pb.LedgerRequest())) == pb.LedgerResponse()
 
 
@@ -158,12 +159,14 @@ async def test_a_warm_up_that_fails_is_tried_again() -> None:
 
 
 async def test_requests_that_stand_still_make_it_unready() -> None:
-    async with coordinator(stall=0.2) as bench, bench.working("p0"), bench.node("d0", "decode") as decode:
+    async with coordinator(stall=1.0) as bench, bench.working("p0"), bench.node("d0", "decode") as decode:
         bench.readiness._not_warm = ""
         stream = await bench.submit(PROMPT, 4)
         await decode.reserve(await decode.order("submit"))
         assert bench.readiness.state() == (True, "")
-        await asyncio.sleep(0.3)
+        async with asyncio.timeout(30):
+            while bench.readiness.state()[0]:
+                await asyncio.sleep(0.05)
         assert "1 requests run, 0 wait, and none has got any further for" in bench.readiness.state()[1]
         stream.cancel()
         assert bench.readiness.state() == (True, "")

@@ -56,7 +56,7 @@ async def running(folder: Path, *flags: str) -> AsyncIterator[tuple[asyncio.subp
 async def test_a_coordinator_without_nodes(tmp_path: Path) -> None:
     async with running(tmp_path) as (process, where):
         assert where["pid"] == process.pid
-        async with httpx.AsyncClient(timeout=10) as http, grpc.aio.insecure_channel(where["grpc"]) as channel:
+        async with httpx.AsyncClient(timeout=30) as http, grpc.aio.insecure_channel(where["grpc"]) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             served = await http.post(f"http://{where['http']}/v1/completions", json={"prompt": [1]})
             assert (served.status_code, served.headers["retry-after"]) == (503, "1")

@@ -18,7 +18,7 @@ from tests.load import baton, prompt
 IN_MODULE = pytest.mark.asyncio(loop_scope="module")
 CROWD = 40
 OUTPUT = 8
-CAPPED = 4
+CAPPED = OUTPUT  # so that a crowd that takes long enough to come is not cut short
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -113,6 +113,7 @@ async def test_operators_commands(cluster: Cluster) -> None:
     name = next(name for name in cluster.pids() if name.startswith("prefill"))
     await cluster.wait_status(lambda status: any(node.role == "pool" for node in status.nodes))
     for command in ("status", "audit", "top --once"):
+        await cluster.generate("def f(x):", max_tokens=4)  # top tells of the last minute
         told = baton(command, cluster)
         assert words(sample(f"baton {command}")) - {"prefill", "decode"} <= words(told) | {"service"}, command
     assert f"{name} is drained: nothing is left there" in baton(f"drain {name}", cluster)

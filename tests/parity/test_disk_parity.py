@@ -8,7 +8,7 @@ import pytest
 
 from tests.models import ClearPrompt, build_model, clear_prompts
 from tests.parity.test_pool_parity import FILLERS, LENGTHS, OUTPUT, hits, quiet
-from tests.pool.cluster import metric, pooled_cluster
+from tests.pool.cluster import pooled_cluster, reaches
 
 _DISK_HITS = r'baton_pool_found_blocks_total\{[^}]*tier="disk"[^}]*\}'
 
@@ -44,5 +44,5 @@ async def test_tokens_are_those_of_transformers(
         for case, prompt in zip(CASES, prompts, strict=True):
             assert await generate(list(prompt.prompt), OUTPUT) == list(prompt.answer), case
         await quiet(cluster)
-        assert await metric(cluster, _DISK_HITS) > 0
+        await reaches(cluster, _DISK_HITS, 1)
         assert "pool-0 disk" in {ledger.node for ledger in (await cluster.ledgers()).ledgers}

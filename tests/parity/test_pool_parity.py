@@ -5,13 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.pb import cluster_pb2 as pb
-from tests.answers import cluster_call
 from tests.cluster import Cluster
 from tests.models import ClearPrompt, build_model, clear_prompts, load_reference
-from tests.pool.cluster import metric, pooled_cluster, sources
+from tests.pool.cluster import BLOCK, metric, pooled_cluster, reaches, sources, when_decode_dies
 
-BLOCK = 16
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 600)  # the last in several chunks
 OUTPUT = 24
 FILLERS = [[number] * 1900 for number in range(1, 6)]  # together more than memory holds
@@ -33,25 +30,12 @@ async def quiet(cluster: Cluster) -> None:
 
 
 async def a_killed_decode_node_changes_no_token(cluster: Cluster, asked: ClearPrompt) -> None:
-    """And costs a block, and what was not published yet: decode steps take 20 ms here, a publication a few."""
-    await cluster.arm("decode", "decode.step.before=delay(0.02)")
-    tokens: list[int] = []
-    async with cluster.streaming(list(asked.prompt), max_tokens=64, temperature=0.0) as call:
-        async for part in call:
-            tokens += part.token_ids
-            if len(tokens) == 40:
-                status = await cluster.status()
-                (victim,) = [node.name for node in status.nodes if node.role == "decode" and node.placed]
-                cluster.kill(victim)
+    """And costs a block, and what was not published yet."""
+    tokens, resumed = await when_decode_dies(cluster, asked.prompt, 40, max_tokens=64, temperature=0.0)
     assert tokens == list(asked.answer)
-    request = pb.ExplainRequest(request_id=part.request_id)
-    told: pb.ExplainResponse = await cluster_call(cluster.grpc, "Explain", request)
-    resumed = told.attempts[-1]
     assert resumed.number > 1
     assert resumed.pool >= 200
     assert resumed.computed_prefill + resumed.computed_decode <= BLOCK + BLOCK
-    cluster.start(victim)
-    await cluster.wait_status(lambda status: len(status.nodes) == 5)
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +72,7 @@ async def test_tokens_are_those_of_transformers(
                 assert list(answer.tokens) == list(prompt.answer), (length, known)
                 pooled += (await sources(cluster, answer))["pool"]
         assert pooled > 600
-        assert await metric(cluster, _EVICTIONS) > 20
+        await reaches(cluster, _EVICTIONS, 21)
         if transport == "shm":
-            await a_killed_decode_node_changes_no_token(cluster, clear_prompts(load_reference(model), [200], 64)[0])
+            (unknown,) = clear_prompts(model, [200], 64, seed=1)
+            await a_killed_decode_node_changes_no_token(cluster, unknown)

@@ -1,27 +1,34 @@
 """A cluster of real processes whose nodes share a pool."""
 
+import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from baton.cache_journal import INTERVAL
 from baton.pb import cluster_pb2 as pb
 from tests.answers import Answer, cluster_call
 from tests.cluster import Cluster
-from tests.pool.rig import until
+from tests.pool.rig import PATIENCE, until
 
+BLOCK = 16  # tokens
 SOURCES = ("computed_prefill", "computed_decode", "local_cache", "pool", "remote_pool")
+SETTINGS = {
+    "heartbeat": 0.1,
+    "kv_memory": "16MiB",
+    "pool_memory": "64MiB",
+    "pool_patience": 10.0,  # a miss is to be the pool's answer, and not that of a busy machine
+}
 
 
 @asynccontextmanager
 async def pooled_cluster(folder: Path, **settings: Any) -> AsyncIterator[Cluster]:
     """Every node attached; afterwards nobody holds anything."""
-    patience = {"pool_patience": 1.0}  # a miss is to be the pool's answer, and not that of a busy machine
-    defaults = {"heartbeat": 0.1, "kv_memory": "16MiB", "pool_memory": "64MiB"} | patience
-    cluster = Cluster(folder, **{**defaults, **settings})
+    cluster = Cluster(folder, **{**SETTINGS, **settings})
     async with cluster:
         await until("attached", lambda: attachments(cluster) >= cluster.config.prefill + cluster.config.decode)
         yield cluster
@@ -40,6 +47,53 @@ async def metric(cluster: Cluster, pattern: str) -> float:
     async with httpx.AsyncClient() as client:
         text = (await client.get(f"{cluster.admin}/metrics")).text
     return sum(float(value) for value in re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE))
+
+
+async def reaches(cluster: Cluster, pattern: str, least: float) -> None:
+    """Until that sum does: what nodes count comes with their heartbeats."""
+    async with asyncio.timeout(PATIENCE):
+        while await metric(cluster, pattern) < least:
+            await asyncio.sleep(0.05)
+
+
+def inserted(pool: str) -> str:
+    """The metric of the blocks that a pool has taken in so far."""
+    return rf'baton_pool_inserted_blocks_total\{{node="{pool}"\}}'
+
+
+async def known(cluster: Cluster, pool: str, blocks: float) -> None:
+    """Until that pool has taken in so many blocks, and the coordinator knows which. That a directory has as many is not
+    enough: nodes have told of their own copies before."""
+    await reaches(cluster, inserted(pool), blocks)
+    await asyncio.sleep(INTERVAL)  # after which a pool tells what it has gained
+    await cluster.ledgers()  # which it answers later than that
+
+
+async def when_decode_dies(
+    cluster: Cluster, prompt: Sequence[int], steps: int, **fields: Any
+) -> tuple[list[int], pb.AttemptReport]:
+    """An answer whose decode node hardly gets further after `steps` steps, and is killed once the pool has every full
+    block that was written until then: its tokens, and what is told of the attempt that ended it. The node is back then.
+    `prompt` has nothing in common with earlier ones."""
+    before, nodes = await metric(cluster, inserted("pool-0")), len((await cluster.status()).nodes)
+    await cluster.arm("decode", f"decode.step.before=delay(0.5)+{steps}")
+    tokens: list[int] = []
+    victim = ""
+    async with cluster.streaming(prompt, **fields) as call:
+        async for part in call:
+            tokens += part.token_ids
+            if len(tokens) >= steps and not victim:
+                await reaches(cluster, inserted("pool-0"), before + (len(prompt) + len(tokens) - 1) // BLOCK)
+                status = await cluster.status()
+                (victim,) = [node.name for node in status.nodes if node.role == "decode" and node.placed]
+                cluster.kill(victim)
+    await cluster.arm("decode", "")
+    told: pb.ExplainResponse = await cluster_call(
+        cluster.grpc, "Explain", pb.ExplainRequest(request_id=part.request_id)
+    )
+    cluster.start(victim)
+    await cluster.wait_status(lambda status: len(status.nodes) == nodes)
+    return tokens, told.attempts[-1]
 
 
 async def sources(cluster: Cluster, answer: Answer) -> dict[str, int]:

@@ -18,7 +18,6 @@ import numpy as np
 from baton.addressing import AddressSpace
 from baton.block_hash import BlockHash, chain_names, pack_tokens, root_hash
 from baton.kv_layout import KVLayout
-from baton.pb import pool_pb2 as pb
 from baton.pool_terms import PoolHit, Publish
 from baton.segment import Segment, create, host_id, segment_bytes
 from kv_pool.client import PoolClient
@@ -175,7 +174,7 @@ def client_config(address: str, folder: Path, name: str, **changed: Any) -> Pool
         "model_digest": DIGEST.hex(),
         "layout": LAYOUT,
         "segment_folder": folder,
-        "find_patience": 1.0,  # a miss is to be the pool's answer, and not that of a busy machine
+        "find_patience": 10.0,  # a miss is to be the pool's answer, and not that of a busy machine
     }
     return PoolClientConfig(**{**settings, **changed})
 
@@ -195,8 +194,3 @@ async def node(address: str, folder: Path, name: str = "decode-0", **changed: An
         await asyncio.gather(running, return_exceptions=True)
         del memory
         arena.close()
-
-
-def chain_pb(tokens: Sequence[int], root: BlockHash = SALTLESS) -> pb.Chain:
-    packed = pack_tokens(tokens)
-    return pb.Chain(root=root, names=chain_names(root, packed, LAYOUT.block_size), tokens=packed)

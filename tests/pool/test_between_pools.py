@@ -1,6 +1,8 @@
 """Blocks from one pool to another: all of them or none, whatever happens, and nothing is held afterwards."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +12,21 @@ from baton.block_hash import root_hash
 from baton.errors import BatonError, ChecksumMismatch, HandoffFailed, Incomplete, LeaseExpired, PeerGone, Stale
 from baton.types import Incarnation
 from kv_pool.link import Channels, Dialer
-from tests.pool.ends import end
+from tests.pool.ends import End, end
 from tests.pool.rig import DIGEST, LAYOUT, expected, tokens_of, until
 
 PROMPT = tokens_of(1, 20)
-STUCK = "transfer.seal.before=drop*1"  # and no time-out comes soon
+
+
+@asynccontextmanager
+async def stuck(folder: Path) -> AsyncIterator[tuple[End, End, asyncio.Task[None]]]:
+    """Who asks, who is asked, and a fetch that does not end: its seal is lost, and no time-out comes soon."""
+    async with end(folder / "a", "a") as here, end(folder / "b", "b") as there:
+        there.put(PROMPT)
+        there.failpoints.arm("transfer.seal.before=drop*1")
+        fetching = asyncio.create_task(here.fetch(there, PROMPT))
+        await until("asked", lambda: there.pool.ledger(0.0).entries)
+        yield here, there, fetching
 
 
 @pytest.mark.asyncio
@@ -75,11 +87,7 @@ async def test_a_writer_that_stops_costs_its_lease(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_a_pool_that_dies_in_between_is_noticed_at_once(tmp_path: Path) -> None:
-    async with end(tmp_path / "a", "a") as here, end(tmp_path / "b", "b") as there:
-        there.put(PROMPT)
-        there.failpoints.arm(STUCK)
-        fetching = asyncio.create_task(here.fetch(there, PROMPT))
-        await until("asked", lambda: there.pool.ledger(0.0).entries)
+    async with stuck(tmp_path) as (here, there, fetching):
         await there.server.stop(None)
         with pytest.raises(HandoffFailed):
             await fetching
@@ -91,15 +99,12 @@ async def test_a_pool_that_dies_in_between_is_noticed_at_once(tmp_path: Path) ->
 @pytest.mark.asyncio
 async def test_whoever_asks_no_further_is_sent_no_more(tmp_path: Path) -> None:
     """As when the asking pool dies, or gives a connection up that another question has failed on."""
-    async with end(tmp_path / "a", "a") as here, end(tmp_path / "b", "b") as there:
-        there.put(PROMPT)
-        there.failpoints.arm(STUCK)
-        fetching = asyncio.create_task(here.fetch(there, PROMPT))
-        await until("asked", lambda: there.pool.ledger(0.0).entries)
+    async with stuck(tmp_path) as (here, there, fetching):
         await here.receiver._channels.close()
         with pytest.raises(HandoffFailed):
             await fetching
         await there.at_rest()
+        there.failpoints.arm("")  # the fetch may have been given up before its seal was due
         await here.fetch(there, PROMPT)
 
 
@@ -115,11 +120,7 @@ async def test_whoever_has_not_the_token_is_not_heard(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_joining_anew_ends_what_is_under_way(tmp_path: Path) -> None:
-    async with end(tmp_path / "a", "a") as here, end(tmp_path / "b", "b") as there:
-        there.put(PROMPT)
-        there.failpoints.arm(STUCK)
-        fetching = asyncio.create_task(here.fetch(there, PROMPT))
-        await until("asked", lambda: there.pool.ledger(0.0).entries)
+    async with stuck(tmp_path) as (here, _, fetching):
         here.receiver.rejoin(Incarnation("the next life"))
         with pytest.raises(Stale):
             await fetching

@@ -120,8 +120,8 @@ async def test_the_first_blocks_are_read_at_once_when_the_disk_is_slow(host: Hos
     await publish(node, tokens)
     await pushed_out(host, node, before + 40)
     await publish(node, tokens[: 10 * LAYOUT.block_size], hit=False)
-    await host.registrar.arm("pool.disk.read=delay(1)*1")
-    found = await node.find(tokens, token_seconds=0.004)  # half a second for all of it
+    await host.registrar.arm("pool.disk.read=delay(2)*1")
+    found = await node.find(tokens, token_seconds=0.002)  # a quarter of a second for all of it
     assert node.read(found) == expected(tokens)[:10]
     node.release(found)
     await host.registrar.settled()  # it comes all the same

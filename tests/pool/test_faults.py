@@ -12,7 +12,7 @@ import pytest
 from baton.pool_terms import PoolHit
 from kv_pool.block_rows import BlockRows
 from tests.pool.conftest import Host
-from tests.pool.rig import Node, expected, tokens_of, until
+from tests.pool.rig import PATIENCE, Node, expected, tokens_of, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -44,16 +44,13 @@ async def test_the_pool_is_killed(host: Host) -> None:
 
 
 async def test_the_pool_is_stopped_and_wakes(host: Host) -> None:
-    node = await host.node()
+    node = await host.node(find_patience=0.2)
     tokens = tokens_of(next(_SEEDS), 3)
     hit = await node.publish(tokens)
     assert hit is not None
     host.pool.signal(signal.SIGSTOP)
     try:
-        loop = asyncio.get_running_loop()
-        asked = loop.time()
-        assert await node.find(tokens) == _MISS
-        assert loop.time() - asked < 5, "a look-up waits for nobody"
+        assert await node.find(tokens) == _MISS, "a look-up waits for nobody"
     finally:
         host.pool.signal(signal.SIGCONT)
     await until("the pool answers again", lambda: node.client.attached)
@@ -118,7 +115,7 @@ async def test_a_reader_whose_stream_broke_keeps_what_it_reads_until_it_has_ende
     hit = await node.publish(tokens)
     assert hit is not None
     _break_stream(node)
-    await until("attached anew", lambda: _attachments(node) == 2)
+    await until("attached anew", lambda: _attachments(node) >= 2)
     await node.attached()
     await host.registrar.settled(quarantined=total // 2)
     for _ in range(3):
@@ -186,9 +183,9 @@ async def test_the_pool_dies_between_verifying_and_answering(host: Host) -> None
     tokens = tokens_of(next(_SEEDS), 3)
     await host.registrar.arm("pool.seal.after=exit*1")
     assert await node.publish(tokens) is None
-    host.pool.process.wait(10)
+    await asyncio.to_thread(host.pool.process.wait, PATIENCE)
     host.pool.start()
-    await until("attached anew", lambda: _attachments(node) == 2)
+    await until("attached anew", lambda: _attachments(node) >= 2)
     hit = await node.publish(tokens)
     assert hit is not None
     assert node.read(hit) == expected(tokens)
@@ -201,9 +198,9 @@ async def test_the_pool_is_told_to_stop(host: Host) -> None:
     hit = await node.publish(tokens)
     assert hit is not None
     host.pool.process.terminate()
-    assert await asyncio.to_thread(host.pool.process.wait, 10) == 0
+    assert await asyncio.to_thread(host.pool.process.wait, PATIENCE) == 0
     await until("noticed", lambda: not node.client.attached)
-    assert host.registrar.left
+    await until("told", lambda: host.registrar.left)
     assert node.read(hit) == expected(tokens)
     node.release(hit)
 

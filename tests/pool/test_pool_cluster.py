@@ -9,11 +9,21 @@ from baton.pb import cluster_pb2 as pb
 from node_engine.paced import paced_reference
 from tests.answers import Answer, cluster_call
 from tests.cluster import Cluster
-from tests.pool.cluster import SOURCES, metric, pooled_cluster, sources
+from tests.pool.cluster import (
+    SOURCES,
+    attachments,
+    inserted,
+    metric,
+    pooled_cluster,
+    reaches,
+    sources,
+    when_decode_dies,
+)
 from tests.pool.rig import until
 
 PACED = {"engine": "paced", "placement": "round_robin", "paced_reread": True}
 PREFIX = tuple(range(1000, 1800))  # 800 tokens, 50 blocks
+PUBLISHED = r"baton_pool_published_blocks_total\S*"
 
 
 async def tokens_from(cluster: Cluster, source: str) -> float:
@@ -28,24 +38,21 @@ async def nodes_of(cluster: Cluster, answer: Answer) -> set[str]:
     return {name for attempt in told.attempts for name in (attempt.prefill_node, attempt.decode_node)} - {""}
 
 
-async def published(cluster: Cluster, blocks: int) -> None:
+async def published(cluster: Cluster, blocks: float) -> None:
     """Until nodes have published so many blocks, and nothing is on its way any more."""
-    async with asyncio.timeout(30):
-        while await metric(cluster, r"baton_pool_published_blocks_total\S*") < blocks:
-            await asyncio.sleep(0.05)
+    await reaches(cluster, PUBLISHED, blocks)
     await cluster.wait_quiet()
 
 
 @pytest.mark.asyncio
 async def test_a_prefix_is_computed_once_on_a_host_and_in_memory_once(tmp_path: Path) -> None:
     async with pooled_cluster(tmp_path, prefill=2, decode=2, **PACED) as cluster:
-        before = await metric(cluster, r"baton_pool_published_blocks_total\S*")
-        inserted = await metric(cluster, r"baton_pool_inserted_blocks_total\S*")
+        before, there = await metric(cluster, PUBLISHED), await metric(cluster, inserted("pool-0"))
         prompts = [[*PREFIX, *range(number * 50, number * 50 + 20)] for number in range(1, 9)]
         first = await cluster.generate(prompts[0], max_tokens=8, ignore_eos=True)
         assert list(first.tokens) == paced_reference(prompts[0], 8)
         assert (await sources(cluster, first))["computed_prefill"] == 820
-        await published(cluster, int(before) + 50)
+        await published(cluster, before + 50)
         known = {source: await tokens_from(cluster, source) for source in SOURCES}
         answers = await asyncio.gather(
             *(cluster.generate(prompt, max_tokens=8, ignore_eos=True) for prompt in prompts[1:])
@@ -65,33 +72,21 @@ async def test_a_prefix_is_computed_once_on_a_host_and_in_memory_once(tmp_path: 
         ledgers = {one.node: one for one in (await cluster.ledgers()).ledgers}
         own = sum(ledger.cached for node, ledger in ledgers.items() if node != "pool-0")
         assert own < 50, "the prefix is in some node's own memory as well"
-        assert await metric(cluster, r"baton_pool_repointed_blocks_total\S*") >= 50, "private copies are given up"
-        inserted = await metric(cluster, r"baton_pool_inserted_blocks_total\S*") - inserted
-        assert 50 <= inserted <= 50 + len(prompts), "the prefix once, and the block behind it of each prompt"
+        await reaches(cluster, r"baton_pool_repointed_blocks_total\S*", 50)  # private copies are given up
+        await reaches(cluster, inserted("pool-0"), there + 50 + len(prompts))
+        came_in = await metric(cluster, inserted("pool-0")) - there
+        assert came_in == 50 + len(prompts), "the prefix once, and the block behind it of each prompt"
 
 
 @pytest.mark.asyncio
 async def test_a_killed_decode_node_costs_a_block_and_what_was_not_published(tmp_path: Path) -> None:
-    settings = {**PACED, "paced_step_ms": 20.0}
-    async with pooled_cluster(tmp_path, prefill=1, decode=2, **settings) as cluster:
+    async with pooled_cluster(tmp_path, prefill=1, decode=2, **PACED) as cluster:
         prompt = list(PREFIX[:200])
-        tokens: list[int] = []
-        async with cluster.streaming(prompt, max_tokens=120, ignore_eos=True) as call:
-            async for part in call:
-                tokens += part.token_ids
-                request = part.request_id
-                if len(tokens) == 70:
-                    status = await cluster.status()
-                    (node,) = [node.name for node in status.nodes if node.role == "decode" and node.placed]
-                    cluster.kill(node)
+        tokens, resumed = await when_decode_dies(cluster, prompt, 70, max_tokens=120, ignore_eos=True)
         assert tokens == paced_reference(prompt, 120)
-        told: pb.ExplainResponse = await cluster_call(cluster.grpc, "Explain", pb.ExplainRequest(request_id=request))
-        resumed = told.attempts[-1]
         assert resumed.number > 1
         assert resumed.pool >= 200
         assert resumed.computed_prefill + resumed.computed_decode <= 16 + 16, "a block, and one not published yet"
-        cluster.start(node)
-        await cluster.wait_status(lambda status: len(status.nodes) == 4)
 
 
 @pytest.mark.asyncio
@@ -105,17 +100,17 @@ async def test_without_its_pool_a_cluster_computes_and_joins_the_next_one(tmp_pa
             assert list(answer.tokens) == paced_reference(asked, 4)
             return await sources(cluster, answer)
 
-        before = await metric(cluster, r"baton_pool_published_blocks_total\S*")
+        before = await metric(cluster, PUBLISHED)
         await ask(1)
-        await published(cluster, int(before) + 50)
+        await published(cluster, before + 50)
         assert (await ask(2))["pool"] == 800
         cluster.kill("pool-0")
         await until("without", lambda: "the pool is gone" in cluster.tail("prefill-0"))
         assert (await ask(3))["computed_prefill"] > 0
         assert (await ask(4))["local_cache"] > 0
-        attached = cluster.tail("prefill-0").count("attached to the pool")
+        attached = attachments(cluster)
         cluster.start("pool-0")
-        await until("again", lambda: cluster.tail("prefill-0").count("attached to the pool") > attached)
+        await until("again", lambda: attachments(cluster) >= attached + 2)
         await ask(5)
         await cluster.wait_quiet()
 

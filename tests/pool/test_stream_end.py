@@ -38,7 +38,7 @@ async def test_a_node_that_takes_no_answers_does_not_keep_a_pool_from_stopping(m
     one = stream(lambda _: asyncio.Event().wait())
     running = asyncio.create_task(one.run(first=1))
     one.stop()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await running
     assert one.ended.is_set()
 
@@ -59,7 +59,7 @@ async def test_a_node_that_is_gone_when_a_pool_stops_is_not_waited_for() -> None
     await asyncio.sleep(0)
     gone.set()
     with pytest.raises(ConnectionError):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             await running
     assert one.ended.is_set()
 
@@ -73,7 +73,7 @@ async def test_an_answer_that_fails_ends_the_stream_instead_of_being_waited_for(
     one = stream(write, seal=seal)
     running = asyncio.create_task(one.run(first=1))
     one._answer(pb.PoolQuestion(id=2, seal=pb.SealPlaces(publication=1)))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await running
     assert one.ended.is_set()
 

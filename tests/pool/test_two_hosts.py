@@ -7,18 +7,19 @@ import pytest
 
 from tests.cluster import Cluster
 from tests.models import build_model, clear_prompts
-from tests.pool.cluster import metric, sources
+from tests.pool.cluster import known, metric, sources
+from tests.pool.rig import PATIENCE
 from tests.pool.test_pool_cluster import published
 from tests.pool.two_hosts import POOLS, in_service, two_hosts
 
 OUTPUT = 8
-SLOWLY = "prefill.layer.before=delay(0.1)"  # so that fetching is worth it on the busiest machine
+SLOWLY = "prefill.layer.before=delay(0.3)"  # so that fetching is worth it on the busiest machine
 
 
 async def promotions(cluster: Cluster, **wanted: int) -> None:
     """Until pools have told of so many, and of no others."""
     wanted = {"started": 0, "done": 0, "failed": 0} | wanted
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE):
         while (
             told := {name: await metric(cluster, rf"baton_pool_promotions_{name}_total\S*") for name in wanted}
         ) != wanted:
@@ -39,9 +40,8 @@ async def test_a_prefix_is_computed_once_and_moved_once(tmp_path: Path) -> None:
         assert first.tokens == asked[0].answer
         assert (await sources(cluster, first))["computed_prefill"] == 820
         await published(cluster, 50)
-        async with asyncio.timeout(10):
-            while await metric(cluster, "baton_prefix_directory_blocks") < 50:
-                await asyncio.sleep(0.05)
+        await known(cluster, "pool-0", 50)
+        await cluster.arm("prefill", "")  # that it was slow is known by now
         await in_service(cluster, 0, 1)
         answers = await asyncio.gather(
             *(cluster.generate(one.prompt, max_tokens=OUTPUT, temperature=0.0) for one in asked[1:])

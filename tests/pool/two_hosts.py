@@ -10,7 +10,7 @@ from baton.cli.ports import hold
 from baton.pb import cluster_pb2 as pb
 from tests.answers import cluster_call
 from tests.cluster import Cluster
-from tests.pool.cluster import attachments
+from tests.pool.cluster import SETTINGS, attachments
 from tests.pool.rig import until
 
 POOLS = ("pool-0", "pool-1")
@@ -20,21 +20,13 @@ POOLS = ("pool-0", "pool-1")
 async def two_hosts(folder: Path, **settings: Any) -> AsyncIterator[Cluster]:
     """`prefill-0`, `decode-0` and `pool-0` are of one host, the others of the other. Every node is attached; afterwards
     nobody holds anything."""
-    defaults = {
-        "heartbeat": 0.1,
-        "kv_memory": "16MiB",
-        "pool_memory": "64MiB",
-        "pool_patience": 1.0,
-        "prefill": 2,
-        "decode": 2,
-    }
-    cluster = Cluster(folder, also={"pool-1": "pool-0"}, **{**defaults, **settings})
+    cluster = Cluster(folder, also={"pool-1": "pool-0"}, prefill=2, decode=2, **{**SETTINGS, **settings})
     other = cluster.segment_dir / "other-host"
     other.mkdir()
     held = hold("127.0.0.1", 0, "--listen")
     address = f"127.0.0.1:{held.getsockname()[1]}"
     for name in ("prefill-1", "decode-1"):
-        cluster.per_node[name] = {"segment_dir": other, "pool": address}
+        cluster.per_node[name] = {"segment_dir": other, "pool": address, **cluster.per_node.get(name, {})}
     cluster.per_node["pool-1"] = {"segment_dir": other, "listen": address, "ticket_ttl": 2.0}
     try:
         async with cluster:

@@ -174,8 +174,10 @@ async def test_refusals_over_grpc_say_when_to_come_back(storm: Storm) -> None:
         except grpc.aio.AioRpcError as error:
             errors.append(error)
 
-    await storm.cluster.wait_status(lambda status: status.queued >= QUEUE // 2)
-    await asyncio.gather(*(call() for _ in range(2 * QUEUE)))  # more than there is room for
+    await storm.cluster.arm("decode", "decode.step.before=delay(0.5)")  # the queue is full, and stays so
+    while not errors:
+        await call()
+    await storm.cluster.arm("decode", "")
     loop.closing = 0.0
     await crowd
     assert errors

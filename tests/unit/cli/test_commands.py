@@ -100,7 +100,7 @@ def test_status_says_how_full_a_pools_disk_is(front: FakeFront, run: Run, capsys
     assert "pool-0: 100 of 640 disk slots used" in capsys.readouterr().out
 
 
-def test_status_says_what_is_given_up_and_in_which_order(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_status_says_what_is_given_up_and_what_would_be_next(front: FakeFront, run: Run, capsys: Capture) -> None:
     front.status = cluster_pb2.StatusResponse(
         ready=True,
         pressure=1.25,
@@ -114,10 +114,10 @@ def test_status_says_what_is_given_up_and_in_which_order(front: FakeFront, run: 
     assert run("status", "--endpoint", front.endpoint) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "degraded (shed_lowest): new requests of the lowest class are refused" in out
-    assert (
-        "pressure 1.25, at 1 given up in this order: shed_lowest for 7 s, smaller_token_budget (cannot help: no"
-        " tenant has tokens_per_second), capped_output" in out
-    )
+    assert "pressure 1.25, given up: shed_lowest for 7 s, next at 1: capped_output" in out
+    del front.status.degradation[2], front.status.degradation[0]
+    assert run("status", "--endpoint", front.endpoint) == 0
+    assert "pressure 1.25, next at 1: nothing that could help" in capsys.readouterr().out
 
 
 def ledger(**counts: int) -> common_pb2.Ledger:

@@ -71,7 +71,7 @@ def config(tmp_path: Path) -> Iterator[Config]:
 async def cluster(config: Config, output: Output | None = None) -> AsyncIterator[tuple[Supervisor, list[str]]]:
     told: list[str] = []
     try:
-        async with asyncio.timeout(30), running(config, output or Relay(lambda *_: None), told.append) as started:
+        async with asyncio.timeout(60), running(config, output or Relay(lambda *_: None), told.append) as started:
             yield started, told
     except* ConfigError as group:
         raise innermost(group) from None
@@ -130,6 +130,7 @@ async def test_nor_does_one_that_always_fails_end_it_all(
     monkeypatch.setattr(restarts, "FIRST_DELAY", 0.001)
     play(pool="sys.exit('no memory')")
     async with cluster(config) as (started, told):
+        await started.ready()
         await until(lambda: len(told) == restarts.MAX_FAILED_STARTS)
         assert told[-1] == "pool-0 cannot run: going on without it (no memory)"
         assert {"prefill-0", "decode-0"} <= set(started.pids())

@@ -16,7 +16,7 @@ from tests.unit.coordinator_core.world import DECODE, PREFILL, World, stream_one
 
 
 def test_too_long_is_refused_with_nothing_allocated(world: World, p0: Incarnation, d0: Incarnation) -> None:
-    with pytest.raises(TooLong, match="257 tokens, the limit is 256"):
+    with pytest.raises(TooLong, match=r"7 after a prompt of 250: together the limit is 256 \(raise --max-model-len"):
         world.submit(prompt=250, max_tokens=7)
     assert world.brain.active() == []
     assert world.brain.counters.rejected == {("context_length_exceeded", "default"): 1}
@@ -24,7 +24,7 @@ def test_too_long_is_refused_with_nothing_allocated(world: World, p0: Incarnatio
 
 def test_the_smallest_cache_is_the_limit(world: World, p0: Incarnation, d0: Incarnation) -> None:
     world.join("d1", DECODE, num_blocks=4)
-    with pytest.raises(TooLong, match="the limit is 64"):
+    with pytest.raises(TooLong, match=r"the limit is 64 .*: raise --kv-memory"):
         world.submit(prompt=64, max_tokens=1)
 
 

@@ -236,7 +236,7 @@ async def test_a_disk_that_is_behind_costs_admissions_and_no_waiting(
     async with rig(tmp_path, slots=2048) as it:
         for number in range(3):
             prompt = tokens_of(number, 400)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(30):
                 await it.publish(prompt)
                 assert await it.find(prompt) == (400, 400)
         await it.push_out()

@@ -75,7 +75,7 @@ async def test_what_was_sealed_before_its_ticket_was_lost_is_all_here() -> None:
     (ticket,) = plane.granted
     plane.emit(Sealed(ticket.id, SealInfo(()), 1))
     plane.emit(Lost(ticket.id, Stale("this pool has joined anew"), fenced=True))
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         await fetching
     assert plane.committed == [ticket.id]
     await receiver.close()
