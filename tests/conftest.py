@@ -1,6 +1,8 @@
 """Options of the test suite, and what holds for all of it."""
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two threads each would wait for one another
@@ -43,6 +45,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(autouse=True)
+def excepthook() -> Iterator[None]:
+    """A command line called in a test leaves Typer's hook behind, which complains when the process ends."""
+    before = sys.excepthook
+    yield
+    sys.excepthook = before
 
 
 def _turn(item: pytest.Item) -> int:
