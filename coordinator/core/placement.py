@@ -93,9 +93,8 @@ class NodeView:
             return False
         if not demand.prefill and not self._has_window(demand):
             return False
-        if demand.headroom and not self._leaves_headroom(demand):
-            return False
-        return demand.blocks <= self.room if not demand.reserve else self._leaves_the_reserve(demand)
+        plain = not demand.reserve and not demand.headroom
+        return demand.blocks <= self.room if plain else self._leaves_room(demand)
 
     def takes(self, demand: Demand) -> bool:
         return self.takes_prefill(demand) if self.role is Role.PREFILL else self.takes_decode(demand)
@@ -107,16 +106,15 @@ class NodeView:
         done = min(max(0.0, now - self.head_since), self.head_seconds)
         return max(0.0, self.queued_seconds - done)
 
-    def _leaves_the_reserve(self, demand: Demand) -> bool:
-        """Who needs more blocks than the reserve leaves may have them all."""
-        kept = min(int(demand.reserve * self.blocks), self.blocks - demand.blocks) - self.first_class_blocks
-        places = int(demand.reserve * self.max_num_seqs) - self.first_class_attempts
-        return demand.blocks <= self.room - max(0, kept) and self.attempts < self.max_num_seqs - max(0, places)
-
-    def _leaves_headroom(self, demand: Demand) -> bool:
-        """Whatever it is, an empty node takes it."""
-        places, blocks = math.ceil(demand.headroom * self.max_num_seqs), int(demand.headroom * self.blocks)
-        return not self.attempts or (self.attempts < self.max_num_seqs - places and demand.blocks <= self.room - blocks)
+    def _leaves_room(self, demand: Demand) -> bool:
+        """To the first class first, and of the rest to others of its own. Who needs more blocks than the reserve leaves
+        may have them all, and whoever leaves headroom may have them of an empty node."""
+        blocks = max(0, min(int(demand.reserve * self.blocks), self.blocks - demand.blocks) - self.first_class_blocks)
+        places = max(0, int(demand.reserve * self.max_num_seqs) - self.first_class_attempts)
+        if self.attempts:
+            blocks += int(demand.headroom * (self.blocks - blocks))
+            places += math.ceil(demand.headroom * (self.max_num_seqs - places))
+        return demand.blocks <= self.room - blocks and self.attempts < self.max_num_seqs - places
 
     def _has_window(self, demand: Demand) -> bool:
         """Two attempts, or two steps' worth of tokens, and always at least one. A long prompt takes one step's share of

@@ -192,19 +192,19 @@ def test_premium_keeps_its_latency_while_standard_offers_three_times_the_capacit
     assert rate_of(world, 4.0, 16.0) >= 0.85 * capacity, "and standard has the rest"
 
 
-def four(headroom: float = 0.25, **limits: float) -> Tenants:
+def four(headroom: float = 0.25, reserve: float = 0.0, **limits: float) -> Tenants:
     """`limits` are the greedy one's."""
     made = {name: Tenant(name, "standard", salt=salt_of(name)) for name in ("a", "b", "c")}
     made["greedy"] = Tenant("greedy", "standard", salt=salt_of("greedy"), **limits)
-    return Tenants(("premium", "standard"), made, headroom=headroom)
+    return Tenants(("premium", "standard"), made, reserve=reserve, headroom=headroom)
 
 
 def others(world: VirtualCluster, share: float, greed: float) -> list[float]:
     """TTFT of three tenants at their shares beside one at `greed` times its own."""
     for name in ("a", "b", "c"):
-        world.load(share, 40.0, tenant=name, vary=True, **SHAPE)
-    world.load(greed * share, 40.0, tenant="greedy", vary=True, **SHAPE)
-    world.run(45.0)
+        world.load(share, 30.0, tenant=name, vary=True, **SHAPE)
+    world.load(greed * share, 30.0, tenant="greedy", vary=True, **SHAPE)
+    world.run(35.0)
     assert not [each for each in world.refused if each.tenant != "greedy"]
     return [each.ttft for each in world.done(since=5.0) if each.tenant != "greedy"]
 
@@ -213,11 +213,11 @@ def test_one_tenant_at_ten_times_its_share_costs_the_others_little() -> None:
     """As in tests/soak/test_fairness.py decode nodes have too few places, and prompts wait for nothing else. It leaves
     the others room, and they find a place as before; without that they wait for somebody's end."""
 
-    def p95(headroom: float, greed: float) -> float:
+    def p95(headroom: float, greed: float, runs: int = 4) -> float:
         waits: list[float] = []
-        for seed in range(4):
+        for seed in range(runs):
             world = VirtualCluster(
-                tenants=four(headroom),
+                tenants=four(headroom, reserve=0.3),
                 mode="disaggregated",
                 nodes=2,
                 prefill=1,
@@ -227,10 +227,10 @@ def test_one_tenant_at_ten_times_its_share_costs_the_others_little() -> None:
                 costs=PacedCosts(prefill_per_token=100.0, decode_base=40000.0, decode_per_sequence=20.0),
                 seed=seed,
             )
-            waits += others(world, 5.0, greed)  # it ends 25 requests a second
+            waits += others(world, 3.75, greed)  # it ends 18.75 requests a second on the places of their class
         return percentile(waits, 0.95)
 
-    fair, greedy, without = p95(0.25, 1.0), p95(0.25, 10.0), p95(0.0, 10.0)
+    fair, greedy, without = p95(0.25, 1.0), p95(0.25, 10.0), p95(0.0, 10.0, runs=2)
     assert greedy <= 1.1 * fair, f"{greedy} against {fair}"
     assert without >= 1.5 * fair, f"{without} against {fair}"
 
@@ -251,7 +251,7 @@ def test_one_tenant_at_ten_times_its_share_where_prompts_wait_to_be_computed(
     fair = percentile(others(world(), capacity / 5, 1.0), 0.95)
     greedy = percentile(others(busy, capacity / 5, 10.0), 0.95)
     assert greedy <= most * fair, f"{greedy} against {fair}"
-    assert limited or rate_of(busy, 5.0, 40.0) >= 0.9 * capacity
+    assert limited or rate_of(busy, 5.0, 30.0) >= 0.9 * capacity
 
 
 def test_shares_follow_weights(capacity: float) -> None:

@@ -75,6 +75,16 @@ def test_who_had_more_than_its_share_leaves_headroom(
     assert on_prefill.takes_prefill(BOTH)
 
 
+def test_headroom_is_kept_of_what_the_reserve_leaves() -> None:
+    node = replace(D, max_num_seqs=10, blocks=100, room=100, attempts=4)
+    greedy = replace(BOTH, reserve=0.3, headroom=0.25)  # 3 of 10 places, and 2 of 7
+    assert node.takes_decode(greedy)
+    assert not replace(node, attempts=5).takes_decode(greedy)
+    assert replace(node, attempts=6).takes_decode(replace(greedy, headroom=0.0))
+    assert replace(node, room=2 + 30 + 17).takes_decode(greedy)
+    assert not replace(node, room=1 + 30 + 17).takes_decode(greedy)
+
+
 def test_the_least_loaded_of_each_role() -> None:
     busy_p = replace(P, incarnation=Incarnation("busy p"), computing=1, uncomputed_tokens=5)
     busy_d = replace(D, incarnation=Incarnation("busy d"), attempts=1)
