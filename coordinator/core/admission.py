@@ -99,8 +99,12 @@ class Admission:
             )
         tenant = self.tenants.get(standing.tenant)
         self._require_rate(tenant, now)
-        self._require_place(standing, tenant, bid.count)
-        self._require_patience(Claim(tenant.name, standing.level, tenant.weight, bid.tokens), standing, bid, now)
+        try:
+            self._require_place(standing, tenant, bid.count)
+            self._require_patience(Claim(tenant.name, standing.level, tenant.weight, bid.tokens), standing, bid, now)
+        except Overloaded:
+            self._queue.refused(standing.level, standing.tenant, bid.count, now)
+            raise
 
     def let_in(self, request: Request, now: float) -> Claim:
         """One request: it and its prompt are paid for. What it brings into the queue."""
@@ -125,8 +129,8 @@ class Admission:
         return self.tenants.reserve if standing.level > 0 else 0.0
 
     def headroom(self, request: RequestId, now: float) -> float:
-        """The share of a node that a waiting request must leave to other tenants of its class, because its own has had
-        more than its share: no more than they use."""
+        """The share of a node that a waiting request must leave to other tenants of its class, because its own asks
+        for more than its share: no more than they use."""
         return min(self.tenants.headroom, self._queue.of_others(request, now)) if self.tenants.headroom else 0.0
 
     def produced(self, tenant: str, tokens: int, now: float) -> None:

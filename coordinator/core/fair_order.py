@@ -91,15 +91,19 @@ class FairOrder:
         starts = [flow.start for flow in self._flows.values() if flow.entries]
         self._virtual = max(self._virtual, min(starts))
         self.remove(request)
-        self.charge(claim, claim.tokens, now)
+        self.charge(claim, claim.tokens, now, turns=1)
         self._forget_idle()
 
-    def charge(self, claim: Claim, tokens: float, now: float) -> None:
-        """`tokens` more of cost for this tenant."""
+    def charge(self, claim: Claim, tokens: float, now: float, *, turns: int = 0) -> None:
+        """`tokens` more of cost for this tenant, for so many requests that begin."""
         flow = self._flow(claim)
         flow.start += tokens / claim.weight
         if claim.tenant != INTERNAL:
-            self._shares.charge(claim.tenant, claim.weight, tokens, now)
+            self._shares.charge(claim.tenant, claim.weight, tokens, now, turns=turns)
+
+    def refused(self, tenant: str, count: int, now: float) -> None:
+        """So many requests of the tenant found no room."""
+        self._shares.refused(tenant, count, now)
 
     def of_others(self, request: RequestId, now: float) -> float:
         """See `Shares`. 0 for one that is placed again."""

@@ -95,9 +95,13 @@ class WaitingQueue:
         if claim is not None:
             self._class(claim.level).charge(claim, OUTPUT_COST * tokens, now)
 
+    def refused(self, level: int, tenant: str, count: int, now: float) -> None:
+        """So many requests found no room."""
+        self._class(level).refused(tenant, count, now)
+
     def of_others(self, request: RequestId, now: float) -> float:
-        """What part of its class's recent work other tenants had, if its own had more than its share and it waits for
-        its first placement. 0 as well for one that nobody may pass any more."""
+        """What part of its class's recent work other tenants had, if its own asks for more than its share and it waits
+        for its first placement. 0 as well for one that nobody may pass any more."""
         if self._bypassed[request] >= MAX_BYPASS:
             return 0.0
         return self._class(self._claims[request].level).of_others(request, now)

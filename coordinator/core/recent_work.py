@@ -1,4 +1,4 @@
-"""How much work each node was given lately: seconds, each of which counts less by 1/e every `WINDOW` seconds.
+"""How much work each of several (nodes, tenants) was given lately: seconds, or tokens, each of which counts less by 1/e every `WINDOW` seconds.
 
 Kept by forward decay (Cormode, Shkapenyuk, Srivastava, Xu, "Forward decay: a practical time decay model for streaming
 systems", 2009): instead of shrinking what was added before, what is added now counts more. So sums of different nodes
@@ -15,25 +15,35 @@ class RecentWork:
     def __init__(self) -> None:
         self._landmark = -math.inf  # when a second of work counts 1
         self._sums: dict[str, float] = {}
+        self._total = 0.0
+
+    @property
+    def total(self) -> float:
+        return self._total
 
     def keep_scale(self, now: float) -> bool:
         """To be called before anything else at a moment. True if every sum has changed: the scale is another one."""
         windows = (now - self._landmark) / WINDOW
         if windows <= _LONGEST:
             return False
-        self._sums = {node: total * math.exp(-windows) for node, total in self._sums.items()}
+        self._sums = {name: work * math.exp(-windows) for name, work in self._sums.items()}
+        self._total = sum(self._sums.values())
         self._landmark = now
         return True
 
     def unit(self, now: float) -> float:
-        """What a second of work given now adds to a sum."""
+        """What a second, or token, of work given now adds to a sum."""
         return math.exp((now - self._landmark) / WINDOW)
 
-    def of(self, node: str) -> float:
-        return self._sums.get(node, 0.0)
+    def of(self, name: str) -> float:
+        return self._sums.get(name, 0.0)
 
-    def add(self, node: str, seconds: float, now: float) -> None:
-        self._sums[node] = self._sums.get(node, 0.0) + seconds * self.unit(now)
+    def add(self, name: str, work: float, now: float) -> None:
+        added = work * self.unit(now)
+        self._sums[name] = self._sums.get(name, 0.0) + added
+        self._total += added
 
-    def forget(self, node: str) -> None:
-        self._sums.pop(node, None)
+    def forget(self, name: str) -> None:
+        self._total -= self._sums.pop(name, 0.0)
+        if not self._sums:
+            self._total = 0.0  # and no error of rounding is left

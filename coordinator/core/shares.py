@@ -1,51 +1,65 @@
-"""What each tenant of a class has had lately, and whether that was more than its share.
+"""What each tenant of a class has had lately, and whether it asks for more than its share.
 
-Who has had more leaves room to the others: it gets no place that would be one of the last few, so that they find one
-free when they come. This is trunk reservation, which keeps a stream's blocking low for a small part of the capacity
-(Kelly, "Loss Networks", The Annals of Applied Probability, 1991). Order in the queue alone cannot do that: where one
-tenant takes all that is left, everybody waits until somebody's answer ends.
+Who does leaves room to the others: it gets no place that would be one of the last few, so that they find one free when
+they come. This is trunk reservation, which keeps a stream's blocking low for a small part of the capacity (Kelly, "Loss
+Networks", The Annals of Applied Probability, 1991). Order in the queue alone cannot do that: where one tenant takes all
+that is left, everybody waits until somebody's answer ends.
+
+What was refused for want of room counts as asked. By what it had alone, who floods a busy cluster differs too little
+from who is ahead of its share by chance.
 """
 
 from coordinator.core.recent_work import WINDOW, RecentWork
 
-_SLACK = 1.25  # of a share: chance makes tenants that ask for the same differ by less
+_SLACK = 1.4  # of a share: chance makes tenants that ask for the same differ by less
 
 
 class Shares:
-    """Of one class. A tenant counts for `WINDOW` seconds after it was last charged."""
+    """Of one class. A tenant counts for `WINDOW` seconds after it was last given anything."""
 
     def __init__(self) -> None:
-        self._recent = RecentWork()
+        self._had = RecentWork()
+        self._asked = RecentWork()
+        self._turns = RecentWork()  # requests that were placed
         self._weights: dict[str, float] = {}  # of those that count: who was served longest ago is first
         self._last: dict[str, float] = {}
-        self._cost = self._weight = 0.0  # of all of them
+        self._weight = 0.0  # of all of them
 
-    def charge(self, tenant: str, weight: float, cost: float, now: float) -> None:
-        self._forget_idle(now)
-        if self._recent.keep_scale(now):
-            self._cost = sum(self._recent.of(each) for each in self._weights)
+    def charge(self, tenant: str, weight: float, cost: float, now: float, *, turns: int = 0) -> None:
+        self._look(now)
         self._weight += weight - self._weights.pop(tenant, 0.0)
         self._weights[tenant] = weight
         self._last[tenant] = now
-        self._recent.add(tenant, cost, now)
-        self._cost += cost * self._recent.unit(now)
+        self._had.add(tenant, cost, now)
+        self._asked.add(tenant, cost, now)
+        self._turns.add(tenant, turns, now)
+
+    def refused(self, tenant: str, count: int, now: float) -> None:
+        """So many requests found no room. Each is taken for one like those that did."""
+        self._look(now)
+        turns = self._turns.of(tenant)
+        if turns:
+            self._asked.add(tenant, count * self._had.of(tenant) / turns, now)
 
     def of_others(self, tenant: str, now: float) -> float:
-        """What part of all that was served lately the others had, if this tenant had more than its share; else 0."""
-        self._forget_idle(now)
-        if len(self._weights) < 2 or tenant not in self._weights or not self._cost:
+        """What part of all that was had lately the others had, if this tenant asks for more than its share; else 0."""
+        self._look(now)
+        if len(self._weights) < 2 or tenant not in self._weights:
             return 0.0
-        part = self._recent.of(tenant) / self._cost
-        return max(0.0, 1.0 - part) if part > _SLACK * self._weights[tenant] / self._weight else 0.0
+        fair = self._weights[tenant] / self._weight
+        if self._asked.of(tenant) <= _SLACK * fair * self._asked.total:
+            return 0.0
+        return max(0.0, 1.0 - self._had.of(tenant) / self._had.total)
 
-    def _forget_idle(self, now: float) -> None:
-        while self._weights:
-            first = next(iter(self._weights))
-            if now - self._last[first] <= WINDOW:
-                return
+    def _look(self, now: float) -> None:
+        """Forget who has not been served for long."""
+        sums = (self._had, self._asked, self._turns)
+        for each in sums:
+            each.keep_scale(now)
+        while self._weights and now - self._last[first := next(iter(self._weights))] > WINDOW:
             self._weight -= self._weights.pop(first)
-            self._cost -= self._recent.of(first)
-            self._recent.forget(first)
             del self._last[first]
-            if not self._weights:
-                self._cost = self._weight = 0.0
+            for each in sums:
+                each.forget(first)
+        if not self._weights:
+            self._weight = 0.0

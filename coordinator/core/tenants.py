@@ -47,7 +47,7 @@ def hash_key(key: bytes) -> bytes:
 class Tenants:
     """`classes` in strict order, the first is served first. `reserve` is the share of a node's blocks that only the
     first of several may take; `max_wait` the seconds that a request of a class may be predicted to wait; `headroom` the
-    most of a node that a tenant that has had more than its share leaves to others of its class."""
+    most of a node that a tenant that asks for more than its share leaves to others of its class."""
 
     classes: tuple[str, ...] = (DEFAULT_CLASS,)
     tenants: Mapping[str, Tenant] = field(default_factory=lambda: {ANYONE.name: ANYONE})

@@ -232,7 +232,7 @@ def test_one_tenant_at_ten_times_its_share_costs_the_others_little() -> None:
 
     fair, greedy, without = p95(0.25, 1.0), p95(0.25, 10.0), p95(0.0, 10.0, runs=2)
     assert greedy <= 1.1 * fair, f"{greedy} against {fair}"
-    assert without >= 1.5 * fair, f"{without} against {fair}"
+    assert without >= 1.5 * greedy, f"{without} against {greedy}"
 
 
 @pytest.mark.parametrize(("limited", "most"), [(True, 1.1), (False, 1.3)])

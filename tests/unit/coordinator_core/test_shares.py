@@ -1,5 +1,7 @@
 """Who has had more than its share, and what others had meanwhile."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,9 +15,10 @@ from coordinator.core.shares import Shares
 
 
 def shares(**costs: float) -> Shares:
+    """Each tenant has had ten requests."""
     made = Shares()
     for tenant, cost in costs.items():
-        made.charge(tenant, 1.0, cost, 1.0)
+        made.charge(tenant, 1.0, cost, 1.0, turns=10)
     return made
 
 
@@ -25,14 +28,30 @@ def test_who_has_had_more_than_its_share() -> None:
     assert made.of_others("a", 1.0) == made.of_others("b", 1.0) == 0.0
 
 
+def test_who_asks_for_more_than_its_share() -> None:
+    made = shares(a=30.0, b=30.0, greedy=40.0)
+    assert made.of_others("greedy", 1.0) == 0.0
+    made.refused("greedy", 20, 1.0)  # each of them 4
+    assert made.of_others("greedy", 1.0) == pytest.approx(0.6)
+    for tenant in "ab":
+        made.refused(tenant, 20, 1.0)
+    assert made.of_others("greedy", 1.0) == 0.0, "everybody does"
+
+
+def test_what_was_refused_before_anything_was_had_is_no_measure() -> None:
+    made = shares(a=50.0)
+    made.refused("new", 1000, 1.0)
+    assert made.of_others("new", 1.0) == made.of_others("a", 1.0) == 0.0
+
+
 def test_alone_everything_is_ones_share() -> None:
     assert shares(a=100.0).of_others("a", 1.0) == 0.0
     assert shares(a=100.0).of_others("unknown", 1.0) == 0.0
 
 
 def test_equals_differ_a_little() -> None:
-    assert shares(a=60.0, b=40.0).of_others("a", 1.0) == 0.0
-    assert shares(a=65.0, b=35.0).of_others("a", 1.0) == pytest.approx(0.35)
+    assert shares(a=68.0, b=32.0).of_others("a", 1.0) == 0.0
+    assert shares(a=72.0, b=28.0).of_others("a", 1.0) == pytest.approx(0.28)
 
 
 def test_a_share_follows_from_weights() -> None:
@@ -70,19 +89,16 @@ def test_the_running_sums_are_the_sums(charges: list[tuple[str, float, float, fl
         made.charge(tenant, weight, cost, now)
         known.append((tenant, cost, now))
         weights[tenant], last[tenant] = weight, now
-        had = {each: sum(made_of(charge, now) for charge in known if charge[0] == each) for each in weights}
+        had = {
+            each: sum(cost * math.exp((then - now) / WINDOW) for who, cost, then in known if who == each)
+            for each in weights
+        }
         total = sum(had.values())
         for each in weights:
-            others = made.of_others(each, now)
-            if total <= 0.0 or len(weights) == 1:
-                assert others == 0.0
-            elif abs(had[each] / total / (1.25 * weights[each] / sum(weights.values())) - 1) > 1e-6:
-                over = had[each] / total > 1.25 * weights[each] / sum(weights.values())
-                assert others == pytest.approx(1 - had[each] / total if over else 0.0, abs=1e-6)
-
-
-def made_of(charge: tuple[str, float, float], now: float) -> float:
-    return charge[1] * 2.718281828459045 ** ((charge[2] - now) / WINDOW)
+            share = 1.4 * weights[each] / sum(weights.values())
+            if total > 1e-3 and abs(had[each] / total - share) > 1e-6:
+                over = had[each] / total > share and len(weights) > 1
+                assert made.of_others(each, now) == pytest.approx(1 - had[each] / total if over else 0.0, abs=1e-6)
 
 
 def waiting(*tenants: str) -> WaitingQueue:
