@@ -1,4 +1,5 @@
-"""How much work each of several (nodes, tenants) was given lately: seconds, or tokens, each of which counts less by 1/e every `WINDOW` seconds.
+"""How much work each node, or tenant, was given lately: seconds, or tokens. What was given counts less by 1/e every
+`WINDOW` seconds.
 
 Kept by forward decay (Cormode, Shkapenyuk, Srivastava, Xu, "Forward decay: a practical time decay model for streaming
 systems", 2009): instead of shrinking what was added before, what is added now counts more. So sums of different nodes

@@ -27,6 +27,8 @@ class Shares:
 
     def charge(self, tenant: str, weight: float, cost: float, now: float, *, turns: int = 0) -> None:
         self._look(now)
+        if len(self._weights) == 1 and tenant not in self._weights:
+            self._forget(*self._weights)  # what one had alone was nobody's loss
         self._weight += weight - self._weights.pop(tenant, 0.0)
         self._weights[tenant] = weight
         self._last[tenant] = now
@@ -53,13 +55,15 @@ class Shares:
 
     def _look(self, now: float) -> None:
         """Forget who has not been served for long."""
-        sums = (self._had, self._asked, self._turns)
-        for each in sums:
+        for each in (self._had, self._asked, self._turns):
             each.keep_scale(now)
         while self._weights and now - self._last[first := next(iter(self._weights))] > WINDOW:
             self._weight -= self._weights.pop(first)
             del self._last[first]
-            for each in sums:
-                each.forget(first)
+            self._forget(first)
         if not self._weights:
             self._weight = 0.0
+
+    def _forget(self, tenant: str) -> None:
+        for each in (self._had, self._asked, self._turns):
+            each.forget(tenant)

@@ -15,9 +15,10 @@ from coordinator.core.shares import Shares
 
 
 def shares(**costs: float) -> Shares:
-    """Each tenant has had ten requests."""
+    """Each tenant has had ten requests, while others were there."""
     made = Shares()
-    for tenant, cost in costs.items():
+    made.charge(next(iter(costs)), 1.0, 0.0, 1.0)
+    for tenant, cost in reversed(costs.items()):
         made.charge(tenant, 1.0, cost, 1.0, turns=10)
     return made
 
@@ -56,11 +57,21 @@ def test_equals_differ_a_little() -> None:
 
 def test_a_share_follows_from_weights() -> None:
     made = Shares()
-    made.charge("one", 1.0, 25.0, 0.0)
+    made.charge("one", 1.0, 0.0, 0.0)
     made.charge("three", 3.0, 75.0, 0.0)
+    made.charge("one", 1.0, 25.0, 0.0)
     assert made.of_others("three", 0.0) == 0.0
     made.charge("three", 1.0, 0.0, 0.0)  # its weight was changed
     assert made.of_others("three", 0.0) == pytest.approx(0.25)
+
+
+def test_what_one_had_alone_was_nobodys_loss() -> None:
+    made = Shares()
+    made.charge("early", 1.0, 1e6, 0.0, turns=10)
+    made.charge("late", 1.0, 10.0, 1.0)
+    assert made.of_others("early", 1.0) == 0.0
+    made.charge("early", 1.0, 30.0, 1.0)
+    assert made.of_others("early", 1.0) == pytest.approx(0.25)
 
 
 def test_what_was_long_ago_counts_less_and_then_not_at_all() -> None:
@@ -86,6 +97,8 @@ def test_the_running_sums_are_the_sums(charges: list[tuple[str, float, float, fl
         for gone in [each for each in last if now - last[each] > WINDOW]:
             known = [charge for charge in known if charge[0] != gone]
             del weights[gone], last[gone]
+        if len(weights) == 1 and tenant not in weights:
+            known = []
         made.charge(tenant, weight, cost, now)
         known.append((tenant, cost, now))
         weights[tenant], last[tenant] = weight, now
@@ -104,10 +117,13 @@ def test_the_running_sums_are_the_sums(charges: list[tuple[str, float, float, fl
 def waiting(*tenants: str) -> WaitingQueue:
     """One of each waits, and the last one has been given ten times as much as the others."""
     queue = WaitingQueue()
+    for tokens, names in ((0, tenants), (10, tenants[:-1]), (100, tenants[-1:])):
+        for tenant in names:
+            had = RequestId(f"{tokens} of {tenant}")
+            queue.push(had, Claim(tenant, tokens=tokens))
+            queue.take(had, 0.0)
     for tenant in tenants:
         queue.push(RequestId(tenant), Claim(tenant))
-        queue.push(RequestId(f"first {tenant}"), Claim(tenant, tokens=100 if tenant == tenants[-1] else 10))
-        queue.take(RequestId(f"first {tenant}"), 0.0)
     return queue
 
 
@@ -122,10 +138,10 @@ def test_the_queue_asks_it_of_who_waits_for_a_first_placement() -> None:
 
 def test_who_may_not_be_passed_any_more_leaves_nothing() -> None:
     queue, greedy = waiting("meek", "greedy"), RequestId("greedy")
-    for number in range(MAX_BYPASS - 1):  # the first one has passed it already
+    for number in range(MAX_BYPASS):
         assert queue.of_others(greedy, 0.0) > 0.0
         small = RequestId(f"small {number}")
-        queue.push(small, Claim("greedy"))
+        queue.push(small, Claim("greedy", due=1.0))
         queue.take(small, 0.0)
     assert queue.of_others(greedy, 0.0) == 0.0
 
