@@ -14,10 +14,10 @@ any of the first four ------ its reader has all that it wants ------------------
 """
 
 from collections.abc import Container
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from baton.types import AttemptKey, Incarnation, Request, RequestId, TokenEvent, TokenScore
+from baton.types import AttemptKey, Incarnation, Request, RequestId, TokenEvent, TokenScore, Work
 from coordinator.core.breakers import Pair
 from coordinator.core.counters import INTERNAL
 from coordinator.core.messages import Admitted, PrefillEnded
@@ -142,6 +142,14 @@ class Record:
         self.tried.append(attempt)
         if len(self.tried) > MAX_TRIED:
             del self.tried[MAX_TRIED // 2]
+
+    def work(self, key: AttemptKey, now: float) -> Work:
+        """What is left to do, as nodes are told for this attempt."""
+        sampling = self.request.sampling
+        if sampling.prompt_logprobs is not None and not self.awaits_scores:
+            sampling = replace(sampling, prompt_logprobs=None)  # so that it may use caches
+        left = replace(self.request, sampling=sampling, timeout=self.deadline - now)
+        return Work(key, left, tuple(self.emitted), self.prefill_payer)
 
     def to(self, state: RequestState) -> None:
         if state not in _NEXT[self.state]:

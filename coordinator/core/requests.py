@@ -4,8 +4,6 @@ Three rules hold whatever arrives: a request ends in `end` and nowhere else; wha
 nowhere else; a leg that was placed is closed in `close_leg` and nowhere else (or falls with its node in `lose_node`).
 """
 
-from dataclasses import replace
-
 from baton.errors import (
     BatonError,
     Cancelled,
@@ -16,7 +14,7 @@ from baton.errors import (
     Stalled,
     Unavailable,
 )
-from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, TokenScore, Work
+from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, TokenScore
 from coordinator.core.admission import Admission
 from coordinator.core.breakers import Breakers, Pair
 from coordinator.core.counters import Counters
@@ -184,7 +182,7 @@ class RequestTable:
                 continue  # as it is most of the time under load
             tenant, headroom = record.request.standing.tenant, self.admission.headroom(request, now)
             if headroom and tenant in passed_over:
-                continue  # as it is for all that wait of one that asks for more than its share
+                continue  # its next would not be placed either
             decision = self.decisions.decide(record, views, now, headroom)
             if decision is not None:
                 self.queue.take(request, now)
@@ -207,11 +205,7 @@ class RequestTable:
         self.counters.placements[decision.way.value, decision.why.value] += 1
         record.to(RequestState.PLACED)
         record.marks.placed_at(now, self.name(prefill), self.name(decode))
-        sampling = request.sampling
-        if sampling.prompt_logprobs is not None and not record.awaits_scores:
-            sampling = replace(sampling, prompt_logprobs=None)  # so that it may use caches
-        left = replace(request, sampling=sampling, timeout=record.deadline - now)
-        work = Work(key, left, tuple(record.emitted), record.prefill_payer)
+        work = record.work(key, now)
         elsewhere = self.decisions.elsewhere(record, decision)
         if decode is not None:
             writer = self._registry.nodes[prefill].address if prefill is not None else None
