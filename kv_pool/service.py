@@ -4,7 +4,8 @@ its way here, which is answered twice. So answers may come in another order than
 
 import asyncio
 import math
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import grpc
@@ -98,8 +99,10 @@ class _Stream:
             tasks |= self._slow
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            self.ended.set()
+            try:
+                await asyncio.gather(*tasks, return_exceptions=True)
+            finally:  # gRPC may cancel this a second time
+                self.ended.set()
 
     async def _read(self) -> None:
         while (question := await self._context.read()) is not grpc.aio.EOF:
@@ -144,7 +147,8 @@ class _Stream:
                     self._take_time(self._grant(question.id, places, room_made))
             case "seal":
                 seal = question.seal
-                self._take_time(self._found(question.id, host.seal(desk, seal.publication, seal.checksums)))
+                finding = partial(host.seal, desk, seal.publication, seal.checksums)
+                self._take_time(self._found(question.id, finding))
             case "withdraw":
                 host.withdraw(desk, question.withdraw.publication)
             case other:
@@ -158,7 +162,8 @@ class _Stream:
         answer = _found_pb(found)
         if arrival is not None and len(self._slow) < _SLOW:
             answer.loading, answer.patience = arrival.blocks, arrival.patience
-            self._take_time(self._found(number, self._host.find_more(self._desk, asked, arrival, len(found.blocks))))
+            finding = partial(self._host.find_more, self._desk, asked, arrival, len(found.blocks))
+            self._take_time(self._found(number, finding))
         self._say(number, found=answer)
 
     def _take_time(self, answering: Coroutine[None, None, None]) -> None:
@@ -176,9 +181,9 @@ class _Stream:
         await room_made
         self._say(question, granted=places)
 
-    async def _found(self, question: int, finding: Coroutine[None, None, Found]) -> None:
+    async def _found(self, question: int, finding: Callable[[], Awaitable[Found]]) -> None:
         try:
-            found = await finding
+            found = await finding()
         except BatonError as error:
             self._say(question, error=wire.error_to_pb(error))
         else:

@@ -2,7 +2,6 @@
 
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two threads each would wait for one another
@@ -47,12 +46,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
-@pytest.fixture(autouse=True)
-def excepthook() -> Iterator[None]:
+def pytest_unconfigure() -> None:
     """A command line called in a test leaves Typer's hook behind, which complains when the process ends."""
-    before = sys.excepthook
-    yield
-    sys.excepthook = before
+    sys.excepthook = sys.__excepthook__
 
 
 def _turn(item: pytest.Item) -> int:
