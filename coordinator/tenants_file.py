@@ -15,7 +15,7 @@ from coordinator.core.tenants import Tenant, Tenants, salt_of
 MAX_CLASSES, MAX_TENANTS, MAX_KEYS = 8, 1024, 4096
 USUAL_CLASSES = ("premium", "standard", "batch")
 RESERVE = 0.3  # of a node's blocks, for the first class
-HEADROOM = 0.25  # of a node, for tenants that ask for no more than their shares
+HEADROOM = 0.35  # of a node, for tenants that ask for no more than their shares
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 _DIGEST = re.compile(r"(sha256:)?(?P<hex>[0-9a-f]{64})")
 

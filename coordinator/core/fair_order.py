@@ -105,9 +105,9 @@ class FairOrder:
         """So many requests of the tenant found no room."""
         self._shares.refused(tenant, count, now)
 
-    def of_others(self, request: RequestId, now: float) -> float:
+    def headroom(self, request: RequestId, most: float, now: float) -> float:
         """See `Shares`. 0 for one that is placed again."""
-        return self._shares.of_others(self._places[request][0].tenant, now) if request in self._places else 0.0
+        return self._shares.headroom(self._places[request][0].tenant, most, now) if request in self._places else 0.0
 
     def __iter__(self) -> Iterator[RequestId]:
         """In the order in which they would be taken."""

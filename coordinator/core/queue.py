@@ -99,12 +99,12 @@ class WaitingQueue:
         """So many requests found no room."""
         self._class(level).refused(tenant, count, now)
 
-    def of_others(self, request: RequestId, now: float) -> float:
-        """What part of its class's recent work other tenants had, if its own asks for more than its share and it waits
-        for its first placement. 0 as well for one that nobody may pass any more."""
+    def headroom(self, request: RequestId, most: float, now: float) -> float:
+        """What part of a node a waiting request is to leave to other tenants of its class; see `Shares`. None if it is
+        placed again, or may not be passed any more."""
         if self._bypassed[request] >= MAX_BYPASS:
             return 0.0
-        return self._class(self._claims[request].level).of_others(request, now)
+        return self._class(self._claims[request].level).headroom(request, most, now)
 
     def waiting(self, level: int, tenant: str | None = None) -> int:
         """Requests that wait and that a class of this level has to wait for: its own and those above it; or those of

@@ -12,6 +12,7 @@ from who is ahead of its share by chance.
 from coordinator.core.recent_work import WINDOW, RecentWork
 
 _SLACK = 1.4  # of a share: chance makes tenants that ask for the same differ by less
+_FULL = 1.25  # of a share: who has had so much leaves all that it is to leave
 
 
 class Shares:
@@ -43,15 +44,18 @@ class Shares:
         if turns:
             self._asked.add(tenant, count * self._had.of(tenant) / turns, now)
 
-    def of_others(self, tenant: str, now: float) -> float:
-        """What part of all that was had lately the others had, if this tenant asks for more than its share; else 0."""
+    def headroom(self, tenant: str, most: float, now: float) -> float:
+        """What part of a node this tenant is to leave: none unless it asks for more than its share and has had that,
+        then more and more, but no more than `most`, nor than what part the others have had."""
         self._look(now)
         if len(self._weights) < 2 or tenant not in self._weights:
             return 0.0
         fair = self._weights[tenant] / self._weight
         if self._asked.of(tenant) <= _SLACK * fair * self._asked.total:
             return 0.0
-        return max(0.0, 1.0 - self._had.of(tenant) / self._had.total)
+        had = self._had.of(tenant) / self._had.total
+        over = (had / fair - 1.0) / (_FULL - 1.0)
+        return min(most, 1.0 - had) * min(1.0, max(0.0, over))
 
     def _look(self, now: float) -> None:
         """Forget who has not been served for long."""

@@ -25,34 +25,41 @@ def shares(**costs: float) -> Shares:
 
 def test_who_has_had_more_than_its_share() -> None:
     made = shares(a=20.0, b=20.0, greedy=60.0)
-    assert made.of_others("greedy", 1.0) == pytest.approx(0.4)
-    assert made.of_others("a", 1.0) == made.of_others("b", 1.0) == 0.0
+    assert made.headroom("greedy", 1.0, 1.0) == pytest.approx(0.4)
+    assert made.headroom("a", 1.0, 1.0) == made.headroom("b", 1.0, 1.0) == 0.0
 
 
 def test_who_asks_for_more_than_its_share() -> None:
     made = shares(a=30.0, b=30.0, greedy=40.0)
-    assert made.of_others("greedy", 1.0) == 0.0
+    assert made.headroom("greedy", 1.0, 1.0) == 0.0
     made.refused("greedy", 20, 1.0)  # each of them 4
-    assert made.of_others("greedy", 1.0) == pytest.approx(0.6)
+    assert made.headroom("greedy", 1.0, 1.0) == pytest.approx(0.8 * 0.6), "it has had 1.2 times its share"
+    assert made.headroom("greedy", 0.1, 1.0) == pytest.approx(0.8 * 0.1)
     for tenant in "ab":
         made.refused(tenant, 20, 1.0)
-    assert made.of_others("greedy", 1.0) == 0.0, "everybody does"
+    assert made.headroom("greedy", 1.0, 1.0) == 0.0, "everybody does"
+
+
+def test_who_asks_for_more_and_has_not_had_its_share_leaves_nothing() -> None:
+    made = shares(a=35.0, b=35.0, greedy=30.0)
+    made.refused("greedy", 1000, 1.0)
+    assert made.headroom("greedy", 1.0, 1.0) == 0.0
 
 
 def test_what_was_refused_before_anything_was_had_is_no_measure() -> None:
     made = shares(a=50.0)
     made.refused("new", 1000, 1.0)
-    assert made.of_others("new", 1.0) == made.of_others("a", 1.0) == 0.0
+    assert made.headroom("new", 1.0, 1.0) == made.headroom("a", 1.0, 1.0) == 0.0
 
 
 def test_alone_everything_is_ones_share() -> None:
-    assert shares(a=100.0).of_others("a", 1.0) == 0.0
-    assert shares(a=100.0).of_others("unknown", 1.0) == 0.0
+    assert shares(a=100.0).headroom("a", 1.0, 1.0) == 0.0
+    assert shares(a=100.0).headroom("unknown", 1.0, 1.0) == 0.0
 
 
 def test_equals_differ_a_little() -> None:
-    assert shares(a=68.0, b=32.0).of_others("a", 1.0) == 0.0
-    assert shares(a=72.0, b=28.0).of_others("a", 1.0) == pytest.approx(0.28)
+    assert shares(a=68.0, b=32.0).headroom("a", 1.0, 1.0) == 0.0
+    assert shares(a=72.0, b=28.0).headroom("a", 1.0, 1.0) == pytest.approx(0.28)
 
 
 def test_a_share_follows_from_weights() -> None:
@@ -60,26 +67,26 @@ def test_a_share_follows_from_weights() -> None:
     made.charge("one", 1.0, 0.0, 0.0)
     made.charge("three", 3.0, 75.0, 0.0)
     made.charge("one", 1.0, 25.0, 0.0)
-    assert made.of_others("three", 0.0) == 0.0
+    assert made.headroom("three", 1.0, 0.0) == 0.0
     made.charge("three", 1.0, 0.0, 0.0)  # its weight was changed
-    assert made.of_others("three", 0.0) == pytest.approx(0.25)
+    assert made.headroom("three", 1.0, 0.0) == pytest.approx(0.25)
 
 
 def test_what_one_had_alone_was_nobodys_loss() -> None:
     made = Shares()
     made.charge("early", 1.0, 1e6, 0.0, turns=10)
     made.charge("late", 1.0, 10.0, 1.0)
-    assert made.of_others("early", 1.0) == 0.0
+    assert made.headroom("early", 1.0, 1.0) == 0.0
     made.charge("early", 1.0, 30.0, 1.0)
-    assert made.of_others("early", 1.0) == pytest.approx(0.25)
+    assert made.headroom("early", 1.0, 1.0) == pytest.approx(0.25)
 
 
 def test_what_was_long_ago_counts_less_and_then_not_at_all() -> None:
     made = shares(early=100.0, late=0.0)
     made.charge("late", 1.0, 100.0, 1.0 + WINDOW)
-    assert made.of_others("late", 1.0 + WINDOW) > 0.2
-    assert made.of_others("late", 1.01 + WINDOW) == 0.0, "nobody else has been here lately"
-    assert made.of_others("early", 1.01 + WINDOW) == 0.0
+    assert made.headroom("late", 1.0, 1.0 + WINDOW) > 0.2
+    assert made.headroom("late", 1.0, 1.01 + WINDOW) == 0.0, "nobody else has been here lately"
+    assert made.headroom("early", 1.0, 1.01 + WINDOW) == 0.0
 
 
 @given(
@@ -111,7 +118,7 @@ def test_the_running_sums_are_the_sums(charges: list[tuple[str, float, float, fl
             share = 1.4 * weights[each] / sum(weights.values())
             if total > 1e-3 and abs(had[each] / total - share) > 1e-6:
                 over = had[each] / total > share and len(weights) > 1
-                assert made.of_others(each, now) == pytest.approx(1 - had[each] / total if over else 0.0, abs=1e-6)
+                assert made.headroom(each, 1.0, now) == pytest.approx(1 - had[each] / total if over else 0.0, abs=1e-6)
 
 
 def waiting(*tenants: str) -> WaitingQueue:
@@ -129,23 +136,23 @@ def waiting(*tenants: str) -> WaitingQueue:
 
 def test_the_queue_asks_it_of_who_waits_for_a_first_placement() -> None:
     queue, greedy = waiting("meek", "greedy"), RequestId("greedy")
-    assert queue.of_others(greedy, 0.0) == pytest.approx(10 / 110)
-    assert queue.of_others(RequestId("meek"), 0.0) == 0.0
+    assert queue.headroom(greedy, 1.0, 0.0) == pytest.approx(10 / 110)
+    assert queue.headroom(RequestId("meek"), 1.0, 0.0) == 0.0
     queue.take(greedy, 0.0)
     queue.push_front(greedy)
-    assert queue.of_others(greedy, 0.0) == 0.0, "it is placed again"
+    assert queue.headroom(greedy, 1.0, 0.0) == 0.0, "it is placed again"
 
 
 def test_who_may_not_be_passed_any_more_leaves_nothing() -> None:
     queue, greedy = waiting("meek", "greedy"), RequestId("greedy")
     for number in range(MAX_BYPASS):
-        assert queue.of_others(greedy, 0.0) > 0.0
+        assert queue.headroom(greedy, 1.0, 0.0) > 0.0
         small = RequestId(f"small {number}")
         queue.push(small, Claim("greedy", due=1.0))
         queue.take(small, 0.0)
-    assert queue.of_others(greedy, 0.0) == 0.0
+    assert queue.headroom(greedy, 1.0, 0.0) == 0.0
 
 
 def test_the_clusters_own_requests_are_nobody() -> None:
     queue = waiting(INTERNAL, "only")
-    assert queue.of_others(RequestId("only"), 0.0) == 0.0
+    assert queue.headroom(RequestId("only"), 1.0, 0.0) == 0.0

@@ -29,7 +29,7 @@ def test_what_a_file_says() -> None:
     }
     tenants = parse(data)
     assert tenants.classes == ("premium", "standard", "batch")
-    assert (tenants.reserve, tenants.headroom) == (0.3, 0.25)
+    assert (tenants.reserve, tenants.headroom) == (0.3, 0.35)
     assert parse({**data, "headroom": 0}).headroom == 0.0
     assert tenants.max_wait == {"premium": 2.0}
     acme, jobs = tenants.tenants["acme"], tenants.tenants["jobs"]
