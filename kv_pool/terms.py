@@ -39,5 +39,5 @@ class PoolClientConfig:
     model_digest: str
     layout: KVLayout
     segment_folder: Path
+    find_patience: float
     paced_bytes_per_second: float = 256.0 * (1 << 20)
-    find_patience: float = 0.05

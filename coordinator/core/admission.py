@@ -131,7 +131,7 @@ class Admission:
     def headroom(self, request: RequestId, now: float) -> float:
         """The share of a node that a waiting request must leave to other tenants of its class, because its own asks
         for more than its share and has it."""
-        return self._queue.headroom(request, self.tenants.headroom, now) if self.tenants.headroom else 0.0
+        return self._queue.headroom(request, self.tenants.headroom, now)
 
     def produced(self, tenant: str, tokens: int, now: float) -> None:
         account = self._account(tenant, now)

@@ -82,7 +82,7 @@ class FairOrder:
         flow.entries.remove(place)
         flow.backlog -= claim.tokens
 
-    def take(self, request: RequestId, now: float) -> None:
+    def take(self, request: RequestId) -> None:
         """It is placed. Its prompt is paid for, once: not by one that is placed again."""
         if request not in self._places:
             self.remove(request)
@@ -91,15 +91,15 @@ class FairOrder:
         starts = [flow.start for flow in self._flows.values() if flow.entries]
         self._virtual = max(self._virtual, min(starts))
         self.remove(request)
-        self.charge(claim, claim.tokens, now, turns=1)
+        self.charge(claim, claim.tokens, turns=1)
         self._forget_idle()
 
-    def charge(self, claim: Claim, tokens: float, now: float, *, turns: int = 0) -> None:
+    def charge(self, claim: Claim, tokens: float, *, turns: int = 0) -> None:
         """`tokens` more of cost for this tenant, for so many requests that begin."""
         flow = self._flow(claim)
         flow.start += tokens / claim.weight
         if claim.tenant != INTERNAL:
-            self._shares.charge(claim.tenant, claim.weight, tokens, now, turns=turns)
+            self._shares.charge(claim.tenant, claim.weight, tokens, turns=turns)
 
     def refused(self, tenant: str, count: int, now: float) -> None:
         """So many requests of the tenant found no room."""

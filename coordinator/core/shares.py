@@ -9,40 +9,48 @@ What was refused for want of room counts as asked. By what it had alone, who flo
 from who is ahead of its share by chance.
 """
 
+from dataclasses import dataclass
+
 from coordinator.core.recent_work import WINDOW, RecentWork
 
 _SLACK = 1.4  # of a share: chance makes tenants that ask for the same differ by less
 _FULL = 1.25  # of a share: who has had so much leaves all that it is to leave
 
 
+@dataclass(slots=True)
+class _Due:
+    weight: float = 1.0
+    cost: float = 0.0
+    turns: int = 0
+
+
 class Shares:
-    """Of one class. A tenant counts for `WINDOW` seconds after it was last given anything."""
+    """Of one class. A tenant counts for `WINDOW` seconds after it was last given anything. What is charged is put into
+    the sums when somebody looks at them, because every token is charged."""
 
     def __init__(self) -> None:
         self._had = RecentWork()
-        self._asked = RecentWork()
+        self._refused = RecentWork()
         self._turns = RecentWork()  # requests that were placed
+        self._due: dict[str, _Due] = {}  # not in the sums yet
         self._weights: dict[str, float] = {}  # of those that count: who was served longest ago is first
         self._last: dict[str, float] = {}
         self._weight = 0.0  # of all of them
 
-    def charge(self, tenant: str, weight: float, cost: float, now: float, *, turns: int = 0) -> None:
-        self._look(now)
-        if len(self._weights) == 1 and tenant not in self._weights:
-            self._forget(*self._weights)  # what one had alone was nobody's loss
-        self._weight += weight - self._weights.pop(tenant, 0.0)
-        self._weights[tenant] = weight
-        self._last[tenant] = now
-        self._had.add(tenant, cost, now)
-        self._asked.add(tenant, cost, now)
-        self._turns.add(tenant, turns, now)
+    def charge(self, tenant: str, weight: float, cost: float, *, turns: int = 0) -> None:
+        due = self._due.get(tenant)
+        if due is None:
+            due = self._due[tenant] = _Due()
+        due.weight = weight
+        due.cost += cost
+        due.turns += turns
 
     def refused(self, tenant: str, count: int, now: float) -> None:
         """So many requests found no room. Each is taken for one like those that did."""
         self._look(now)
         turns = self._turns.of(tenant)
         if turns:
-            self._asked.add(tenant, count * self._had.of(tenant) / turns, now)
+            self._refused.add(tenant, count * self._had.of(tenant) / turns, now)
 
     def headroom(self, tenant: str, most: float, now: float) -> float:
         """What part of a node this tenant is to leave: none unless it asks for more than its share and has had that,
@@ -51,23 +59,32 @@ class Shares:
         if len(self._weights) < 2 or tenant not in self._weights:
             return 0.0
         fair = self._weights[tenant] / self._weight
-        if self._asked.of(tenant) <= _SLACK * fair * self._asked.total:
+        asked, all_asked = self._had.of(tenant) + self._refused.of(tenant), self._had.total + self._refused.total
+        if asked <= _SLACK * fair * all_asked:
             return 0.0
         had = self._had.of(tenant) / self._had.total
         over = (had / fair - 1.0) / (_FULL - 1.0)
         return min(most, 1.0 - had) * min(1.0, max(0.0, over))
 
     def _look(self, now: float) -> None:
-        """Forget who has not been served for long."""
-        for each in (self._had, self._asked, self._turns):
+        """Forget who has not been served for long, and book what is due."""
+        for each in (self._had, self._refused, self._turns):
             each.keep_scale(now)
         while self._weights and now - self._last[first := next(iter(self._weights))] > WINDOW:
             self._weight -= self._weights.pop(first)
             del self._last[first]
             self._forget(first)
+        if len(self._weights) == 1 and self._due.keys() - self._weights.keys():
+            self._forget(*self._weights)  # what one had alone was nobody's loss
+        for tenant, due in self._due.items():
+            self._weight += due.weight - self._weights.pop(tenant, 0.0)
+            self._weights[tenant], self._last[tenant] = due.weight, now
+            self._had.add(tenant, due.cost, now)
+            self._turns.add(tenant, due.turns, now)
+        self._due.clear()
         if not self._weights:
             self._weight = 0.0
 
     def _forget(self, tenant: str) -> None:
-        for each in (self._had, self._asked, self._turns):
+        for each in (self._had, self._refused, self._turns):
             each.forget(tenant)

@@ -12,8 +12,9 @@ from baton.link_codec import Numbers
 from baton.pb import cluster_pb2 as pb
 from baton.types import FinishReason, Incarnation
 from baton.wire import key_from_pb
+from coordinator import node_link
 from coordinator.generation import Delta
-from coordinator.node_link import JOIN_TIMEOUT
+from coordinator.node_link import JOIN_TIMEOUT, NodeStream
 from coordinator.stream import MAX_UNREAD
 from tests.fakes import FakeNode, expected_tokens
 from tests.integration.coordinator_bench import Bench, collect, coordinator
@@ -298,6 +299,36 @@ async def test_a_faulty_link_delivers_right_answers_or_none(bench: Bench, action
             assert (await bench.generate(PROMPT, 5))[0] == expected_tokens(PROMPT, 5)
     finally:
         FAILPOINTS.arm("")
+
+
+class BlockedContext:
+    """A stream that takes a message when `go` is set."""
+
+    def __init__(self) -> None:
+        self.began, self.go, self.taken = asyncio.Event(), asyncio.Event(), 0
+
+    async def write(self, _: object) -> None:
+        self.began.set()
+        await self.go.wait()
+        self.taken += 1
+
+
+@pytest.mark.parametrize("takes", [True, False])
+async def test_a_write_is_ended_before_its_stream_is_unless_nothing_is_taken(
+    monkeypatch: pytest.MonkeyPatch, takes: bool
+) -> None:
+    monkeypatch.setattr(node_link, "_LAST_WRITE", 30.0 if takes else 0.01)
+    context, stream = BlockedContext(), NodeStream(60.0)
+    stream.send(pb.CoordinatorMessage(ping=pb.Ping()))
+    draining = asyncio.create_task(stream.drain_to(context))
+    await context.began.wait()
+    draining.cancel()
+    await asyncio.wait({draining}, timeout=0.01)
+    if takes:
+        context.go.set()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(draining, 20)
+    assert context.taken == takes
 
 
 async def test_no_task_is_left_behind() -> None:

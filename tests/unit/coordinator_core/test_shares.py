@@ -14,12 +14,18 @@ from coordinator.core.recent_work import WINDOW
 from coordinator.core.shares import Shares
 
 
+def charge(made: Shares, tenant: str, weight: float, cost: float, now: float, turns: int = 0) -> None:
+    """And look, so that it is of that moment."""
+    made.charge(tenant, weight, cost, turns=turns)
+    made.headroom(tenant, 1.0, now)
+
+
 def shares(**costs: float) -> Shares:
-    """Each tenant has had ten requests, while others were there."""
+    """Each tenant has had ten requests."""
     made = Shares()
-    made.charge(next(iter(costs)), 1.0, 0.0, 1.0)
-    for tenant, cost in reversed(costs.items()):
-        made.charge(tenant, 1.0, cost, 1.0, turns=10)
+    for tenant, cost in costs.items():
+        made.charge(tenant, 1.0, cost, turns=10)
+    made.headroom("", 1.0, 1.0)
     return made
 
 
@@ -64,26 +70,26 @@ def test_equals_differ_a_little() -> None:
 
 def test_a_share_follows_from_weights() -> None:
     made = Shares()
-    made.charge("one", 1.0, 0.0, 0.0)
-    made.charge("three", 3.0, 75.0, 0.0)
-    made.charge("one", 1.0, 25.0, 0.0)
+    charge(made, "one", 1.0, 0.0, 0.0)
+    charge(made, "three", 3.0, 75.0, 0.0)
+    charge(made, "one", 1.0, 25.0, 0.0)
     assert made.headroom("three", 1.0, 0.0) == 0.0
-    made.charge("three", 1.0, 0.0, 0.0)  # its weight was changed
+    charge(made, "three", 1.0, 0.0, 0.0)  # its weight was changed
     assert made.headroom("three", 1.0, 0.0) == pytest.approx(0.25)
 
 
 def test_what_one_had_alone_was_nobodys_loss() -> None:
     made = Shares()
-    made.charge("early", 1.0, 1e6, 0.0, turns=10)
-    made.charge("late", 1.0, 10.0, 1.0)
+    charge(made, "early", 1.0, 1e6, 0.0, turns=10)
+    charge(made, "late", 1.0, 10.0, 1.0)
     assert made.headroom("early", 1.0, 1.0) == 0.0
-    made.charge("early", 1.0, 30.0, 1.0)
+    charge(made, "early", 1.0, 30.0, 1.0)
     assert made.headroom("early", 1.0, 1.0) == pytest.approx(0.25)
 
 
 def test_what_was_long_ago_counts_less_and_then_not_at_all() -> None:
     made = shares(early=100.0, late=0.0)
-    made.charge("late", 1.0, 100.0, 1.0 + WINDOW)
+    charge(made, "late", 1.0, 100.0, 1.0 + WINDOW)
     assert made.headroom("late", 1.0, 1.0 + WINDOW) > 0.2
     assert made.headroom("late", 1.0, 1.01 + WINDOW) == 0.0, "nobody else has been here lately"
     assert made.headroom("early", 1.0, 1.01 + WINDOW) == 0.0
@@ -106,7 +112,7 @@ def test_the_running_sums_are_the_sums(charges: list[tuple[str, float, float, fl
             del weights[gone], last[gone]
         if len(weights) == 1 and tenant not in weights:
             known = []
-        made.charge(tenant, weight, cost, now)
+        charge(made, tenant, weight, cost, now)
         known.append((tenant, cost, now))
         weights[tenant], last[tenant] = weight, now
         had = {

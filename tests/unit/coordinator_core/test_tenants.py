@@ -149,7 +149,7 @@ def test_shares_converge_to_weights(weights: list[float], sizes: list[int]) -> N
             more(tenant)
     for _ in range(600):
         request = next(iter(order))
-        order.take(request, 0.0)
+        order.take(request)
         served[claims[request].tenant] += claims[request].tokens
         more(int(claims[request].tenant[1:]))
     shares = [served[f"t{tenant}"] / weight for tenant, weight in enumerate(weights)]
@@ -162,13 +162,13 @@ def test_who_was_idle_saves_up_no_more_than_the_credit() -> None:
     for number in range(40):
         order.push(name(number), Claim("busy", tokens=tokens))
     for _ in range(20):
-        order.take(next(iter(order)), 0.0)
+        order.take(next(iter(order)))
     for number in range(100, 120):
         order.push(name(number), Claim("late", tokens=tokens))
     turns = []
     for _ in range(14):
         request = next(iter(order))
-        order.take(request, 0.0)
+        order.take(request)
         turns.append(int(request[1:]) >= 100)
     assert turns[:4] == [True] * 4, "its credit"
     assert 8 <= turns.count(True) <= 10, "and then turn by turn"
