@@ -174,6 +174,33 @@ def test_who_was_idle_saves_up_no_more_than_the_credit() -> None:
     assert 8 <= turns.count(True) <= 10, "and then turn by turn"
 
 
+def test_who_leaves_room_saves_nothing_up_by_that() -> None:
+    """Neither does it lose what it has: of equals, turns alternate when it leaves no more."""
+    order = FairOrder()
+    for number in range(40):
+        order.push(name(number), Claim("yields", tokens=10))
+        order.push(name(100 + number), Claim("comes", tokens=10))
+    for number in range(100, 130):
+        order.take(name(number), ["yields", "unknown"])
+    turns = []
+    for _ in range(8):
+        request = next(iter(order))
+        order.take(request)
+        turns.append(int(request[1:]) >= 100)
+    assert turns.count(True) == 4
+    assert sorted(turns[:2]) == [False, True]
+
+
+def test_what_waits_for_another_reason_is_owed() -> None:
+    order = FairOrder()
+    for number in range(5):
+        order.push(name(number), Claim("big", tokens=10))
+        order.push(name(100 + number), Claim("small", tokens=10))
+    for number in range(100, 104):
+        order.take(name(number))
+    assert list(order) == [*map(name, range(5)), name(104)]
+
+
 @given(st.lists(st.tuples(st.integers(1, 2000), st.floats(0, 1)), min_size=1, max_size=60))
 def test_nobody_is_passed_by_who_comes_after_it_was_due(arrivals: list[tuple[int, float]]) -> None:
     queue, now, came = WaitingQueue(), 0.0, dict[RequestId, tuple[float, float]]()
