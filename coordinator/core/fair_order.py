@@ -82,7 +82,7 @@ class FairOrder:
         flow.entries.remove(place)
         flow.backlog -= claim.tokens
 
-    def take(self, request: RequestId, yielding: Collection[str] = ()) -> None:
+    def take(self, request: RequestId, now: float, yielding: Collection[str] = ()) -> None:
         """It is placed. Its prompt is paid for, once: not by one that is placed again. Tenants that were `yielding` to
         it, to leave headroom, save nothing up by that: they would have it all at once later."""
         if request not in self._places:
@@ -96,15 +96,15 @@ class FairOrder:
             flow.start = max(flow.start, first)
         self._virtual = max(self._virtual, first)
         self.remove(request)
-        self.charge(claim, claim.tokens, turns=1)
+        self.charge(claim, claim.tokens, now, turns=1)
         self._forget_idle()
 
-    def charge(self, claim: Claim, tokens: float, *, turns: int = 0) -> None:
+    def charge(self, claim: Claim, tokens: float, now: float, *, turns: int = 0) -> None:
         """`tokens` more of cost for this tenant, for so many requests that begin."""
         flow = self._flow(claim)
         flow.start += tokens / claim.weight
         if claim.tenant != INTERNAL:
-            self._shares.charge(claim.tenant, claim.weight, tokens, turns=turns)
+            self._shares.charge(claim.tenant, claim.weight, tokens, now, turns=turns)
 
     def refused(self, tenant: str, count: int, now: float) -> None:
         """So many requests of the tenant found no room."""

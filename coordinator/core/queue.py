@@ -82,18 +82,18 @@ class WaitingQueue:
                 break
             self._bypassed[ahead] += ahead not in self._held
         claim = self._claims[request]
-        self._class(claim.level).take(request, yielding)
+        self._class(claim.level).take(request, now, yielding)
         del self._bypassed[request]
         self._held.discard(request)
         self.rate.departed(claim.tokens, now)
         if not self._bypassed:
             self.rate.empty()
 
-    def produced(self, request: RequestId, tokens: int) -> None:
+    def produced(self, request: RequestId, tokens: int, now: float) -> None:
         """Tokens of output, which its tenant pays for."""
         claim = self._claims.get(request)
         if claim is not None:
-            self._class(claim.level).charge(claim, OUTPUT_COST * tokens)
+            self._class(claim.level).charge(claim, OUTPUT_COST * tokens, now)
 
     def refused(self, level: int, tenant: str, count: int, now: float) -> None:
         """So many requests found no room."""

@@ -264,7 +264,7 @@ class RequestTable:
             attempt.answer_by = None
             record.prefill_payer = ""
         record.emitted += tokens
-        self.queue.produced(record.request.id, len(tokens))
+        self.queue.produced(record.request.id, len(tokens), now)
         self.admission.produced(record.request.standing.tenant, len(tokens), now)
         self.counters.generated_tokens += 0 if record.internal else len(tokens)
         self.last_progress = now

@@ -19,9 +19,12 @@ _FULL = 1.25  # of a share: who has had so much leaves all that it is to leave
 
 @dataclass(slots=True)
 class _Due:
+    """`at`: when it was last charged."""
+
     weight: float = 1.0
     cost: float = 0.0
     turns: int = 0
+    at: float = 0.0
 
 
 class Shares:
@@ -37,11 +40,11 @@ class Shares:
         self._last: dict[str, float] = {}
         self._weight = 0.0  # of all of them
 
-    def charge(self, tenant: str, weight: float, cost: float, *, turns: int = 0) -> None:
+    def charge(self, tenant: str, weight: float, cost: float, now: float, *, turns: int = 0) -> None:
         due = self._due.get(tenant)
         if due is None:
             due = self._due[tenant] = _Due()
-        due.weight = weight
+        due.weight, due.at = weight, now
         due.cost += cost
         due.turns += turns
 
@@ -67,21 +70,25 @@ class Shares:
         return min(most, 1.0 - had) * min(1.0, max(0.0, over))
 
     def _look(self, now: float) -> None:
-        """Forget who has not been served for long, and book what is due."""
+        """Forget who has not been served for long, and book what is due, as of when it was charged."""
         for each in (self._had, self._refused, self._turns):
             each.keep_scale(now)
-        while self._weights and now - self._last[first := next(iter(self._weights))] > WINDOW:
+        self._forget_before(now - WINDOW)
+        if len(self._weights) == 1 and self._due.keys() - self._weights.keys():
+            self._forget(*self._weights)  # what one had alone was nobody's loss
+        for tenant, due in sorted(self._due.items(), key=lambda item: item[1].at):
+            self._weight += due.weight - self._weights.pop(tenant, 0.0)
+            self._weights[tenant], self._last[tenant] = due.weight, due.at
+            self._had.add(tenant, due.cost, due.at)
+            self._turns.add(tenant, due.turns, due.at)
+        self._due.clear()
+        self._forget_before(now - WINDOW)
+
+    def _forget_before(self, then: float) -> None:
+        while self._weights and self._last[first := next(iter(self._weights))] < then:
             self._weight -= self._weights.pop(first)
             del self._last[first]
             self._forget(first)
-        if len(self._weights) == 1 and self._due.keys() - self._weights.keys():
-            self._forget(*self._weights)  # what one had alone was nobody's loss
-        for tenant, due in self._due.items():
-            self._weight += due.weight - self._weights.pop(tenant, 0.0)
-            self._weights[tenant], self._last[tenant] = due.weight, now
-            self._had.add(tenant, due.cost, now)
-            self._turns.add(tenant, due.turns, now)
-        self._due.clear()
         if not self._weights:
             self._weight = 0.0
 

@@ -16,7 +16,7 @@ from coordinator.core.shares import Shares
 
 def charge(made: Shares, tenant: str, weight: float, cost: float, now: float, turns: int = 0) -> None:
     """And look, so that it is of that moment."""
-    made.charge(tenant, weight, cost, turns=turns)
+    made.charge(tenant, weight, cost, now, turns=turns)
     made.headroom(tenant, 1.0, now)
 
 
@@ -24,7 +24,7 @@ def shares(**costs: float) -> Shares:
     """Each tenant has had ten requests."""
     made = Shares()
     for tenant, cost in costs.items():
-        made.charge(tenant, 1.0, cost, turns=10)
+        made.charge(tenant, 1.0, cost, 1.0, turns=10)
     made.headroom("", 1.0, 1.0)
     return made
 
@@ -93,6 +93,18 @@ def test_what_was_long_ago_counts_less_and_then_not_at_all() -> None:
     assert made.headroom("late", 1.0, 1.0 + WINDOW) > 0.2
     assert made.headroom("late", 1.0, 1.01 + WINDOW) == 0.0, "nobody else has been here lately"
     assert made.headroom("early", 1.0, 1.01 + WINDOW) == 0.0
+
+
+def test_what_was_charged_while_nobody_looked_counts_from_then() -> None:
+    """Tokens are made long after the last request has come, and then nobody comes for long."""
+    made = shares(greedy=100.0, meek=10.0)
+    for second in (10.0, 20.0):
+        made.charge("greedy", 1.0, 1000.0, second)
+        made.charge("meek", 1.0, 100.0, second)
+    for tenant in ("greedy", "meek"):
+        made.headroom(tenant, 1.0, 1020.0)
+        made.charge(tenant, 1.0, 10.0, 1020.0)
+    assert made.headroom("greedy", 1.0, 1020.0) == 0.0
 
 
 @given(

@@ -150,7 +150,7 @@ def test_shares_converge_to_weights(weights: list[float], sizes: list[int]) -> N
             more(tenant)
     for _ in range(600):
         request = next(iter(order))
-        order.take(request)
+        order.take(request, 0.0)
         served[claims[request].tenant] += claims[request].tokens
         more(int(claims[request].tenant[1:]))
     shares = [served[f"t{tenant}"] / weight for tenant, weight in enumerate(weights)]
@@ -163,13 +163,13 @@ def test_who_was_idle_saves_up_no_more_than_the_credit() -> None:
     for number in range(40):
         order.push(name(number), Claim("busy", tokens=tokens))
     for _ in range(20):
-        order.take(next(iter(order)))
+        order.take(next(iter(order)), 0.0)
     for number in range(100, 120):
         order.push(name(number), Claim("late", tokens=tokens))
     turns = []
     for _ in range(14):
         request = next(iter(order))
-        order.take(request)
+        order.take(request, 0.0)
         turns.append(int(request[1:]) >= 100)
     assert turns[:4] == [True] * 4, "its credit"
     assert 8 <= turns.count(True) <= 10, "and then turn by turn"
@@ -182,11 +182,11 @@ def test_who_leaves_room_saves_nothing_up_by_that() -> None:
         order.push(name(number), Claim("yields", tokens=10))
         order.push(name(100 + number), Claim("comes", tokens=10))
     for number in range(100, 130):
-        order.take(name(number), ["yields", "unknown"])
+        order.take(name(number), 0.0, ["yields", "unknown"])
     turns = []
     for _ in range(8):
         request = next(iter(order))
-        order.take(request)
+        order.take(request, 0.0)
         turns.append(int(request[1:]) >= 100)
     assert turns.count(True) == 4
     assert sorted(turns[:2]) == [False, True]
@@ -198,7 +198,7 @@ def test_what_waits_for_another_reason_is_owed() -> None:
         order.push(name(number), Claim("big", tokens=10))
         order.push(name(100 + number), Claim("small", tokens=10))
     for number in range(100, 104):
-        order.take(name(number))
+        order.take(name(number), 0.0)
     assert list(order) == [*map(name, range(5)), name(104)]
 
 
@@ -207,7 +207,7 @@ def test_a_tenant_may_yield_to_another_request_of_its_own() -> None:
     order = FairOrder()
     for number in range(3):
         order.push(name(number), Claim("yields", tokens=10))
-    order.take(name(1), ["yields"])
+    order.take(name(1), 0.0, ["yields"])
     assert list(order) == [name(0), name(2)]
 
 
