@@ -172,7 +172,7 @@ class RequestTable:
 
     def _place_one(self, now: float) -> bool:
         views = self.decisions.views(now)
-        full, passed_over = self.prospects.decode_full(), set[str]()
+        full, passed_over = self.prospects.decode_full(), set[tuple[int, str]]()  # by class and tenant
         for request in self.queue.candidates() if self._registry.nodes else ():
             record = self.records[request]
             if (late := self.decisions.too_late(record, now, wanted=len(self.queue) > 1)) is not None:
@@ -180,16 +180,18 @@ class RequestTable:
                 return True
             if full and record.remaining > 1 and record.pin is None:
                 continue  # as it is most of the time under load
-            tenant, headroom = record.request.standing.tenant, self.admission.headroom(request, now)
-            if headroom and tenant in passed_over:
+            standing, headroom = record.request.standing, self.admission.headroom(request, now)
+            flow = standing.level, standing.tenant
+            if headroom and flow in passed_over:
                 continue  # its next would not be placed either
             decision = self.decisions.decide(record, views, now, headroom)
             if decision is not None:
-                self.queue.take(request, now, passed_over)
+                yielding = [tenant for level, tenant in passed_over if level == standing.level]
+                self.queue.take(request, now, yielding)
                 self._place(record, decision, now)
                 return True
             if headroom:
-                passed_over.add(tenant)
+                passed_over.add(flow)
         return False
 
     def _place(self, record: Record, decision: Decision, now: float) -> None:

@@ -418,3 +418,36 @@ def test_who_waits_for_room_is_owed_what_others_have_meanwhile() -> None:
     world.submit_all(*(world.arrival(prompt=60, max_tokens=1, standing=small) for _ in range(2)))
     world.beat(node, room=32)
     assert [each.work.key.request for each in world.sent(node, m.Submit)[-2:]] == waiting
+
+
+@pytest.mark.parametrize(("later", "next_ones"), [(0.0, 2), (0.25, 1)])
+def test_who_leaves_room_in_one_class_may_be_placed_and_is_owed_in_another(
+    monkeypatch: pytest.MonkeyPatch, later: float, next_ones: int
+) -> None:
+    """As above, and `big` asks for a later class at times. There it is to leave less, or nothing."""
+    parts = {("big", 1): 0.9, ("big", 2): later}
+    monkeypatch.setattr(
+        WaitingQueue, "headroom", lambda queue, request, *_: parts.get(_flow(queue._claims[request]), 0.0)
+    )
+    world = World(mode="colocated")
+    world.brain.reload_tenants(known(Tenant("big", "standard"), Tenant("small", "standard")), world.now)
+    node = world.join("d0", DECODE)
+    own, late, small = Standing("big", "standard", 1), Standing("big", "batch", 2), Standing("small", "batch", 2)
+    world.submit(prompt=4, standing=small)
+    world.token(node, world.key(node), 0)  # the node is not empty
+    yields = world.submit(prompt=4, standing=own)
+    world.beat(node, room=6)
+    waiting = [world.submit(prompt=100, max_tokens=1, standing=late) for _ in range(2)]
+    for _ in range(6):
+        world.submit(prompt=60, max_tokens=1, standing=small)
+        world.token(node, world.key(node), 0, finish=FinishReason.LENGTH)
+    world.beat(node, room=0)
+    world.submit_all(*(world.arrival(prompt=60, max_tokens=1, standing=small) for _ in range(2)))
+    world.beat(node, room=32)
+    placed = [each.work.key.request for each in world.sent(node, m.Submit)]
+    assert yields not in placed
+    assert placed[7 : 7 + next_ones] == waiting[:next_ones]
+
+
+def _flow(claim: Claim) -> tuple[str, int]:
+    return claim.tenant, claim.level
