@@ -135,7 +135,7 @@ class PacedEngine:
         self._seen_limit = num_blocks  # a live sequence has at least one block
         self._seen.clear()
 
-    def warm_up(self) -> None:
+    def warm_up(self, max_batched_tokens: int, wanted: Callable[[], bool] = lambda: True) -> None:
         """Its first step takes no longer than the others."""
 
     def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[Computed, ...]:

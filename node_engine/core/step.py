@@ -110,9 +110,9 @@ class Engine(Protocol):
         follow, of which nothing is touched unless a block table or a copy names it, are read and not written."""
         ...
 
-    def warm_up(self) -> None:
-        """Do now what would be done once, in the first steps. After `bind`, before anything is in the cache. Raises
-        what `run` does."""
+    def warm_up(self, max_batched_tokens: int, wanted: Callable[[], bool] = lambda: True) -> None:
+        """Do now what would be done once, in the first steps, with no more tokens in one than there will be, as long as
+        it is `wanted`. After `bind`, before anything is in the cache. Raises what `run` does."""
         ...
 
     def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[Computed, ...]:

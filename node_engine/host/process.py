@@ -18,7 +18,7 @@ from baton.block_hash import root_hash
 from baton.clock import steady
 from baton.config import Config
 from baton.coordinator_link import CoordinatorLink
-from baton.errors import ConfigError
+from baton.errors import ConfigError, NodeFailed
 from baton.exposure import host_part, require_key
 from baton.health_port import HealthPort
 from baton.pb import cluster_pb2
@@ -28,7 +28,7 @@ from node_engine.core.block_pool import BlockPool
 from node_engine.core.messages import Command, CoordinatorLost, Joined
 from node_engine.core.scheduler import Scheduler, SchedulerLimits
 from node_engine.core.sequence import SequenceState
-from node_engine.core.step import Engine
+from node_engine.core.step import DeviceLost, Engine
 from node_engine.core.victims import POLICIES
 from node_engine.host.commands import command_from_pb
 from node_engine.host.compute import ComputeThread, WhenIdle
@@ -65,19 +65,26 @@ async def host_node(
     try:
         memory = SharedMemory(folder, block_bytes, arena) if config.pool and make_pool else None
         reach = memory.reach if memory and engine.reads_in_place else arena.view
-        await asyncio.to_thread(_prepare, engine, reach, num_blocks)
+        await asyncio.to_thread(_prepare, engine, reach, num_blocks, config.max_batched_tokens, stop)
+        if stop.is_set():
+            return
         node = _Node(config, role, name, engine, arena, num_blocks, makers, memory, make_pool)
         await node.run(stop)
     finally:
         arena.close()
 
 
-def _prepare(engine: Engine, reach: memoryview, num_blocks: int) -> None:
-    """On a GPU this takes seconds."""
+def _prepare(engine: Engine, reach: memoryview, num_blocks: int, max_batched_tokens: int, stop: asyncio.Event) -> None:
+    """On a GPU this takes seconds. Raises NodeFailed when the GPU has failed."""
     engine.bind(reach, num_blocks)
     began = steady()
-    engine.warm_up()
-    log.get("process").info("engine is warm", seconds=round(steady() - began, 3))
+    try:
+        engine.warm_up(max_batched_tokens, lambda: not stop.is_set())
+    except DeviceLost as error:
+        what, *_ = str(error).split("\n")
+        raise NodeFailed(f"the GPU failed in the first steps: {what}") from error
+    if not stop.is_set():
+        log.get("process").info("engine is warm", seconds=round(steady() - began, 3))
 
 
 class _Node:

@@ -1,6 +1,6 @@
 """ModelEngine: a Hugging Face folder as the engine of a node (node_engine/core/step.py)."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -140,9 +140,12 @@ class ModelEngine:
         self._planner = Planner(self._kernels, self._cache, self._config.windows)
         self._num_blocks = num_blocks
 
-    def warm_up(self) -> None:
+    def warm_up(self, max_batched_tokens: int, wanted: Callable[[], bool] = lambda: True) -> None:
         prompts = ON_CPU if self._device.type == "cpu" else ON_GPU
-        for step in warm_up_steps(prompts, self._layout.block_size, self._num_blocks, self._max_model_len):
+        cache = self._layout.block_size, self._num_blocks
+        for step in warm_up_steps(prompts, *cache, self._max_model_len, max_batched_tokens):
+            if not wanted():
+                return
             self.run(step)
 
     def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[Computed, ...]:

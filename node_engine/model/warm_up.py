@@ -11,16 +11,18 @@ ON_CPU, ON_GPU = (4, 24), (4, 24, 256, 1024)  # tokens of a prompt: other kernel
 _DRAWS = (SamplingParams(1, temperature=0.0), SamplingParams(1, temperature=1.0, top_k=2, top_p=0.5))
 
 
-def warm_up_steps(prompts: Sequence[int], block_size: int, num_blocks: int, max_model_len: int) -> Iterator[StepBatch]:
+def warm_up_steps(
+    prompts: Sequence[int], block_size: int, num_blocks: int, max_model_len: int, max_batched_tokens: int
+) -> Iterator[StepBatch]:
     """Each prompt, then a token drawn in each way, then as much again behind it beside a decode slice; at last a copied
     block. All in the first blocks, which are left like those of a request that has ended. What does not fit into the
-    cache or the longest context is left out."""
+    cache or the longest context is left out; prompts that do not fit into a step beside that slice are cut."""
     if num_blocks < 2:
         return
     beside, table = [BlockIndex(0)], [BlockIndex(block) for block in range(1, num_blocks)]
     fits = min(len(table) * block_size, max_model_len)
     decode = _slice(0, 1, beside, 0, sequence=1)
-    for prompt in prompts:
+    for prompt in dict.fromkeys(min(each, max_batched_tokens - 1) for each in prompts):
         if prompt + len(_DRAWS) > fits:
             break
         yield StepBatch((_slice(0, prompt, table, 0),))

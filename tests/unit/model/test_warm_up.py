@@ -12,26 +12,30 @@ from tests.models import build_model
 
 
 @pytest.mark.parametrize(
-    ("block_size", "num_blocks", "max_model_len", "prompts"),
+    ("block_size", "num_blocks", "max_model_len", "max_batched_tokens", "prompts"),
     [
-        (16, 256, 4096, [4, 24, 256, 1024]),
-        (16, 64, 4096, [4, 24, 256]),
-        (16, 3, 4096, [4, 24]),
-        (16, 2, 4096, [4]),
-        (16, 1, 4096, []),
-        (1, 64, 4096, [4, 24]),
-        (2, 2, 4096, []),
-        (16, 64, 26, [4, 24]),
-        (16, 64, 25, [4]),
-        (16, 64, 1, []),
+        (16, 256, 4096, 2048, [4, 24, 256, 1024]),
+        (16, 256, 4096, 1025, [4, 24, 256, 1024]),
+        (16, 256, 4096, 512, [4, 24, 256, 511]),
+        (16, 256, 4096, 16, [4, 15]),
+        (16, 64, 4096, 2048, [4, 24, 256]),
+        (16, 3, 4096, 2048, [4, 24]),
+        (16, 2, 4096, 2048, [4]),
+        (16, 1, 4096, 2048, []),
+        (1, 64, 4096, 2048, [4, 24]),
+        (2, 2, 4096, 2048, []),
+        (16, 64, 26, 2048, [4, 24]),
+        (16, 64, 25, 2048, [4]),
+        (16, 64, 1, 2048, []),
     ],
 )
-def test_steps_stay_within_the_cache_and_the_longest_context(
-    block_size: int, num_blocks: int, max_model_len: int, prompts: list[int]
+def test_steps_stay_within_the_cache_the_longest_context_and_the_largest_step(
+    block_size: int, num_blocks: int, max_model_len: int, max_batched_tokens: int, prompts: list[int]
 ) -> None:
     computed: dict[int, int] = {}
     begun: list[int] = []
-    for step in warm_up_steps(ON_GPU, block_size, num_blocks, max_model_len):
+    for step in warm_up_steps(ON_GPU, block_size, num_blocks, max_model_len, max_batched_tokens):
+        assert step.num_tokens <= max_batched_tokens
         blocks = [block for piece in step.slices for block in piece.block_table]
         assert all(0 <= block < num_blocks for block in (*blocks, *(place for pair in step.copies for place in pair)))
         for piece in step.slices:
@@ -59,7 +63,7 @@ def test_answers_are_the_same_behind_it(tmp_path: Path, num_blocks: int) -> None
         memory = bytearray(num_blocks * engine.layout.block_bytes)
         engine.bind(memoryview(memory), num_blocks)
         if warm:
-            engine.warm_up()
+            engine.warm_up(512)
             assert any(memory), "it did compute"
         answers.append(engine.run(step))
     assert answers[0] == answers[1]
