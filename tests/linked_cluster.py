@@ -25,7 +25,7 @@ IMPATIENT: dict[str, Any] = {
     "stall": 2.0,
     "ticket_ttl": 1.5,
     "progress_timeout": 1.5,
-    "request_timeout": 16.0,
+    "request_timeout": 40.0,
     "drain_timeout": 1.0,
     "engine": "paced",
     "paced_prefill_us_per_token": 200.0,
