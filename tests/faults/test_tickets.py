@@ -165,7 +165,7 @@ MISDEEDS: dict[Misdeed, str] = {
 
 
 # What it hears of a ticket that has ended for another reason: it took too long over it, or was not heard of in time.
-LATE = {"lease_expired", "peer_gone", "stale"}
+LATE = {"lease_expired", "node_gone", "peer_gone", "stale"}
 TRIES = 5
 
 
