@@ -135,6 +135,9 @@ class PacedEngine:
         self._seen_limit = num_blocks  # a live sequence has at least one block
         self._seen.clear()
 
+    def warm_up(self) -> None:
+        """Its first step takes no longer than the others."""
+
     def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[Computed, ...]:
         began, seconds = self._clock(), self._costs.seconds(batch)
         for source, destination in batch.copies:

@@ -13,7 +13,7 @@ that never passes it. Before them all go requests that are to be placed again, t
 
 import heapq
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -82,14 +82,19 @@ class FairOrder:
         flow.entries.remove(place)
         flow.backlog -= claim.tokens
 
-    def take(self, request: RequestId) -> None:
-        """It is placed. Its prompt is paid for, once: not by one that is placed again."""
+    def take(self, request: RequestId, yielding: Collection[str] = ()) -> None:
+        """It is placed. Its prompt is paid for, once: not by one that is placed again. Tenants that were `yielding` to
+        it, to leave headroom, save nothing up by that: they would have it all at once later."""
         if request not in self._places:
             self.remove(request)
             return
         claim = self._places[request][0]
-        starts = [flow.start for flow in self._flows.values() if flow.entries]
-        self._virtual = max(self._virtual, min(starts))
+        waiting = {name: flow for name, flow in self._flows.items() if flow.entries}
+        passed = [waiting.pop(name) for name in yielding if name in waiting and name != claim.tenant]
+        first = min(flow.start for flow in waiting.values())
+        for flow in passed:
+            flow.start = max(flow.start, first)
+        self._virtual = max(self._virtual, first)
         self.remove(request)
         self.charge(claim, claim.tokens, turns=1)
         self._forget_idle()

@@ -110,10 +110,11 @@ class NodeView:
         """To the first class first, and of the rest to others of its own. Who needs more blocks than the reserve leaves
         may have them all, and whoever leaves headroom may have them of an empty node."""
         blocks = max(0, min(int(demand.reserve * self.blocks), self.blocks - demand.blocks) - self.first_class_blocks)
-        places = max(0, int(demand.reserve * self.max_num_seqs) - self.first_class_attempts)
+        reserved = min(_places(demand.reserve * self.max_num_seqs), self.max_num_seqs - 1)
+        places = max(0, reserved - self.first_class_attempts)
         if self.attempts:
             blocks += int(demand.headroom * (self.blocks - blocks))
-            places += math.ceil(demand.headroom * (self.max_num_seqs - places))
+            places += _places(demand.headroom * (self.max_num_seqs - places))
         return demand.blocks <= self.room - blocks and self.attempts < self.max_num_seqs - places
 
     def _has_window(self, demand: Demand) -> bool:
@@ -127,6 +128,11 @@ class NodeView:
 
     def is_closed_to(self, demand: Demand) -> bool:
         return self.closed_from is not None and demand.blocks >= self.closed_from
+
+
+def _places(share: float) -> int:
+    """So many, rounded up: a share of few places is not less than was promised."""
+    return math.ceil(share - 1e-9)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ placement may look past it, at most `SCAN` places deep; each request placed over
 class. One that is held keeps its place in line, is not offered, and nobody waits for it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from baton.types import RequestId
 from coordinator.core.counters import INTERNAL
@@ -75,14 +75,14 @@ class WaitingQueue:
         """All that wait for their turn, in no order."""
         return (request for request in self._bypassed if request not in self._held)
 
-    def take(self, request: RequestId, now: float) -> None:
-        """`request`, one of the candidates, is placed."""
+    def take(self, request: RequestId, now: float, yielding: Collection[str] = ()) -> None:
+        """`request`, one of the candidates, is placed; these tenants of its class left room to it."""
         for ahead in self._in_order():
             if ahead == request:
                 break
             self._bypassed[ahead] += ahead not in self._held
         claim = self._claims[request]
-        self._class(claim.level).take(request)
+        self._class(claim.level).take(request, yielding)
         del self._bypassed[request]
         self._held.discard(request)
         self.rate.departed(claim.tokens, now)

@@ -185,7 +185,7 @@ class RequestTable:
                 continue  # its next would not be placed either
             decision = self.decisions.decide(record, views, now, headroom)
             if decision is not None:
-                self.queue.take(request, now)
+                self.queue.take(request, now, passed_over)
                 self._place(record, decision, now)
                 return True
             if headroom:

@@ -32,15 +32,20 @@ def adopt_cuda(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
     """The bytes of `memory`, writable, pinned and mapped into the GPU's address space: kernels read and write
     the segment itself, so that what a peer wrote there is seen, and what is computed can be sent from there.
 
-    The memory stays pinned until the last tensor over it is gone. Raises RuntimeError when the driver refuses.
+    The memory stays pinned until the last tensor over it is gone. Raises RuntimeError when the driver refuses, as for
+    memory of a file that is in no tmpfs.
     """
     host = torch.frombuffer(memory, dtype=torch.uint8)
-    code = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0)
-    if code != torch.cuda.cudart().cudaError.success:
-        raise RuntimeError(f"cudaHostRegister of {host.nbytes} bytes: {code}")
+    code = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
+    if code:
+        raise RuntimeError(f"cudaHostRegister of {host.nbytes} bytes: {_told(code)} ({code})")
     mapped = _Mapped(host)
     weakref.finalize(mapped, _release, host).atexit = False  # the end of the process unpins what is left
     return torch.as_tensor(mapped, device="cuda").view(dtype)
+
+
+def _told(code: int) -> str:
+    return str(torch.cuda.cudart().cudaGetErrorString(torch.cuda.cudart().cudaError(code)))
 
 
 def _release(host: torch.Tensor) -> None:

@@ -84,7 +84,8 @@ class DeviceLost(Exception):
 
 
 class Engine(Protocol):
-    """A model, or something that behaves like one, over one arena of blocks. Called on the compute thread only."""
+    """A model, or something that behaves like one, over one arena of blocks. Called on the compute thread only, once
+    that runs."""
 
     @property
     def layout(self) -> KVLayout: ...
@@ -107,6 +108,11 @@ class Engine(Protocol):
     def bind(self, arena: memoryview, num_blocks: int) -> None:
         """Adopt the cache memory: `num_blocks * layout.block_bytes` writable bytes, layout as in KVLayout. Blocks that
         follow, of which nothing is touched unless a block table or a copy names it, are read and not written."""
+        ...
+
+    def warm_up(self) -> None:
+        """Do now what would be done once, in the first steps. After `bind`, before anything is in the cache. Raises
+        what `run` does."""
         ...
 
     def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[Computed, ...]:

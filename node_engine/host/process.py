@@ -64,11 +64,20 @@ async def host_node(
     arena = await asyncio.to_thread(segments.create, folder, "arena", size)
     try:
         memory = SharedMemory(folder, block_bytes, arena) if config.pool and make_pool else None
-        engine.bind(memory.reach if memory and engine.reads_in_place else arena.view, num_blocks)
+        reach = memory.reach if memory and engine.reads_in_place else arena.view
+        await asyncio.to_thread(_prepare, engine, reach, num_blocks)
         node = _Node(config, role, name, engine, arena, num_blocks, makers, memory, make_pool)
         await node.run(stop)
     finally:
         arena.close()
+
+
+def _prepare(engine: Engine, reach: memoryview, num_blocks: int) -> None:
+    """On a GPU this takes seconds."""
+    engine.bind(reach, num_blocks)
+    began = steady()
+    engine.warm_up()
+    log.get("process").info("engine is warm", seconds=round(steady() - began, 3))
 
 
 class _Node:

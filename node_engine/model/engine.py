@@ -9,6 +9,7 @@ import torch
 
 from baton.errors import ConfigError, OutOfMemory
 from baton.kv_layout import KVLayout
+from baton.segment import DEFAULT_FOLDER
 from baton.types import TokenScore
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.paged_cache import PagedCache
@@ -19,6 +20,7 @@ from node_engine.model.plan import Planner, StepPlan
 from node_engine.model.sampler import sample
 from node_engine.model.scores import rows_at_once, scores
 from node_engine.model.transformer import Transformer
+from node_engine.model.warm_up import ON_CPU, ON_GPU, warm_up_steps
 from node_engine.model.weights import dummy_weights, load_weights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -50,6 +52,7 @@ class ModelEngine:
         self._digest = digest
         self._cache: PagedCache | None = None
         self._planner: Planner | None = None
+        self._num_blocks = 0
 
     @classmethod
     def load(
@@ -116,7 +119,8 @@ class ModelEngine:
         return self._device.type == "cpu"
 
     def bind(self, arena: memoryview, num_blocks: int) -> None:
-        """Adopt the cache memory. Raises ValueError when it is read-only, too short, or no whole blocks."""
+        """Adopt the cache memory. Raises ValueError when it is read-only, too short, or no whole blocks, ConfigError
+        when the GPU cannot use it."""
         layout = self._layout
         reach, rest = divmod(arena.nbytes, layout.block_bytes)
         if arena.readonly or rest or reach < num_blocks or (reach > num_blocks and not self.reads_in_place):
@@ -125,8 +129,21 @@ class ModelEngine:
                 f"{num_blocks * layout.block_bytes} writable bytes"
             )
         shape = (reach, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        self._cache = PagedCache.over(self._kernels.adopt(arena, _DTYPES[layout.dtype]).view(shape))
+        try:
+            memory = self._kernels.adopt(arena, _DTYPES[layout.dtype])
+        except RuntimeError as error:
+            raise ConfigError(
+                f"the GPU cannot use the cache memory: {error}: its folder has to be of a tmpfs like {DEFAULT_FOLDER}: "
+                "choose one with --segment-dir; or allow the process more locked memory (ulimit -l)"
+            ) from error
+        self._cache = PagedCache.over(memory.view(shape))
         self._planner = Planner(self._kernels, self._cache, self._config.windows)
+        self._num_blocks = num_blocks
+
+    def warm_up(self) -> None:
+        prompts = ON_CPU if self._device.type == "cpu" else ON_GPU
+        for step in warm_up_steps(prompts, self._layout.block_size, self._num_blocks, self._max_model_len):
+            self.run(step)
 
     def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[Computed, ...]:
         """One forward pass; see Engine.run. Raises OutOfMemory, and NodeFailed when logits are not finite; DeviceLost

@@ -1,12 +1,15 @@
 """The same kernels and the same engine on an NVIDIA GPU, held against their CPU twins. Skipped, loudly, without one."""
 
 import mmap
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from baton.errors import ConfigError
+from baton.segment import DEFAULT_FOLDER
 from baton.types import BlockIndex, SamplingParams
 from kv_kernels import attention, paged_cache, triton_decode, triton_write
 from kv_kernels.attention import Context
@@ -120,7 +123,23 @@ def test_tokens_are_those_of_transformers(family: Family, tmp_path: Path) -> Non
         assert generate(engine, wanted.prompt, 24, chunk=64) == list(wanted.answer)
 
 
-def test_blocks_of_the_shared_pool_are_copied_in(tmp_path: Path) -> None:
+@pytest.fixture
+def segments() -> Iterator[Path]:
+    """A folder of a tmpfs: of other files the kernel lets nobody pin pages."""
+    with tempfile.TemporaryDirectory(prefix="baton-test-", dir=DEFAULT_FOLDER) as folder:
+        yield Path(folder)
+
+
+def test_blocks_of_the_shared_pool_are_copied_in(tmp_path: Path, segments: Path) -> None:
     folder = build_model("llama", tmp_path)
     (wanted,) = clear_prompts(folder, (80,), 12)
-    check_reads(folder, tmp_path, "cuda", wanted.prompt, wanted.answer, in_place=False)
+    check_reads(folder, segments, "cuda", wanted.prompt, wanted.answer, in_place=False)
+
+
+def test_memory_that_cannot_be_pinned_is_told_with_its_remedy(tmp_path: Path) -> None:
+    engine = ModelEngine.load(build_model("llama", tmp_path), dtype="float32", device="cuda")
+    size = 64 * engine.layout.block_bytes
+    file = tmp_path / "mapped"
+    file.write_bytes(bytes(size))
+    with file.open("r+b") as opened, pytest.raises(ConfigError, match="choose one with --segment-dir"):
+        engine.bind(memoryview(mmap.mmap(opened.fileno(), size)), 64)

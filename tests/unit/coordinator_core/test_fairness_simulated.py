@@ -209,6 +209,21 @@ def others(world: VirtualCluster, share: float, greed: float) -> list[float]:
     return [each.ttft for each in world.done(since=5.0) if each.tenant != "greedy"]
 
 
+def few_places(headroom: float, seed: int) -> VirtualCluster:
+    """It ends 17 requests a second on the places of their class."""
+    return VirtualCluster(
+        tenants=four(headroom, reserve=0.25),
+        mode="disaggregated",
+        nodes=2,
+        prefill=1,
+        max_num_seqs=8,
+        max_batched_tokens=128,
+        max_queue=64,
+        costs=PacedCosts(prefill_per_token=100.0, decode_base=40000.0, decode_per_sequence=20.0),
+        seed=seed,
+    )
+
+
 def test_one_tenant_at_ten_times_its_share_costs_the_others_little() -> None:
     """As in tests/soak/test_fairness.py decode nodes have too few places, and prompts wait for nothing else. It leaves
     the others room, and they find a place as before; without that they wait for somebody's end."""
@@ -216,23 +231,31 @@ def test_one_tenant_at_ten_times_its_share_costs_the_others_little() -> None:
     def p95(headroom: float, greed: float, runs: int = 4) -> float:
         waits: list[float] = []
         for seed in range(runs):
-            world = VirtualCluster(
-                tenants=four(headroom, reserve=0.3),
-                mode="disaggregated",
-                nodes=2,
-                prefill=1,
-                max_num_seqs=8,
-                max_batched_tokens=128,
-                max_queue=64,
-                costs=PacedCosts(prefill_per_token=100.0, decode_base=40000.0, decode_per_sequence=20.0),
-                seed=seed,
-            )
-            waits += others(world, 3.4, greed)  # it ends 17 requests a second on the places of their class
+            waits += others(few_places(headroom, seed), 3.4, greed)
         return percentile(waits, 0.95)
 
     fair, greedy, without = p95(0.35, 1.0), p95(0.35, 10.0), p95(0.0, 10.0, runs=2)
     assert greedy <= 1.1 * fair, f"{greedy} against {fair}"
     assert without >= 1.5 * greedy, f"{without} against {greedy}"
+
+
+def test_what_a_tenant_waited_to_leave_room_is_not_served_at_once() -> None:
+    """It has had more than its share while headroom was off. It leaves room for that, even when it asks for no more
+    than its share; what waits meanwhile goes in turn when that is over."""
+    world = few_places(0.0, seed=5)
+    world.load(34.0, 60.0, tenant="greedy", vary=True, **SHAPE)
+    for start in (0.0, 65.0):
+        for name in ("a", "b", "c"):
+            world.load(3.4, start + 60.0, start=start, tenant=name, vary=True, **SHAPE)
+    world.at(64.0, lambda: world.brain.reload_tenants(four(0.35, reserve=0.25), world.now))
+    world.load(3.4, 125.0, start=65.0, tenant="greedy", vary=True, **SHAPE)
+    world.run(150.0)
+    waits = {
+        greedy: [each.ttft for each in world.done(since=65.0) if (each.tenant == "greedy") == greedy]
+        for greedy in (False, True)
+    }
+    assert percentile(waits[True], 0.95) > 2.0, "it does leave room"
+    assert percentile(waits[False], 0.95) <= 0.15, "0.43 if it were all served at once"
 
 
 @pytest.mark.parametrize(("limited", "most"), [(True, 1.1), (False, 1.3)])

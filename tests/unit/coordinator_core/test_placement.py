@@ -85,6 +85,16 @@ def test_headroom_is_kept_of_what_the_reserve_leaves() -> None:
     assert not replace(node, room=1 + 30 + 17).takes_decode(greedy)
 
 
+@pytest.mark.parametrize(
+    ("reserve", "max_num_seqs", "others"),
+    [(0.3, 1, 1), (0.3, 2, 1), (0.3, 3, 2), (0.3, 8, 5), (0.3, 10, 7), (0.07, 100, 93), (1.0, 4, 1)],
+)
+def test_a_reserve_is_rounded_up_and_leaves_a_place(reserve: float, max_num_seqs: int, others: int) -> None:
+    node, later_class = replace(D, max_num_seqs=max_num_seqs), replace(BOTH, reserve=reserve)
+    assert replace(node, attempts=others - 1).takes_decode(later_class)
+    assert not replace(node, attempts=others).takes_decode(later_class)
+
+
 def test_the_least_loaded_of_each_role() -> None:
     busy_p = replace(P, incarnation=Incarnation("busy p"), computing=1, uncomputed_tokens=5)
     busy_d = replace(D, incarnation=Incarnation("busy d"), attempts=1)

@@ -1,13 +1,14 @@
 """Tenants, their limits, the fair order and who is let in."""
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import DeadlineExceeded, Overloaded, Preempted
-from baton.types import NodeName, Request, RequestId, SamplingParams, Standing
+from baton.types import FinishReason, NodeName, Request, RequestId, SamplingParams, Standing
 from coordinator.core import messages as m
 from coordinator.core.admission import Admission, Bid
 from coordinator.core.answer_time import AnswerTimes
@@ -172,6 +173,42 @@ def test_who_was_idle_saves_up_no_more_than_the_credit() -> None:
         turns.append(int(request[1:]) >= 100)
     assert turns[:4] == [True] * 4, "its credit"
     assert 8 <= turns.count(True) <= 10, "and then turn by turn"
+
+
+def test_who_leaves_room_saves_nothing_up_by_that() -> None:
+    """Neither does it lose what it has: of equals, turns alternate when it leaves no more."""
+    order = FairOrder()
+    for number in range(40):
+        order.push(name(number), Claim("yields", tokens=10))
+        order.push(name(100 + number), Claim("comes", tokens=10))
+    for number in range(100, 130):
+        order.take(name(number), ["yields", "unknown"])
+    turns = []
+    for _ in range(8):
+        request = next(iter(order))
+        order.take(request)
+        turns.append(int(request[1:]) >= 100)
+    assert turns.count(True) == 4
+    assert sorted(turns[:2]) == [False, True]
+
+
+def test_what_waits_for_another_reason_is_owed() -> None:
+    order = FairOrder()
+    for number in range(5):
+        order.push(name(number), Claim("big", tokens=10))
+        order.push(name(100 + number), Claim("small", tokens=10))
+    for number in range(100, 104):
+        order.take(name(number))
+    assert list(order) == [*map(name, range(5)), name(104)]
+
+
+def test_a_tenant_may_yield_to_another_request_of_its_own() -> None:
+    """Of which no headroom is asked: it may not be passed any more."""
+    order = FairOrder()
+    for number in range(3):
+        order.push(name(number), Claim("yields", tokens=10))
+    order.take(name(1), ["yields"])
+    assert list(order) == [name(0), name(2)]
 
 
 @given(st.lists(st.tuples(st.integers(1, 2000), st.floats(0, 1)), min_size=1, max_size=60))
@@ -363,3 +400,21 @@ def submit(world: World, standing: Standing, prompt: int = 20) -> RequestId:
     request = Request(arrival.request.id, arrival.request.prompt, arrival.request.sampling, 60.0, standing=standing)
     world.effects += world.brain.submit(request, world.now)
     return request.id
+
+
+def test_who_waits_for_room_is_owed_what_others_have_meanwhile() -> None:
+    """Prompts of `big` need more blocks than are free; two of them go before the next of who passed it."""
+    world = World(mode="colocated")
+    world.brain.reload_tenants(known(Tenant("big", "standard"), Tenant("small", "standard")), world.now)
+    node = world.join("d0", DECODE)
+    big, small = (replace(BULK, tenant=tenant) for tenant in ("big", "small"))
+    world.beat(node, room=6)
+    waiting = [world.submit(prompt=100, max_tokens=1, standing=big) for _ in range(2)]
+    for _ in range(6):
+        world.submit(prompt=60, max_tokens=1, standing=small)
+        world.token(node, world.key(node), 0, finish=FinishReason.LENGTH)
+    assert world.placed() == 0
+    world.beat(node, room=0)
+    world.submit_all(*(world.arrival(prompt=60, max_tokens=1, standing=small) for _ in range(2)))
+    world.beat(node, room=32)
+    assert [each.work.key.request for each in world.sent(node, m.Submit)[-2:]] == waiting

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.errors import OutOfMemory
+from baton.errors import ConfigError, OutOfMemory
 from baton.types import BlockIndex, SamplingParams
 from node_engine.core.step import Computed, DeviceLost, SampleSpec, SequenceId, Slice, StepBatch
 from node_engine.model.engine import ModelEngine
@@ -115,3 +115,14 @@ def test_a_person_sees_the_weights_load(folder: Path, watched: bool, monkeypatch
     monkeypatch.setenv("TERM", "xterm")
     ModelEngine.load(folder)
     assert ("loading weights" in terminal.getvalue()) == watched
+
+
+def test_memory_that_the_device_refuses_is_told_with_its_remedy(
+    engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
+        raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes: invalid argument (1)")
+
+    monkeypatch.setattr(engine._kernels, "adopt", refuse)
+    with pytest.raises(ConfigError, match=r"invalid argument \(1\).*/dev/shm.*--segment-dir"):
+        bound(engine)

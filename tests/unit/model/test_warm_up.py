@@ -1,0 +1,65 @@
+"""What an engine computes before its first request stays within its cache and its lengths, and changes no answer."""
+
+from pathlib import Path
+
+import pytest
+
+from baton.types import BlockIndex, SamplingParams
+from node_engine.core.step import SampleSpec, SequenceId, Slice, StepBatch
+from node_engine.model.engine import ModelEngine
+from node_engine.model.warm_up import ON_GPU, warm_up_steps
+from tests.models import build_model
+
+
+@pytest.mark.parametrize(
+    ("block_size", "num_blocks", "max_model_len", "prompts"),
+    [
+        (16, 256, 4096, [4, 24, 256, 1024]),
+        (16, 64, 4096, [4, 24, 256]),
+        (16, 3, 4096, [4, 24]),
+        (16, 2, 4096, [4]),
+        (16, 1, 4096, []),
+        (1, 64, 4096, [4, 24]),
+        (2, 2, 4096, []),
+        (16, 64, 26, [4, 24]),
+        (16, 64, 25, [4]),
+        (16, 64, 1, []),
+    ],
+)
+def test_steps_stay_within_the_cache_and_the_longest_context(
+    block_size: int, num_blocks: int, max_model_len: int, prompts: list[int]
+) -> None:
+    computed: dict[int, int] = {}
+    begun: list[int] = []
+    for step in warm_up_steps(ON_GPU, block_size, num_blocks, max_model_len):
+        blocks = [block for piece in step.slices for block in piece.block_table]
+        assert all(0 <= block < num_blocks for block in (*blocks, *(place for pair in step.copies for place in pair)))
+        for piece in step.slices:
+            end = piece.start + len(piece.tokens)
+            assert 0 <= piece.start <= computed.get(piece.sequence, 0), "nothing that was not computed is read"
+            assert end <= min(max_model_len, len(piece.block_table) * block_size)
+            assert piece.sample is not None
+            assert piece.sample.position == end
+            computed[piece.sequence] = end
+            begun += [end] if piece.sequence == 0 and piece.start == 0 else []
+        held = [set(piece.block_table) for piece in step.slices]
+        assert sum(map(len, held)) == len(set().union(*held)), "no two write to one block"
+    assert begun == prompts
+
+
+@pytest.mark.parametrize("num_blocks", [2, 4])
+def test_answers_are_the_same_behind_it(tmp_path: Path, num_blocks: int) -> None:
+    folder = build_model("mixed", tmp_path)
+    tokens = tuple(range(3, 16))
+    spec = SampleSpec(SamplingParams(1, temperature=0.0, logprobs=3), 0, len(tokens))
+    step = StepBatch((Slice(SequenceId(1), tokens, 0, [BlockIndex(0)], spec),))
+    answers = []
+    for warm in (False, True):
+        engine = ModelEngine.load(folder, dtype="float32")
+        memory = bytearray(num_blocks * engine.layout.block_bytes)
+        engine.bind(memoryview(memory), num_blocks)
+        if warm:
+            engine.warm_up()
+            assert any(memory), "it did compute"
+        answers.append(engine.run(step))
+    assert answers[0] == answers[1]
