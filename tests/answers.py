@@ -32,7 +32,7 @@ class Answer:
 
 @contextlib.asynccontextmanager
 async def streaming(
-    endpoint: str, prompt: Sequence[int] | str, *, api_key: str = "", deadline: float = 60.0, **fields: Any
+    endpoint: str, prompt: Sequence[int] | str, *, api_key: str = "", deadline: float = 100.0, **fields: Any
 ) -> AsyncIterator[Call]:
     """The call of one request: iterate over its responses, or `cancel()` it. `fields` are those of GenerateRequest;
     `deadline` is the call's, in seconds."""

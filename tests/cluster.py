@@ -66,7 +66,7 @@ class Cluster:
         environ: Mapping[str, str] | None = None,
         also: Mapping[str, str] | None = None,
         wait_ready: bool = True,
-        start_timeout: float = 60.0,
+        start_timeout: float = 100.0,
         **settings: Any,
     ) -> None:
         self.folder = folder
@@ -201,7 +201,7 @@ class Cluster:
     def grpc(self) -> str:
         return self.where.grpc
 
-    async def ready(self, within: float = 60.0) -> None:
+    async def ready(self, within: float = 100.0) -> None:
         """Wait until the coordinator serves. Fails at once when a process started here ended instead."""
         pids = {process.pid: name for name, process in self._processes.items() if process.poll() is None}
         async with asyncio.timeout(within):

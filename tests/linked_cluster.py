@@ -18,6 +18,8 @@ from baton.types import Role
 from tests.cluster import Cluster
 from tests.fault_proxy import Address, FaultyLink
 
+_ARMING = 30.0  # seconds
+
 # Everybody loses patience soon, so that a fault and the recovery from it take seconds.
 IMPATIENT: dict[str, Any] = {
     "heartbeat": 0.2,
@@ -25,7 +27,7 @@ IMPATIENT: dict[str, Any] = {
     "stall": 2.0,
     "ticket_ttl": 1.5,
     "progress_timeout": 1.5,
-    "request_timeout": 16.0,
+    "request_timeout": 40.0,
     "drain_timeout": 1.0,
     "engine": "paced",
     "paced_prefill_us_per_token": 200.0,
@@ -134,6 +136,19 @@ class LinkedCluster(Cluster):
                 for name in self.pids():
                     self.cont(name)
                 await asyncio.sleep(0.05)
+
+    async def arm(self, node: str, spec: str) -> None:
+        """See Cluster. Reaches also who runs and joins anew at this moment: whoever this process, through which all
+        links go, has kept waiting for too long."""
+        request = cluster_pb2.ArmFailpointsRequest(node=node, spec=spec)
+        async with asyncio.timeout(_ARMING):
+            while (reached := (await self._call("ArmFailpoints", request)).nodes) < self._called(node):
+                await asyncio.sleep(0.05)
+        assert reached >= 1, f"no node is called {node}"
+
+    def _called(self, node: str) -> int:
+        """How many of those that run."""
+        return sum(name.startswith(node) for name in self.pids())
 
     async def disarm(self, mortal: Collection[str] = ()) -> None:
         """Take every failpoint away, also from a node that joins anew at this moment."""

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from node_engine.paced import paced_reference
-from tests.answers import Answer
+from tests.answers import Answer, Call, collect
 from tests.cluster import Cluster
 
 
@@ -15,7 +15,7 @@ async def baton(cluster: Cluster, *arguments: str) -> tuple[int, str, str]:
     command = (sys.executable, "-m", "baton.cli", *arguments, "--endpoint", cluster.grpc)
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(100):
         out, err = await process.communicate()
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
@@ -27,15 +27,23 @@ def prompt(salt: int, length: int = 100) -> list[int]:
 
 @asynccontextmanager
 async def load(cluster: Cluster, streams: int = 6, tokens: int = 24) -> AsyncIterator[list[Answer]]:
-    """Streams that each begin anew when they end. Afterwards every one has ended, and every token is right."""
+    """Streams that each begin anew when they end. All have begun when the block does, and are not always all under way:
+    between two of its answers a stream waits for this process. Afterwards every one has ended, and every token is
+    right."""
     answers: list[Answer] = []
-    over = asyncio.Event()
+    over, begun = asyncio.Event(), set[int]()
+
+    async def noted(call: Call, number: int) -> Call:
+        async for message in call:
+            begun.add(number)
+            yield message
 
     async def lane(number: int) -> None:
         turn = 0
         while not over.is_set():
             asked = prompt(1000 * number + turn)
-            answer = await cluster.generate(asked, max_tokens=tokens, ignore_eos=True, deadline=30.0)
+            async with cluster.streaming(asked, max_tokens=tokens, ignore_eos=True) as call:
+                answer = await collect(noted(call, number))
             assert list(answer.tokens) == paced_reference(asked, tokens)
             answers.append(answer)
             turn += 1
@@ -43,6 +51,7 @@ async def load(cluster: Cluster, streams: int = 6, tokens: int = 24) -> AsyncIte
     async with asyncio.TaskGroup() as lanes:
         for number in range(streams):
             lanes.create_task(lane(number))
-        await cluster.wait_status(lambda status: status.running >= streams)
+        while len(begun) < streams:
+            await asyncio.sleep(0.02)
         yield answers
         over.set()

@@ -14,7 +14,7 @@ from baton.failpoints import Action
 from tests.fault_proxy import BOTH, Way, Weather
 from tests.linked_cluster import LinkedCluster
 
-_ORDERLY_END = 20.0  # seconds from SIGTERM
+_ORDERLY_END = 60.0  # seconds from SIGTERM
 _ARMING = 1.0  # seconds
 
 

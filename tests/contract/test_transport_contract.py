@@ -196,8 +196,9 @@ def test_a_ticket_is_kept_alive_while_its_work_is_queued(tmp_path: Path) -> None
 def test_a_ticket_that_nobody_renews_is_lost(backend: str, tmp_path: Path) -> None:
     silent = replace(QUICK, renew_interval=100.0)
     with rig(backend, tmp_path, outbound_settings=silent) as pair:
+        pair.works()  # there is a link
         key = pair.opened(2)
-        ticket = pair.granted(key, [3, 4], ttl=0.6)
+        ticket = pair.granted(key, [3, 4], ttl=1.0)
         pair.outbound.ticket(key, ticket)
         pair.announce(key, [1, 2], layers=[0])
         pair.lost(ticket, LeaseExpired)

@@ -205,8 +205,9 @@ def test_a_fault_on_the_way_never_seals_a_wrong_byte(backend: str, fault: Fault,
 def test_a_commit_that_does_not_arrive_ends_the_writers_wait(backend: str, action: str, tmp_path: Path) -> None:
     """Decode has committed and the writer cannot know: it gives up after its progress_timeout, and ends once."""
     impatient = replace(QUICK, progress_timeout=1.0)
-    armed = f"transfer.commit.before={action}*1"
+    armed = f"transfer.commit.before={action}+1*1"
     with rig(backend, tmp_path, outbound_settings=impatient, failpoints=armed) as pair:
+        pair.works()  # there is a link
         key, ticket = pair.hand_off([1, 2], BLOCKS)
         pair.decode_events.expect(Sealed)
         pair.inbound.commit(ticket.id)

@@ -2,9 +2,12 @@
 tickets, and then sends what it likes to a real decode node."""
 
 import asyncio
+import contextlib
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
+
+import grpc
 
 from baton import wire
 from baton.errors import HandoffFailed
@@ -74,7 +77,8 @@ class Rogue:
 
     async def _beat(self) -> None:
         while True:
-            await self._node.heartbeat(blocks_total=512, blocks_free=512)
+            with _given_up():
+                await self._node.heartbeat(blocks_total=512, blocks_free=512)
             await asyncio.sleep(_BEAT)
 
     async def grant(self, salt: int) -> Grant:
@@ -106,7 +110,8 @@ class Rogue:
 
     async def give_up(self, grant: Grant) -> None:
         """The coordinator may place the request with somebody honest."""
-        await self._node.failed(grant.key, HandoffFailed("the rogue has had its fun"))
+        with _given_up():
+            await self._node.failed(grant.key, HandoffFailed("the rogue has had its fun"))
 
     # what it says to decode
 
@@ -151,6 +156,11 @@ class Rogue:
     def seal(self, ticket: Ticket, **wrong: Any) -> frames.Seal:
         slabs = self.layout.num_layers * len(ticket.offsets)
         return _but(frames.Seal(*_ids(ticket), slabs, slabs * self.layout.slab_bytes, 0, (7,), None, ()), wrong)
+
+
+def _given_up() -> contextlib.suppress:
+    """The coordinator has ended the stream: on a busy machine, because it heard too late of this process."""
+    return contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError)
 
 
 def _ids(ticket: Ticket) -> tuple[str, int, str, str]:

@@ -19,8 +19,8 @@ from tests.clients import Clients
 from tests.history import Call, Closed, Door, History, Operation, complaints, held, unbalanced
 from tests.linked_cluster import LinkedCluster
 
-TIMEOUT = 16.0  # seconds that a client allows an operation
-PATIENCE = 30.0  # seconds until a scenario is stuck
+TIMEOUT = 40.0  # seconds that a client allows an operation
+PATIENCE = 60.0  # seconds until a scenario is stuck
 _LOOK_EVERY = 0.02
 
 
@@ -66,6 +66,18 @@ class Scene:
                     await asyncio.sleep(_LOOK_EVERY)
         except TimeoutError:
             raise AssertionError(f"waited {PATIENCE:g} s in vain: {what}") from None
+
+    async def before_its_end(self, asked: "Asked", what: str, condition: Callable[[], Any]) -> bool:
+        """Whether the condition came to hold while the call was under way, or right after."""
+
+        async def either() -> bool:
+            over = asked.task.done()
+            held[:] = [bool(await _value(condition()))]
+            return held[0] or over
+
+        held = [False]
+        await self.until(what, either)
+        return held[0]
 
     async def arm(self, process: str, spec: str) -> "Trap":
         """Failpoints on the processes whose name begins with `process`."""
@@ -193,8 +205,10 @@ class Trap:
 
     async def sprung(self) -> None:
         """Until somebody has come to the last point."""
-        hits = self._scene.hits
-        await self._scene.until(f"{self._point} hit", lambda: hits(self._process, self._point) > self._hits)
+        await self._scene.until(f"{self._point} hit", self.has_sprung)
+
+    def has_sprung(self) -> bool:
+        return self._scene.hits(self._process, self._point) > self._hits
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene
         "max_batched_tokens": 1024,
         "max_num_seqs": 64,
         "paced_prefill_us_per_token": 20.0,
-        "request_timeout": 20.0,
+        "request_timeout": 60.0,
     }
     async with Scene.build(tmp_path_factory.mktemp("full"), **settings) as made:
         yield made
@@ -35,7 +35,7 @@ async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene
 async def test_waves_of_cancelled_requests_leave_nothing(scene: Scene) -> None:
     for wave in range(3):
         crowd = [
-            scene.ask(call(list(Door)[number % 4], 300, 200, salt=1000 * wave + number, timeout=20.0))
+            scene.ask(call(list(Door)[number % 4], 300, 200, salt=1000 * wave + number, timeout=60.0))
             for number in range(100)
         ]
         await scene.until_blocks("in_use")
@@ -50,7 +50,15 @@ async def test_requests_that_collide_are_all_answered(scene: Scene) -> None:
     """Any two fit at first, and no two fit with their outputs: somebody is preempted, and goes on later."""
     length, output = CACHE // 2 - 100, 200
     replaced = await scene.counter("baton_replaced_total")
-    crowd = [scene.ask(call(Door.SSE, length, output, salt=number, timeout=20.0)) for number in range(3)]
+
+    async def two_are_in() -> bool:
+        ledgers = (await scene.cluster.ledgers()).ledgers
+        return any(ledger.node.startswith("decode") and ledger.in_use >= 2 * (length // 16) for ledger in ledgers)
+
+    await scene.cluster.arm("decode", "decode.step.before=delay(0.2)")  # the first is not done when the second comes
+    crowd = [scene.ask(call(Door.SSE, length, output, salt=number, timeout=60.0)) for number in range(3)]
+    await scene.until("two in the cache", two_are_in)
+    await scene.cluster.arm("decode", "")
     ends = [(await asked.over()).end for asked in crowd]
     assert ends == [Closed(in_order=True)] * len(crowd)
     assert await scene.counter("baton_replaced_total") > replaced
@@ -59,8 +67,8 @@ async def test_requests_that_collide_are_all_answered(scene: Scene) -> None:
 
 @IN_MODULE
 async def test_small_requests_pass_one_that_waits_for_room_and_do_not_starve_it(scene: Scene) -> None:
-    big = [scene.ask(call(Door.GRPC_ONCE, 5000, 8, salt=number, timeout=20.0)) for number in range(3)]
-    small = [scene.ask(call(Door.GRPC_ONCE, 64, 8, salt=number, timeout=20.0)) for number in range(40)]
+    big = [scene.ask(call(Door.GRPC_ONCE, 5000, 8, salt=number, timeout=60.0)) for number in range(3)]
+    small = [scene.ask(call(Door.GRPC_ONCE, 64, 8, salt=number, timeout=60.0)) for number in range(40)]
     for asked in [*small, *big]:
         assert (await asked.over()).end == Closed(in_order=True)
     await scene.settle()

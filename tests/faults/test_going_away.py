@@ -11,16 +11,17 @@ from tests.faults.scene import Asked, Scene, call
 from tests.history import Door, Failed
 
 HOLD = 0.5  # seconds
-LONG = 600  # tokens: seconds of decoding, if nobody stops it
+LONG = 600  # tokens: half a minute of decoding, if nobody stops it
+SLOWLY = "decode.step.before=delay(0.05)"
 UNSEEN = itertools.count(1000)  # a prompt that decode holds already is not handed over
 Caught = Callable[[Scene, Door], Awaitable[Asked]]
 
 
 async def queued(scene: Scene, door: Door) -> Asked:
     """Behind two prompts that fill the prefill node's window."""
-    await scene.cluster.arm("prefill", f"prefill.layer.before=delay({HOLD})*2")
+    await scene.cluster.arm("prefill", "prefill.layer.before=delay(0.2)")
     for _ in range(2):
-        scene.ask(call(Door.GRPC_ONCE, 200, 2, salt=next(UNSEEN)))
+        scene.ask(call(Door.GRPC_ONCE, 900, 2, salt=next(UNSEEN)))
     await scene.until_placed(2)
     asked = scene.ask(call(door, 300, LONG, salt=next(UNSEEN)))
     await scene.until_queued()
@@ -29,18 +30,22 @@ async def queued(scene: Scene, door: Door) -> Asked:
 
 async def placed(scene: Scene, door: Door) -> Asked:
     """Decode has not answered yet."""
-    await scene.cluster.arm("decode", f"decode.allocate.before=delay({HOLD})*1")
+    await scene.cluster.arm("decode", f"decode.allocate.before=delay({HOLD})*1;{SLOWLY}")
     asked = scene.ask(call(door, 100, LONG, salt=next(UNSEEN)))
     await scene.until_placed()
     return asked
 
 
 async def reserved(scene: Scene, door: Door) -> Asked:
-    """Decode has set blocks aside, and prefill is at its first layer."""
-    await scene.cluster.arm("prefill", f"prefill.layer.before=delay({HOLD})*1")
-    asked = scene.ask(call(door, 100, LONG, salt=next(UNSEEN)))
-    await scene.until_blocks("reserved", "writing")
-    return asked
+    """Decode has set blocks aside, and prefill is at its first layer. Whoever was seen too late leaves, and another
+    asks."""
+    while True:
+        await scene.cluster.arm("prefill", f"prefill.layer.before=delay({HOLD})*1")
+        asked = scene.ask(call(door, 100, LONG, salt=next(UNSEEN)))
+        if not (await scene.until_blocks("reserved", "writing", "in_use")).in_use:
+            return asked
+        await asked.leave()
+        await scene.at_rest()
 
 
 async def streaming(scene: Scene, door: Door) -> Asked:
@@ -94,7 +99,9 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("state", "door"), list(cases()))
 async def test_going_away(scene: Scene, state: RequestState, door: Door) -> None:
     generated = await scene.counter("baton_generated_tokens_total")
+    await scene.cluster.arm("decode", SLOWLY)
     asked = await CATCH[state](scene, door)
     await asked.leave()
+    await scene.cluster.arm("", "")
     await scene.at_rest()
     assert await scene.counter("baton_generated_tokens_total") - generated < LONG // 2

@@ -21,9 +21,10 @@ async def answered(scene: Scene) -> None:
     assert [(await asked.over()).end for asked in crowd] == [Closed(in_order=True)] * 2
 
 
-@pytest.mark.asyncio(loop_scope="session")
-async def test_a_broken_pair_is_kept_apart_until_it_works_again(scene: Scene) -> None:
+async def kept_apart_and_found_out(scene: Scene) -> bool:
+    """False if a node has joined anew meanwhile, as on a busy machine it may: it comes with a clean record."""
     opened, closed = await changed(scene, "open"), await changed(scene, "closed")
+    joins = await scene.counter("baton_joins_total")
     await scene.cluster.arm("decode-0", "transfer.land.before=error")
 
     async def is_open() -> bool:
@@ -33,8 +34,15 @@ async def test_a_broken_pair_is_kept_apart_until_it_works_again(scene: Scene) ->
     await scene.until("the pair is kept apart", is_open)
     await scene.cluster.arm("decode-0", "")
 
-    async def is_closed() -> bool:
+    async def is_over() -> bool:
         await answered(scene)
-        return await changed(scene, "closed") > closed
+        return await changed(scene, "closed") > closed or await scene.counter("baton_joins_total") > joins
 
-    await scene.until("a probe has closed it", is_closed)
+    await scene.until("a probe has closed it", is_over)
+    return await changed(scene, "closed") > closed
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_broken_pair_is_kept_apart_until_it_works_again(scene: Scene) -> None:
+    while not await kept_apart_and_found_out(scene):
+        pass

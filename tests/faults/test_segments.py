@@ -22,7 +22,7 @@ async def test_a_cluster_killed_at_work_leaves_nothing_to_the_next(tmp_path: Pat
         cluster = scene.cluster
         first = segments(scene)
         for salt in range(8):
-            scene.ask(call(Door.SSE, 200, 200, salt=salt))
+            scene.ask(call(Door.SSE, 200, 800, salt=salt))
         await scene.until_blocks("in_use")
         for name in cluster.processes:
             cluster.signal(name, signal.SIGKILL)
@@ -49,7 +49,7 @@ async def test_a_supervisor_killed_at_work_leaves_nothing_to_the_next(tmp_path: 
         assert children
         cluster.kill(UP)
         for child in children:
-            assert await asyncio.to_thread(wait_for_end, child, 10.0)
+            assert await asyncio.to_thread(wait_for_end, child, 60.0)
         assert {path.name for path in cluster.segment_dir.iterdir()} == first
         cluster.start(UP)
         await cluster.ready()

@@ -31,10 +31,12 @@ async def decode_of(scene: Scene) -> str:
     ids=str,
 )
 async def test_decode_dies_mid_stream(scene: Scene, tokens: int, door: Door) -> None:
+    await scene.cluster.arm("decode", f"decode.step.before=delay(0.2)+{tokens}")  # it is not done when its node dies
     asked = scene.ask(call(door, 50, OUTPUT, salt=tokens))
     await scene.until_tokens(asked, tokens)
     victim = await decode_of(scene)
     scene.cluster.kill(victim)
+    await scene.cluster.arm("decode", "")
     operation = await asked.over()
     assert operation.end == Closed(in_order=True)
     assert list(operation.tokens) == paced_reference(operation.call.prompt, OUTPUT)
@@ -49,7 +51,7 @@ async def test_decode_dies_under_many_streams(scene: Scene) -> None:
 
 
 async def test_prefill_dies_and_its_prompts_are_placed_again(scene: Scene) -> None:
-    await scene.cluster.arm("prefill", "prefill.layer.before=delay(0.5)+2*1")
+    await scene.cluster.arm("prefill", "prefill.layer.before=delay(0.2)+2")
     crowd = [scene.ask(call(door, 300, 5, salt=salt)) for salt, door in enumerate(Door)]
     await scene.until_blocks("reserved", "writing")
     replaced = await scene.counter("baton_replaced_total")
@@ -75,6 +77,7 @@ async def test_every_node_dies_one_after_the_other_under_one_stream(scene: Scene
 
 async def test_a_coordinator_that_stops_in_order_answers_everybody(scene: Scene) -> None:
     """What ends in time is finished, the rest is told so: streams, and requests that wait for a first token."""
+    await scene.cluster.arm("decode", "decode.step.before=delay(0.02)")  # long is long
     short, long = ([scene.ask(call(door, 100, tokens, salt=tokens)) for door in Door] for tokens in (30, 800))
     await scene.until("somebody is answered", lambda: any(asked.task.done() for asked in short))
     await scene.cluster.arm("prefill", "prefill.layer.before=delay(0.2)")  # so that late ones wait
@@ -91,6 +94,7 @@ async def test_a_coordinator_that_stops_in_order_answers_everybody(scene: Scene)
 async def test_the_coordinator_dies_and_the_nodes_drop_its_work(scene: Scene) -> None:
     """Streams are cut; blocks come back without anybody's help; the nodes live on and join the next coordinator."""
     nodes = {name: pid for name, pid in scene.cluster.pids().items() if name != "coordinator"}
+    await scene.cluster.arm("decode", "decode.step.before=delay(0.02)")  # nobody is done before it dies
     crowd = [scene.ask(call(door, 100, 400, salt=salt)) for salt in range(2) for door in Door]
     await scene.until_blocks("in_use")
     scene.cluster.kill("coordinator")

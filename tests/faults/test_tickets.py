@@ -164,29 +164,45 @@ MISDEEDS: dict[Misdeed, str] = {
 }
 
 
+# What it hears of a ticket that has ended for another reason: it took too long over it, or was not heard of in time.
+LATE = {"lease_expired", "node_gone", "peer_gone", "stale"}
+TRIES = 5
+
+
+async def answered_rightly(rogue: Rogue, grant: Grant) -> None:
+    await rogue.give_up(grant)
+    operation = await grant.asked.over()
+    assert operation.end == Closed(in_order=True), operation.events[-1]
+    assert list(operation.tokens) == paced_reference(operation.call.prompt, 6)
+
+
 async def test_no_misdeed_is_ever_served(scene: Scene) -> None:
-    """One after the other, each with a request of its own, which is answered rightly all the same."""
+    """One after the other, each with a request of its own, which is answered rightly all the same. One that was late is
+    done again."""
     async with Rogue(scene) as rogue:
         for number, (misdeed, code) in enumerate(MISDEEDS.items()):
-            grant = await rogue.grant(salt=number)
-            refused = await misdeed(rogue, grant)
+            for turn in range(TRIES):
+                grant = await rogue.grant(salt=number + 100 * turn)
+                refused = await misdeed(rogue, grant)
+                await answered_rightly(rogue, grant)
+                if refused.code == code or refused.code not in LATE:
+                    break
             assert refused.code == code, (misdeed.__name__, refused)
-            await rogue.give_up(grant)
-            operation = await grant.asked.over()
-            assert operation.end == Closed(in_order=True), (misdeed.__name__, operation.events[-1])
-            assert list(operation.tokens) == paced_reference(operation.call.prompt, 6), misdeed.__name__
 
 
 async def test_bytes_that_are_no_frames_are_dropped(scene: Scene) -> None:
     async with Rogue(scene) as rogue:
-        grant = await rogue.grant(salt=50)
-        for header in (b"", b"\x80\x04.", bytes(1 << 16), b"\xdd\xff\xff\xff\xff", b"\x91" * 5000):
-            await rogue.send_bytes(header)
-            await rogue.send_bytes(header, b"and a payload")
-        await rogue.send(rogue.open(grant.ticket))
-        assert isinstance(await rogue.answer(), frames.Credit)
-        await rogue.give_up(grant)
-        assert (await grant.asked.over()).end == Closed(in_order=True)
+        for turn in range(TRIES):
+            grant = await rogue.grant(salt=50 + 100 * turn)
+            for header in (b"", b"\x80\x04.", bytes(1 << 16), b"\xdd\xff\xff\xff\xff", b"\x91" * 5000):
+                await rogue.send_bytes(header)
+                await rogue.send_bytes(header, b"and a payload")
+            await rogue.send(rogue.open(grant.ticket))
+            answer = await rogue.answer()
+            await answered_rightly(rogue, grant)
+            if not isinstance(answer, frames.Refused) or answer.code not in LATE:
+                break
+        assert isinstance(answer, frames.Credit), answer
 
 
 async def test_a_ticket_that_is_never_used_runs_out(scene: Scene) -> None:

@@ -99,6 +99,7 @@ async def test_service_goes_on_without_a_role_as_far_as_it_can(cluster: Cluster)
     assert (await explain(cluster, await ask(cluster, 200, 20))).HasField("other_way")
 
     # no decode node: what was admitted waits, new requests are refused, and service comes back with the node
+    await cluster.arm("decode-0", "decode.step.before=delay(0.1)")  # it is not done when its node dies
     admitted = asyncio.create_task(ask(cluster, 40, 30, tokens=400))
     await cluster.wait_status(lambda status: status.running == 1)
     cluster.kill("decode-0")
@@ -116,6 +117,7 @@ async def test_service_goes_on_without_a_role_as_far_as_it_can(cluster: Cluster)
 async def test_disaggregated_without_prefill_refuses_until_one_is_back(tmp_path: Path) -> None:
     made = Cluster(tmp_path, **{**SETTINGS, "mode": "disaggregated"})
     async with made as cluster:
+        await cluster.arm("prefill-0", "prefill.layer.before=delay(0.2)")  # it is not done when its node dies
         admitted = asyncio.create_task(ask(cluster, 8000, 1))
         await cluster.wait_status(lambda status: status.running == 1)
         cluster.kill("prefill-0")

@@ -19,7 +19,7 @@ from baton.cli.ports import Endpoints
 from baton.config import Config
 from baton.errors import Overloaded, Unavailable
 from baton.pb import cluster_pb2 as pb
-from baton.types import FinishReason, SamplingParams, TokenEvent, TokenScore
+from baton.types import FinishReason, Incarnation, SamplingParams, TokenEvent, TokenScore
 from coordinator.generation import Delta, Done, PromptScores, Submission
 from tests.fakes import FakeNode
 from tests.integration.coordinator_bench import Bench, collect, coordinator
@@ -113,7 +113,7 @@ HALF = TokenScore(-0.5, ((5, -0.25), (6, -0.5)))
 WHOLE = TokenScore(-1.0, ((7, -1.0), (8, -2.0)))
 
 
-async def answer_with_scores(prefill: FakeNode, decode: FakeNode) -> None:
+async def answer_with_scores(bench: Bench, prefill: FakeNode, decode: FakeNode) -> None:
     """Decode's stream is the faster one: its token is there before the scores of the prompt."""
     submit = await decode.order("submit")
     await prefill.order("prefill")
@@ -124,7 +124,8 @@ async def answer_with_scores(prefill: FakeNode, decode: FakeNode) -> None:
         token = TokenEvent(wire.key_from_pb(key), index, 5, finish, HALF)
         await decode.send(tokens=pb.Tokens(tokens=[wire.token_to_pb(token)]))
     await decode.heartbeat()
-    await asyncio.sleep(0.05)
+    told = bench.dispatcher.brain.registry.nodes[Incarnation(decode.incarnation)]
+    await bench.until(lambda: told.stats is not None)  # and of what came before
     for first, score in ((1, HALF), (2, WHOLE)):
         scores = pb.PromptScores(key=key, first=first, scores=[wire.score_to_pb(score)])
         await prefill.send(prompt_scores=scores)
@@ -136,9 +137,9 @@ async def test_scores_arrive_as_they_were_sent() -> None:
         bench.node("p0", "prefill") as prefill,
         bench.node("d0", "decode") as decode,
     ):
-        prefill.run(answer_with_scores(prefill, decode))
+        prefill.run(answer_with_scores(bench, prefill, decode))
         sampling = SamplingParams(max_tokens=2, logprobs=2, prompt_logprobs=2)
-        stream = await bench.dispatcher.submit(Submission((4, 5, 6), sampling, 10.0))
+        stream = await bench.dispatcher.submit(Submission((4, 5, 6), sampling, 60.0))
         events = [event async for event in stream]
         assert events[:2] == [PromptScores((HALF, WHOLE)), Delta((5, 5), (HALF, HALF))]
         assert isinstance(events[2], Done)

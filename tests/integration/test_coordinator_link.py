@@ -165,7 +165,7 @@ async def test_a_lost_welcome_ends_the_stream_and_not_the_node() -> None:
         await pinging(number, context)
 
     async with linked(attach) as rig:
-        assert await rig.joined() == f"{2:016x}"
+        assert await rig.joined() >= f"{2:016x}"
         assert not rig.running.done()
 
 
@@ -225,12 +225,12 @@ async def test_who_was_a_member_goes_on_trying() -> None:
         if number == 3:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "another token")
         await context.write(welcome(number))
-        if number == 4:
+        if number >= 4:
             await asyncio.Event().wait()
 
     async with linked(attach) as rig:
         assert await rig.joined() == f"{1:016x}"
-        assert await rig.joined() == f"{4:016x}"
+        assert await rig.joined() >= f"{4:016x}"  # later ones when this process stood still over it
         assert not rig.running.done()
 
 

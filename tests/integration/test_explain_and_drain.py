@@ -81,7 +81,9 @@ async def test_the_stages_add_up_to_the_time_to_first_token(cluster: Cluster, fa
     await cluster.arm("decode", "")
     assert tokens == paced_reference(asked, 8)
     ttft = await ttft_sum(cluster) - before
-    told = await explain(cluster, request)
+    async with asyncio.timeout(60):  # prefill's report of the hand-off may come after the end
+        while not (told := await explain(cluster, request)).attempts[-1].handoff.bytes:
+            await asyncio.sleep(0.05)
     stages = [getattr(told.timeline, stage) for stage in STAGES]
     assert sum(stages) == pytest.approx(ttft, rel=0.02)
     assert all(stage >= 0 for stage in stages)
@@ -93,7 +95,6 @@ async def test_the_stages_add_up_to_the_time_to_first_token(cluster: Cluster, fa
     assert told.timeline.queue == pytest.approx(last.placed)  # attempts that were lost are waiting
     sources = told.sources
     assert sources.computed_prefill + sources.computed_decode + sources.local_cache + sources.pool == len(asked)
-    assert told.attempts[-1].handoff.bytes > 0
     assert told.attempts[-1].handoff == told.timeline.handoff
 
 
@@ -134,9 +135,11 @@ async def test_what_is_left_after_its_time_goes_on_elsewhere(cluster: Cluster, r
     before = [await counted(cluster, "baton_replaced_total", **only) for only in ({}, {"reason": "drained"})]
     long = prompt(3, 2000)
     async with load(cluster, tokens=100):
+        await cluster.arm(role, f"{role}.{'step' if role == 'decode' else 'layer'}.before=delay(0.2)")  # it is not done
         for_long = asyncio.create_task(cluster.generate(long, max_tokens=100, ignore_eos=True))
         await cluster.wait_status(lambda status: all(one.placed for one in status.nodes if one.role == role))
         code, _, err = await baton(cluster, "drain", f"{role}-0", "--timeout", "0")
+        await cluster.arm(role, "")
         assert code == 0, err
         await assert_empty(cluster, f"{role}-0")
         assert list((await for_long).tokens) == paced_reference(long, 100)
@@ -163,19 +166,21 @@ async def test_a_drained_node_that_restarts_stays_out_until_it_is_put_back(clust
 async def test_the_last_of_a_role_may_be_drained_and_requests_wait(cluster: Cluster) -> None:
     assert (await baton(cluster, "drain", "prefill-1", "--no-wait"))[2] == ""
     asked = prompt(11, 6000)
+    await cluster.arm("prefill", "prefill.layer.before=delay(0.2)")  # it is not done before it is drained
     waiting = asyncio.create_task(cluster.generate(asked, max_tokens=4, ignore_eos=True))
     await cluster.wait_status(lambda status: any(one.placed for one in status.nodes if one.name == "prefill-0"))
     request = pb.DrainRequest(node="prefill-0", timeout_seconds=0)
     answer = await cluster_call(cluster.grpc, "Drain", request)
     assert "there is no prefill node but drained ones (prefill-0, prefill-1): requests wait" in answer.warning
     await cluster.wait_status(lambda status: status.queued == 1 and not status.ready)
+    await cluster.arm("prefill", "")
     await baton(cluster, "undrain", "prefill-0")
     assert list((await waiting).tokens) == paced_reference(asked, 4)
 
 
 @IN_MODULE
 async def test_top_on_the_command_line(cluster: Cluster) -> None:
-    async with load(cluster, streams=2):
+    async with load(cluster, tokens=100):
         code, out, err = await baton(cluster, "top", "--once", "--interval", "0.5", "--json")
     assert (code, err) == (0, "")
     seen = json.loads(out)

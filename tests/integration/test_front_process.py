@@ -42,7 +42,7 @@ async def launch(*flags: str) -> asyncio.subprocess.Process:
 async def running(folder: Path, *flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
     process = await launch("--state-dir", str(folder), *flags)
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert process.stderr is not None
             while b"listening" not in await process.stderr.readline():
                 assert process.returncode is None
@@ -68,14 +68,14 @@ async def test_a_coordinator_without_nodes(tmp_path: Path) -> None:
             state = await health.Check(health_pb2.HealthCheckRequest(service="baton.v1.Generation"))
             assert state.status == health_pb2.HealthCheckResponse.NOT_SERVING
         process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert await process.wait() == 0
         assert not (tmp_path / "coordinator.json").exists()
 
 
 async def refused(*flags: str) -> str:
     process = await launch(*flags)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         _, complaint = await process.communicate()
     assert process.returncode == 2
     return complaint.decode().splitlines()[-1]

@@ -24,18 +24,20 @@ def ask(tokens: int, *, stream: bool = True) -> dict[str, Any]:
 
 @pytest.mark.timeout(120)
 async def test_those_that_can_end_do_and_the_rest_hear_why(tmp_path: Path) -> None:
-    settings = {"engine": "paced", "paced_step_ms": 20.0, "drain_timeout": 2.0, "max_model_len": 1024}
+    settings = {"engine": "paced", "paced_step_ms": 20.0, "drain_timeout": 4.0, "max_model_len": 1024}
     async with Cluster(tmp_path, prefill=1, decode=1, **settings) as cluster:
+        await cluster.arm("decode", "decode.step.before=delay(0.5)")  # until all run
         url = f"{cluster.http}/v1/completions"
         async with (
-            httpx.AsyncClient(timeout=30) as http,
+            httpx.AsyncClient(timeout=100) as http,
             grpc.aio.insecure_channel(cluster.grpc) as channel,
             http.stream("POST", url, json=ask(900)) as long,
-            http.stream("POST", url, json=ask(40)) as short,
+            http.stream("POST", url, json=ask(20)) as short,
         ):
             unary = asyncio.create_task(http.post(url, json=ask(900, stream=False)))
             call = GenerationStub(channel).Generate(pb.GenerateRequest(token_ids={"ids": [1]}, max_tokens=900))
             await cluster.wait_status(lambda status: status.running == 4)
+            await cluster.arm("decode", "")
             cluster.terminate(COORDINATOR)
             texts = await asyncio.gather(long.aread(), short.aread())
             refused = await unary

@@ -29,7 +29,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 async def test_a_request_goes_through_both_nodes(bench: Bench) -> None:
-    async with bench.working("p0", "d0"):
+    async with bench.working("p0", "d0", gap=0.1):  # in which prefill's report of the hand-off comes
         tokens, done = await bench.generate(PROMPT, 10)
         assert tokens == expected_tokens(PROMPT, 10)
         assert done.reason is FinishReason.LENGTH
@@ -158,8 +158,8 @@ async def test_a_mismatch_is_refused_with_its_reason(bench: Bench) -> None:
 
 async def test_the_first_message_must_be_join_and_come_soon(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     assert JOIN_TIMEOUT == 5.0
-    monkeypatch.setattr("coordinator.node_link.JOIN_TIMEOUT", 0.05)
-    for first, code in ((pb.NodeMessage(), "INVALID_ARGUMENT"), (None, "DEADLINE_EXCEEDED")):
+    for first, patience, code in ((pb.NodeMessage(), 60.0, "INVALID_ARGUMENT"), (None, 0.05, "DEADLINE_EXCEEDED")):
+        monkeypatch.setattr("coordinator.node_link.JOIN_TIMEOUT", patience)
         node = bench.node("p0", "prefill")
         call = node.dial()
         if first is not None:
@@ -171,7 +171,7 @@ async def test_the_first_message_must_be_join_and_come_soon(bench: Bench, monkey
 
 
 async def test_a_silent_node_is_given_up_and_may_come_back() -> None:
-    async with coordinator(silence=0.3, heartbeat=0.05) as bench, bench.node("d0", "decode") as decode:
+    async with coordinator(silence=1.0, heartbeat=0.05) as bench, bench.node("d0", "decode") as decode:
         await decode.ended()
         assert bench.dispatcher.links == {}
         assert bench.dispatcher.brain.counters.nodes_lost == {"node_gone": 1}
@@ -225,9 +225,9 @@ async def test_cancelling_reaches_both_nodes(bench: Bench) -> None:
 
 async def test_the_deadline_ends_a_request_and_its_work(bench: Bench) -> None:
     async with bench.node("p0", "prefill"), bench.node("d0", "decode") as decode:
-        stream = await bench.submit(PROMPT, 4, seconds=0.1)
-        assert 0.0 < (await decode.order("submit")).work.timeout_seconds < 0.101
-        with pytest.raises(DeadlineExceeded, match=r"0\.1 s"):
+        stream = await bench.submit(PROMPT, 4, seconds=0.5)
+        assert 0.0 < (await decode.order("submit")).work.timeout_seconds < 0.501
+        with pytest.raises(DeadlineExceeded, match=r"0\.5 s"):
             await collect(stream)
         assert (await decode.order("cancel")).reason.code == "deadline_exceeded"
 
@@ -252,6 +252,7 @@ async def test_without_nodes_requests_wait_a_second(bench: Bench, monkeypatch: p
         with pytest.raises(Unavailable, match="no decode node") as caught:
             await bench.submit(PROMPT, 4)
         assert caught.value.retry_after is not None
+        monkeypatch.setattr("coordinator.core.requests.UNSERVED_PATIENCE", 60.0)
         waiting = asyncio.create_task(bench.generate(PROMPT, 4))
         await asyncio.sleep(0)
         assert bench.dispatcher.brain.queued == 1
@@ -265,8 +266,8 @@ async def test_a_reader_that_is_cancelled_leaves_nothing_behind(bench: Bench, mo
         if moment == "unadmitted":
             await decode.die()
         reading = asyncio.create_task(bench.generate(PROMPT, 4))
-        await asyncio.sleep(0.02)
-        assert len(bench.dispatcher.brain.active()) == 1
+        while not bench.dispatcher.brain.active():
+            await asyncio.sleep(0)
         reading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await reading
@@ -276,7 +277,7 @@ async def test_a_reader_that_is_cancelled_leaves_nothing_behind(bench: Bench, mo
 async def test_draining_lets_what_runs_end(bench: Bench) -> None:
     async with bench.working("p0", "d0", burst=1, gap=0.002):
         stream = await bench.submit(PROMPT, 20)
-        drained = asyncio.create_task(bench.dispatcher.drain(5.0))
+        drained = asyncio.create_task(bench.dispatcher.drain(60.0))
         assert (await collect(stream))[0] == expected_tokens(PROMPT, 20)
         await drained
         with pytest.raises(Draining):
@@ -338,8 +339,9 @@ async def test_no_task_is_left_behind() -> None:
             streams = [await bench.submit(PROMPT, 100) for _ in range(20)]
             for stream in streams:
                 stream.cancel()
-        await asyncio.sleep(0.05)
-    assert {task for task in asyncio.all_tasks() - before if not task.done()} == set()
+    async with asyncio.timeout(30):
+        while {task for task in asyncio.all_tasks() - before if not task.done()}:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_repeated_message_is_skipped_and_a_lost_one_ends_the_stream(bench: Bench) -> None:

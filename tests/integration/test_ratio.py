@@ -79,7 +79,7 @@ async def test_the_ratio_follows_the_command_and_no_request_notices(cluster: Clu
                 assert each["switch_seconds"] > 0
                 assert each["probe_seconds"] > 0
             served = len(answers)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 while len(answers) < served + 4:
                     await asyncio.sleep(0.02)
     status = await cluster.status()
@@ -155,18 +155,23 @@ async def test_ratios_that_cannot_be_and_what_is_shown(cluster: Cluster) -> None
 @IN_MODULE
 @pytest.mark.parametrize("phase", ["draining", "switching", "probing"])
 async def test_when_a_node_is_killed_on_its_way_the_ratio_is_reached_all_the_same(cluster: Cluster, phase: str) -> None:
-    """It comes back in its first role, as under `baton up`, and the target still holds. Requests go on meanwhile."""
+    """It comes back in its first role, as under `baton up`, and the target still holds. Requests go on meanwhile. Which
+    node it is, and which role it has had by then, is not known beforehand."""
     async with load(cluster, tokens=16):
+        writers = [name for name, role in roles(await cluster.status()).items() if role == "decode"]
         if phase == "draining":
-            await cluster.arm("", "decode.step.after=delay(0.2)")
+            await cluster.arm("", "decode.step.after=delay(1.0)")
             await cluster.wait_status(lambda status: all(one.placed for one in status.nodes if one.role == "decode"))
         elif phase == "switching":
-            await cluster.arm("decode", "decode.step.after=delay(3.0)*1")
+            for writer in writers:
+                cluster.stop(writer)  # so that whoever is told to switch does not
         elif phase == "probing":
-            await cluster.arm("decode", "prefill.layer.before=delay(1.0)*4")
+            await cluster.arm("", "prefill.layer.before=delay(1.5)")
         await ask(cluster, 3, 1, flip_timeout_seconds=60.0 if phase == "draining" else 0.0)
         name = await flipping(cluster, phase)
         cluster.kill(name)
+        for writer in set(writers) - {name}:
+            cluster.cont(writer)
         await cluster.arm("", "")
         cluster.start(name)
         status = await settled(cluster, 3, 1)
@@ -179,7 +184,7 @@ async def test_when_a_node_is_killed_on_its_way_the_ratio_is_reached_all_the_sam
 
 @IN_MODULE
 async def test_a_coordinator_that_restarts_takes_nodes_as_they_are(cluster: Cluster) -> None:
-    await cluster.arm("decode", "prefill.layer.before=delay(0.5)*4")
+    await cluster.arm("", "prefill.layer.before=delay(1.5)")
     await ask(cluster, 3, 1)
     await flipping(cluster, "probing")
     cluster.kill("coordinator")

@@ -51,7 +51,7 @@ def run(arguments: list[str], cluster: Cluster, *, code: int = 0) -> str:
         "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
         "COLUMNS": "120",
     }
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, env=environ, check=False)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=100, env=environ, check=False)
     assert done.returncode == code, done.stderr
     return done.stdout
 
@@ -144,7 +144,8 @@ async def test_benchmarks_of_an_endpoint(cluster: Cluster, tmp_path: Path) -> No
             .replace("trace.jsonl", str(trace))
             .replace("1,2,4", "1")
             .replace("--requests 8", "--requests 2")
+            .replace("--ttft-slo 500ms", "--ttft-slo 60s")  # which the busiest machine keeps
         )
         told = baton(small.removeprefix("baton ") + f" --plot {tmp_path / 'sweep.svg'}", cluster)
         assert "tokens/s" in told
-        assert "--sweep" not in line or "ceiling with p90 TTFT within 500 ms" in told
+        assert "--sweep" not in line or "ceiling with p90 TTFT within 60000 ms" in told

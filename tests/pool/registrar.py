@@ -11,7 +11,7 @@ from baton import link_codec
 from baton.pb import cluster_pb2 as pb
 from baton.pb.common_pb2 import Ledger
 
-PATIENCE = 30.0  # seconds
+PATIENCE = 60.0  # seconds
 
 
 class Registrar:

@@ -29,7 +29,7 @@ DIGEST = b"\1" * 32
 TOKEN = "a cluster's secret"
 SALTLESS = root_hash(DIGEST, LAYOUT, b"")
 OWN_BLOCKS = 512
-PATIENCE = 30.0  # seconds
+PATIENCE = 60.0  # seconds
 
 
 class PoolProcess:

@@ -13,7 +13,7 @@ from tests.pool.test_pool_cluster import published
 from tests.pool.two_hosts import POOLS, in_service, two_hosts
 
 OUTPUT = 8
-SLOWLY = "prefill.layer.before=delay(0.3)"  # so that fetching is worth it on the busiest machine
+SLOWLY = "prefill.layer.before=delay(1.0)"  # so that fetching is worth it on the busiest machine
 
 
 async def promotions(cluster: Cluster, **wanted: int) -> None:

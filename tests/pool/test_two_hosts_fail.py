@@ -58,7 +58,7 @@ async def test_every_failure_is_a_miss(tmp_path: Path) -> None:
     tenants = tmp_path / "tenants.toml"
     tenants.write_text(TENANTS)
     # Where blocks are fetched to, computing takes so long that fetching is worth it on the busiest machine.
-    slow = {"prefill-1": {"paced_prefill_us_per_token": 2000.0}}
+    slow = {"prefill-1": {"paced_prefill_us_per_token": 4000.0}}
     paced = {"engine": "paced", "paced_reread": True, "paced_prefill_us_per_token": 200.0}
     async with two_hosts(tmp_path, tenants=str(tenants), per_node=slow, **paced) as cluster:
         scene = Scene(cluster)

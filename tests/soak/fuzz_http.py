@@ -30,7 +30,7 @@ _ERROR: Json = {
 }
 _NUMBER_OR_NULL: Json = {"type": ["number", "null"]}
 _CONFORMING = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-HASTE = 5.0  # seconds: who asks for an answer in less may be told that the time was up
+HASTE = 20.0  # seconds: who asks for an answer in less may be told that the time was up
 
 
 def cases(document: Json, path: str, method: str, *, good: bool) -> st.SearchStrategy[Case]:

@@ -65,7 +65,7 @@ class Scene:
     def __enter__(self) -> Self:
         self._thread.start()
         try:
-            self._ready.result(90)
+            self._ready.result(110)
         except BaseException:
             self._thread.join()
             raise
@@ -182,7 +182,7 @@ def _ports(cluster: Cluster) -> tuple[int, int]:
 
 async def _at_rest(front: Front, tasks: int) -> None:
     """Every generation has ended, and nothing runs for a connection."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(asyncio.all_tasks()) > tasks:
             await asyncio.sleep(0.02)
     while not front.brain.generations.empty():

@@ -133,7 +133,7 @@ class Exchange:
     answered: bool  # there must be an answer
     start: bytes
 
-    def perform(self, port: int, patience: float = 20.0) -> tuple[int, bytes] | None:
+    def perform(self, port: int, patience: float = 60.0) -> tuple[int, bytes] | None:
         """The status and body of the first answer, if there is one to read."""
         connection = socket.create_connection(("127.0.0.1", port), timeout=patience if self.answered else 0.2)
         with connection:

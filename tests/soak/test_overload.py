@@ -80,7 +80,7 @@ async def test_five_times_the_capacity(storm: Storm, kind: str) -> None:
         f"5x for {storm.seconds:g} s, {kind}",
         sent=f"{len(outcomes)} clients, {len(refusals)} refusals",
         ended=", ".join(f"{count} {how}" for how, count in sorted(ended.items())),
-        goodput=f"{goodput:.1f} requests/s, {goodput / storm.capacity:.0%} of capacity",
+        goodput=f"{goodput:.1f} requests/s, {goodput / storm.scale:.0%} of capacity",
         refused_within=spread(refusals),
         TTFT=spread(ttfts(outcomes)),
         clients_own_delay=lag(outcomes),
@@ -88,7 +88,7 @@ async def test_five_times_the_capacity(storm: Storm, kind: str) -> None:
         memory=f"{growth / 2**20:+.1f} MiB ({grower}, which grew most)",
     )
     storm.judge(p99(refusals) <= REFUSAL, refusals)
-    storm.judge(goodput >= 0.9 * storm.capacity, goodput)
+    storm.judge(goodput >= 0.9 * storm.scale, goodput)
     storm.judge(recovery <= RECOVERY, recovery)
     storm.judge(growth <= GROWTH, storm.memory())
 
@@ -104,12 +104,12 @@ async def test_clients_that_come_back_at_once(storm: Storm) -> None:
     storm.note(
         "retry storm, 3x",
         sent=f"{len(outcomes)} clients, {len(refusals)} refusals",
-        goodput=f"{goodput:.1f} requests/s, {goodput / storm.capacity:.0%} of capacity",
+        goodput=f"{goodput:.1f} requests/s, {goodput / storm.scale:.0%} of capacity",
         refused_within=spread(refusals),
         recovery=f"{recovery:.1f} s",
     )
     assert ended["answered"] > 0
-    storm.judge(goodput >= 0.9 * storm.capacity, goodput)
+    storm.judge(goodput >= 0.9 * storm.scale, goodput)
     storm.judge(p99(refusals) <= REFUSAL, refusals)
 
 
@@ -132,7 +132,7 @@ async def test_a_herd_at_once(storm: Storm) -> None:
 async def test_one_huge_request_among_small_ones(storm: Storm) -> None:
     """It takes 101 of a node's 128 blocks."""
     loop = storm.loop()
-    small = asyncio.create_task(loop.offer(ASK, 0.7 * storm.capacity, storm.seconds))
+    small = asyncio.create_task(loop.offer(ASK, 0.7 * storm.scale, storm.seconds))
     await asyncio.sleep(storm.seconds / 4)
     huge = await loop.ask(replace(ASK, prompt=1600))
     outcomes = await small
