@@ -15,6 +15,10 @@ def synchronize() -> None:
     """Wait until what was computed is in memory: on the CPU it is when the call returns."""
 
 
+class CannotPin(RuntimeError):
+    """The driver refuses to pin it, as memory of a file that is in no tmpfs."""
+
+
 class _Mapped:
     """Host memory as CUDA sees it, in the form that torch adopts without a copy."""
 
@@ -32,13 +36,12 @@ def adopt_cuda(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
     """The bytes of `memory`, writable, pinned and mapped into the GPU's address space: kernels read and write
     the segment itself, so that what a peer wrote there is seen, and what is computed can be sent from there.
 
-    The memory stays pinned until the last tensor over it is gone. Raises RuntimeError when the driver refuses, as for
-    memory of a file that is in no tmpfs.
+    The memory stays pinned until the last tensor over it is gone. Raises CannotPin.
     """
     host = torch.frombuffer(memory, dtype=torch.uint8)
     code = int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.nbytes, 0))
     if code:
-        raise RuntimeError(f"cudaHostRegister of {host.nbytes} bytes: {_told(code)} ({code})")
+        raise CannotPin(f"cudaHostRegister of {host.nbytes} bytes: {_told(code)} ({code})")
     mapped = _Mapped(host)
     weakref.finalize(mapped, _release, host).atexit = False  # the end of the process unpins what is left
     return torch.as_tensor(mapped, device="cuda").view(dtype)

@@ -76,12 +76,12 @@ async def host_node(
 
 def _prepare(engine: Engine, reach: memoryview, num_blocks: int, max_batched_tokens: int, stop: asyncio.Event) -> None:
     """On a GPU this takes seconds. Raises NodeFailed when the GPU has failed."""
-    engine.bind(reach, num_blocks)
-    began = steady()
     try:
+        engine.bind(reach, num_blocks)
+        began = steady()
         engine.warm_up(max_batched_tokens, lambda: not stop.is_set())
     except DeviceLost as error:
-        what, *_ = str(error).split("\n")
+        what, _, _ = str(error).partition("\n")  # torch has advice for developers behind it
         raise NodeFailed(f"the GPU failed in the first steps: {what}") from error
     if not stop.is_set():
         log.get("process").info("engine is warm", seconds=round(steady() - began, 3))

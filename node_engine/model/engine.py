@@ -12,6 +12,7 @@ from baton.kv_layout import KVLayout
 from baton.segment import DEFAULT_FOLDER
 from baton.types import TokenScore
 from kv_kernels.dispatch import kernels_for
+from kv_kernels.host_memory import CannotPin
 from kv_kernels.paged_cache import PagedCache
 from kv_kernels.torch_kernels import TorchKernels
 from node_engine.core.step import Computed, DeviceLost, OnLayer, StepBatch
@@ -120,7 +121,7 @@ class ModelEngine:
 
     def bind(self, arena: memoryview, num_blocks: int) -> None:
         """Adopt the cache memory. Raises ValueError when it is read-only, too short, or no whole blocks, ConfigError
-        when the GPU cannot use it."""
+        when the GPU cannot use it, DeviceLost when it has failed."""
         layout = self._layout
         reach, rest = divmod(arena.nbytes, layout.block_bytes)
         if arena.readonly or rest or reach < num_blocks or (reach > num_blocks and not self.reads_in_place):
@@ -130,8 +131,9 @@ class ModelEngine:
             )
         shape = (reach, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         try:
-            memory = self._kernels.adopt(arena, _DTYPES[layout.dtype])
-        except RuntimeError as error:
+            with _device_errors():
+                memory = self._kernels.adopt(arena, _DTYPES[layout.dtype])
+        except CannotPin as error:
             raise ConfigError(
                 f"the GPU cannot use the cache memory: {error}: its folder has to be of a tmpfs like {DEFAULT_FOLDER}: "
                 "choose one with --segment-dir; or allow the process more locked memory (ulimit -l)"

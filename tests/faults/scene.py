@@ -69,15 +69,16 @@ class Scene:
 
     async def before_its_end(self, asked: "Asked", what: str, condition: Callable[[], Any]) -> bool:
         """Whether the condition came to hold while the call was under way, or right after."""
+        came = False
 
         async def either() -> bool:
+            nonlocal came
             over = asked.task.done()
-            held[:] = [bool(await _value(condition()))]
-            return held[0] or over
+            came = bool(await _value(condition()))
+            return came or over
 
-        held = [False]
         await self.until(what, either)
-        return held[0]
+        return came
 
     async def arm(self, process: str, spec: str) -> "Trap":
         """Failpoints on the processes whose name begins with `process`."""

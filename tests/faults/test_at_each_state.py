@@ -104,13 +104,13 @@ async def _caught(scene: Scene, state: State, fault: str, victim: str) -> Asked:
     async def quarantined() -> bool:
         return any(ledger.quarantined for ledger in (await scene.cluster.ledgers()).ledgers)
 
-    for turn in itertools.count():
+    turns = itertools.count()
+    while True:
         trap = await scene.arm(HELD[state].process, HELD[state].spec)
-        asked = scene.ask(_asked(state, fault, victim, turn))
+        asked = scene.ask(_asked(state, fault, victim, next(turns)))
         there = quarantined if state is LandingState.QUARANTINED else trap.has_sprung
         if await scene.before_its_end(asked, f"a hand-off is {state.value}", there):
             return asked
-    raise AssertionError
 
 
 async def _strike(scene: Scene, state: State, fault: str, victim: str) -> None:

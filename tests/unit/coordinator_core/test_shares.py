@@ -95,6 +95,13 @@ def test_what_was_long_ago_counts_less_and_then_not_at_all() -> None:
     assert made.headroom("early", 1.0, 1.01 + WINDOW) == 0.0
 
 
+def test_what_is_booked_late_has_faded_meanwhile() -> None:
+    made = Shares()
+    made.charge("early", 1.0, 1000.0, 0.0)
+    made.charge("late", 1.0, 300.0, 25.0)
+    assert made.headroom("early", 1.0, 25.0) == 0.0, "1000 of 25 s ago are 435"
+
+
 def test_what_was_charged_while_nobody_looked_counts_from_then() -> None:
     """Tokens are made long after the last request has come, and then nobody comes for long."""
     made = shares(greedy=100.0, meek=10.0)

@@ -9,6 +9,7 @@ import torch
 
 from baton.errors import ConfigError, OutOfMemory
 from baton.types import BlockIndex, SamplingParams
+from kv_kernels.host_memory import CannotPin
 from node_engine.core.step import Computed, DeviceLost, SampleSpec, SequenceId, Slice, StepBatch
 from node_engine.model.engine import ModelEngine
 from tests.models import build_model
@@ -100,6 +101,15 @@ def test_a_gpu_that_failed_is_no_failed_step(engine: ModelEngine, monkeypatch: p
         engine.run(STEP)
 
 
+def test_nor_is_it_a_wrong_setting(engine: ModelEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.AcceleratorError("CUDA error: the device is lost")
+
+    monkeypatch.setattr(engine._kernels, "adopt", fail)
+    with pytest.raises(DeviceLost, match="is lost"):
+        bound(engine)
+
+
 def test_other_errors_of_torch_stay_what_they_are(engine: ModelEngine) -> None:
     bound(engine)
     beyond = Slice(SequenceId(1), (10**6,), 0, [BlockIndex(0)], None)
@@ -121,7 +131,7 @@ def test_memory_that_the_device_refuses_is_told_with_its_remedy(
     engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
-        raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes: invalid argument (1)")
+        raise CannotPin(f"cudaHostRegister of {memory.nbytes} bytes: invalid argument (1)")
 
     monkeypatch.setattr(engine._kernels, "adopt", refuse)
     with pytest.raises(ConfigError, match=r"invalid argument \(1\).*/dev/shm.*--segment-dir"):

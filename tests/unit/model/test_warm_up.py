@@ -67,3 +67,12 @@ def test_answers_are_the_same_behind_it(tmp_path: Path, num_blocks: int) -> None
             assert any(memory), "it did compute"
         answers.append(engine.run(step))
     assert answers[0] == answers[1]
+
+
+def test_it_ends_when_it_is_not_wanted_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ModelEngine.load(build_model("llama", tmp_path), dtype="float32")
+    engine.bind(memoryview(bytearray(4 * engine.layout.block_bytes)), 4)
+    ran: list[StepBatch] = []
+    monkeypatch.setattr(engine, "run", ran.append)
+    engine.warm_up(64, lambda: len(ran) < 2)
+    assert len(ran) == 2
