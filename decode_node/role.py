@@ -112,14 +112,11 @@ class DecodeRole:
                 raise TypeError(f"a decode node got {item!r}")
 
     def before_step(self, batch: StepBatch) -> None:
-        """Of prompts that are computed here, note how much of the step is theirs."""
+        """Note how much of the step belongs to prompts that are computed here. Nobody waits for layers."""
         self._step.clear()
         if self._local:
             pieces = ((self._scheduler.computing(piece.sequence).key, len(piece.tokens)) for piece in batch.slices)
             self._step += [(key, tokens) for key, tokens in pieces if key in self._local]
-
-    def on_layer(self, layer: int) -> None:
-        """Nobody waits for single layers of a decode step."""
 
     def after_step(self, batch: StepBatch, outcomes: Iterable[Outcome], seconds: float) -> None:
         for key, tokens in self._step:

@@ -14,7 +14,7 @@ from node_engine.core.block_pool import BlockPool
 from node_engine.core.messages import Command
 from node_engine.core.outcome import Outcome
 from node_engine.core.scheduler import Scheduler
-from node_engine.core.step import Engine, StepBatch
+from node_engine.core.step import Engine, OnLayer, StepBatch
 from node_engine.reporter import Reporter
 from node_engine.sharing import Sharing
 
@@ -67,10 +67,10 @@ class RolePolicy(Protocol):
         """A command of the coordinator, or an event that the role emitted to itself."""
         ...
 
-    def before_step(self, batch: StepBatch) -> None: ...
-
-    def on_layer(self, layer: int) -> None:
-        """KV of `layer` is in the arena for every slice of the current step. Must not block."""
+    def before_step(self, batch: StepBatch) -> OnLayer | None:
+        """Prepare for the step. Returns what is to be called when the KV of a layer is in the arena for
+        every slice, which must not block, or None if nobody waits for single layers: an engine
+        then need not wait for the device after each of them."""
         ...
 
     def after_step(self, batch: StepBatch, outcomes: Iterable[Outcome], seconds: float) -> None:

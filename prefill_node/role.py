@@ -29,7 +29,7 @@ from node_engine.core.messages import Cancel, Command, CoordinatorLost, GiveTick
 from node_engine.core.outcome import Dropped, Emitted, Failed, Outcome, PrefillCompleted, PromptScored
 from node_engine.core.pooled import Pooled, PoolHold
 from node_engine.core.sequence import Sequence, pin_label
-from node_engine.core.step import StepBatch
+from node_engine.core.step import OnLayer, StepBatch
 from node_engine.role import NodeParts, check_work
 
 
@@ -132,7 +132,7 @@ class PrefillRole:
             case _:
                 raise TypeError(f"a prefill node got {item!r}")
 
-    def before_step(self, batch: StepBatch) -> None:
+    def before_step(self, batch: StepBatch) -> OnLayer | None:
         self._step, self._computing = [], []
         for piece in batch.slices:
             sequence = self._scheduler.computing(piece.sequence)
@@ -147,8 +147,9 @@ class PrefillRole:
                 for layer in range(self._layout.num_layers):
                     self._plane.layer_ready(sequence.key, layer, cached.first, cached.blocks)
             self._step.append(self._pin(handoff, sequence, last))
+        return self._announce_layer if self._step else None
 
-    def on_layer(self, layer: int) -> None:
+    def _announce_layer(self, layer: int) -> None:
         FAILPOINTS.hit("prefill.layer.before")
         for made in self._step:
             self._plane.layer_ready(made.key, layer, made.first, made.blocks)

@@ -167,6 +167,43 @@ class PrefillChunk:
             out[first:last].copy_(attended[0].transpose(0, 1))
 
 
+@dataclass(frozen=True, slots=True)
+class CausalPrompt:
+    """Causal attention of a chunk that begins its sequence, in one call and without a mask: one fused kernel
+    on a GPU, where the tiles of `PrefillChunk` are launched one by one."""
+
+    cache: PagedCache
+    first: int  # queries first..last of the step
+    last: int
+    rows: torch.Tensor  # int64 [2 * kv_heads * blocks]
+
+    def __call__(self, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
+        count = self.last - self.first
+        key, value = (each[:, :, :count] for each in _gather(self.cache, layer, self.rows, 1))
+        grouped = query.shape[1] != key.shape[1]
+        if grouped and query.dtype is torch.float32:
+            # No fused kernel takes float32 with grouped heads, and the one that is left keeps all scores.
+            key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
+            grouped = False
+        mine = query[self.first : self.last].transpose(0, 1)[None]
+        attended = F.scaled_dot_product_attention(mine, key, value, is_causal=True, enable_gqa=grouped)
+        out[self.first : self.last].copy_(attended[0].transpose(0, 1))
+
+
+def plan_prefill_at_once(
+    cache: PagedCache,
+    first: int,
+    count: int,
+    context: Context,
+    mask: torch.Tensor,
+) -> Attend:
+    """As `plan_prefill`, in one call where the chunk begins its sequence and no query outgrows the mask."""
+    reach = mask.shape[1] - QUERY_TILE
+    if context.length > count or context.length - 1 > reach:
+        return plan_prefill(cache, first, count, context, mask)
+    return CausalPrompt(cache, first, first + count, _page_rows(cache, context.blocks[None]))
+
+
 def plan_prefill(
     cache: PagedCache,
     first: int,

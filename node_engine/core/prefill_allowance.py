@@ -42,7 +42,7 @@ class PrefillAllowance:
 
     def tokens(self, sequences: int, resident: int, before: int) -> int | None:
         """What the next step may take of a prompt of which `before` tokens are computed, beside `sequences` that have
-        `resident` tokens in their caches; None: no bound."""
+        `resident` tokens in their caches, in whole blocks; None: no bound."""
         if self.share is None or not sequences:
             return None
         slope, curve = self._slope(before)
@@ -52,7 +52,7 @@ class PrefillAllowance:
         if seconds <= 0.0:
             return 0
         root = slope + math.sqrt(slope * slope + 2.0 * curve * seconds)
-        return int(2.0 * seconds / root) if root > 0.0 else None
+        return _few_sizes(int(2.0 * seconds / root), self._block_size) if root > 0.0 else None
 
     def share_of(self, batch: StepBatch, tokens: int) -> float:
         """Of a step's time, the share, 0 to 1, of a prompt that has so many tokens in it: what it adds to the step, as
@@ -94,6 +94,14 @@ class PrefillAllowance:
         """Seconds of a prompt's next token, and how much more each one after it takes."""
         kilo, pairs = self._prompts.coefficients
         return kilo * _KILO + pairs * _MEBI * before, pairs * _MEBI
+
+
+def _few_sizes(tokens: int, block_size: int) -> int:
+    """Rounds down to whole blocks whose number has at most three significant bits, so that chunks come in
+    few lengths: on a GPU each new one may cost a search for kernels. What is not taken remains as credit."""
+    blocks = tokens // block_size
+    shift = max(0, blocks.bit_length() - 3)
+    return (blocks >> shift << shift) * block_size
 
 
 def _features(batch: StepBatch) -> tuple[tuple[float, float, float], tuple[float, float]]:

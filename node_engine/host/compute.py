@@ -132,8 +132,8 @@ class ComputeThread:
         started = self._clock()
         try:
             FAILPOINTS.hit("decode.step.before")
-            self._role.before_step(batch)
-            computed = self._parts.engine.run(batch, self._role.on_layer)
+            on_layer = self._role.before_step(batch)
+            computed = self._parts.engine.run(batch, on_layer)
             FAILPOINTS.hit("decode.step.after")
         except (BatonError, RuntimeError) as error:
             self._account(batch, self._clock() - started)

@@ -14,7 +14,7 @@ from baton.errors import BatonError
 from baton.types import Role
 from node_engine.core.messages import Command, CoordinatorLost, Joined, PeerGone, SetRole
 from node_engine.core.outcome import Outcome
-from node_engine.core.step import StepBatch
+from node_engine.core.step import OnLayer, StepBatch
 from node_engine.host.compute import WhenIdle
 from node_engine.role import NodeParts, RolePolicy
 
@@ -82,11 +82,8 @@ class RoleSwitch:
         for concerned in self._concerned(item):
             concerned.handle(item)
 
-    def before_step(self, batch: StepBatch) -> None:
-        self._active.before_step(batch)
-
-    def on_layer(self, layer: int) -> None:
-        self._active.on_layer(layer)
+    def before_step(self, batch: StepBatch) -> OnLayer | None:
+        return self._active.before_step(batch)
 
     def after_step(self, batch: StepBatch, outcomes: Iterable[Outcome], seconds: float) -> None:
         self._active.after_step(batch, outcomes, seconds)

@@ -13,6 +13,7 @@ from baton.segment import DEFAULT_FOLDER
 from baton.types import BlockIndex, SamplingParams
 from kv_kernels import attention, paged_cache, triton_decode, triton_write
 from kv_kernels.attention import Context
+from kv_kernels.dispatch import kernels_for
 from kv_kernels.paged_cache import PagedCache, Slots
 from node_engine.core.step import SampleSpec, SequenceId, Slice, StepBatch
 from node_engine.model.engine import ModelEngine
@@ -73,7 +74,7 @@ def test_a_chunk_may_begin_anywhere(kind: str, window: int | None) -> None:
 
             def attend(cache: torch.Tensor, queries: torch.Tensor, *, of: Context, count: int) -> torch.Tensor:
                 made = mask(reach, queries.dtype, queries.device)
-                part = attention.plan_prefill(PagedCache.over(cache), 0, count, of, made)
+                part = attention.plan_prefill_at_once(PagedCache.over(cache), 0, count, of, made)
                 out = torch.full(queries.shape, torch.nan, dtype=queries.dtype, device=queries.device)
                 part(queries, 1, out)
                 return out.cpu().float()[:count]
@@ -81,6 +82,27 @@ def test_a_chunk_may_begin_anywhere(kind: str, window: int | None) -> None:
             exact = attend(arena.float(), query.float(), of=context, count=count)
             there = attend(arena.cuda(), query.cuda(), of=context, count=count)
             assert float((there - exact).abs().max()) < TOLERANCE[kind], (start, count)
+
+
+@pytest.mark.parametrize("kind", TOLERANCE)
+@pytest.mark.parametrize("group", [1, 4])
+def test_a_prompt_in_one_call_equals_its_tiles(kind: str, group: int) -> None:
+    dtype = getattr(torch, kind)
+    generator = torch.Generator().manual_seed(3)
+    cache = PagedCache.over(torch.randn(20, 2, 2, 2, 16, 64, generator=generator).to(dtype).cuda())
+    query = torch.randn(300, 2 * group, 64, generator=generator).to(dtype).cuda()
+    context, mask = Context(torch.arange(19).numpy(), 300), attention.causal_mask(300, dtype, query.device)
+    tiles, once = torch.empty_like(query), torch.empty_like(query)
+    attention.plan_prefill(cache, 0, 300, context, mask)(query, 1, tiles)
+    part = attention.plan_prefill_at_once(cache, 0, 300, context, mask)
+    assert isinstance(part, attention.CausalPrompt)
+    part(query, 1, once)
+    assert float((once.float() - tiles.float()).abs().max()) < TOLERANCE[kind]
+
+
+def test_cudnn_attention_is_off_once_the_kernels_are_chosen() -> None:
+    kernels_for(torch.device("cuda"))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @pytest.mark.parametrize("kind", TOLERANCE)

@@ -7,7 +7,17 @@ import pytest
 import torch
 
 from kv_kernels import attention
-from kv_kernels.attention import Context, causal_mask, plan_decode, plan_prefill, window_mask, within_window
+from kv_kernels.attention import (
+    CausalPrompt,
+    Context,
+    PrefillChunk,
+    causal_mask,
+    plan_decode,
+    plan_prefill,
+    plan_prefill_at_once,
+    window_mask,
+    within_window,
+)
 from kv_kernels.paged_cache import PagedCache
 
 LAYER = 1
@@ -78,10 +88,16 @@ def test_prefill_equals_dense_attention(start: int, count: int, dtype: torch.dty
     query = torch.randn(count + 3, 8, 32, generator=torch.Generator().manual_seed(1)).to(dtype)[:, :6]
     out = torch.full(query.shape, torch.nan, dtype=dtype)
     mask = causal_mask(256, dtype, torch.device("cpu"))
-    plan_prefill(cache, 2, count, context, mask)(query, LAYER, out)
-    torch.testing.assert_close(out[2:-1].double(), dense(query[2:-1], cache, context), atol=TOLERANCE[dtype], rtol=0.0)
-    assert out[:2].isnan().all()
-    assert out[-1].isnan().all()
+    for plan in (plan_prefill, plan_prefill_at_once):
+        out.fill_(torch.nan)
+        part = plan(cache, 2, count, context, mask)
+        assert type(part) is (CausalPrompt if plan is plan_prefill_at_once and start == 0 else PrefillChunk)
+        part(query, LAYER, out)
+        torch.testing.assert_close(
+            out[2:-1].double(), dense(query[2:-1], cache, context), atol=TOLERANCE[dtype], rtol=0.0
+        )
+        assert out[:2].isnan().all()
+        assert out[-1].isnan().all()
 
 
 def spoil_behind(cache: PagedCache, context: Context, window: int, queries: int) -> Context:
@@ -116,8 +132,11 @@ def test_windowed_prefill_reads_the_window_alone(start: int, count: int, window:
     expected = dense(query, cache, context, window)
     seen = spoil_behind(cache, context, window, count)
     out = torch.full(query.shape, torch.nan, dtype=dtype)
-    plan_prefill(cache, 0, count, seen, window_mask(window, dtype, torch.device("cpu")))(query, LAYER, out)
-    torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=0.0)
+    mask = window_mask(window, dtype, torch.device("cpu"))
+    for plan in (plan_prefill, plan_prefill_at_once):
+        out.fill_(torch.nan)
+        plan(cache, 0, count, seen, mask)(query, LAYER, out)
+        torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=0.0)
 
 
 def test_a_sequence_reads_only_its_own_blocks() -> None:

@@ -152,6 +152,18 @@ def test_no_prompt_is_starved_whatever_steps_took(
     raise AssertionError(f"{earned} s were earned, and a block costs about {block / 4}")
 
 
+@given(st.floats(0.01, 4.0), st.integers(1, 64), st.integers(0, 4000))
+def test_grants_come_in_few_sizes(share: float, residents: int, before: int) -> None:
+    allowance = PrefillAllowance(BLOCK)
+    allowance.share = share
+    granted = allowance.tokens(residents, residents * 100, before)
+    assert granted is not None
+    blocks, rest = divmod(granted, BLOCK)
+    assert rest == 0
+    assert blocks.bit_count() <= 3
+    assert blocks >> max(0, blocks.bit_length() - 3) << max(0, blocks.bit_length() - 3) == blocks
+
+
 def test_the_scheduler_keeps_to_it_and_tokens_are_the_same_however_prompts_are_cut() -> None:
     jobs = [work(name, other(40 + 30 * name, name), 6) for name in range(4)]
     cuts = []

@@ -214,8 +214,8 @@ class Bench:
             self.role.deliver(plan.outcomes)
         if plan.batch is None:
             return False
-        self.role.before_step(plan.batch)
-        tokens = self.engine.run(plan.batch, self.role.on_layer)
+        on_layer = self.role.before_step(plan.batch)
+        tokens = self.engine.run(plan.batch, on_layer)
         self.role.after_step(plan.batch, self.scheduler.update(plan.batch, tokens), 0.5)
         return True
 

@@ -161,6 +161,15 @@ def test_what_the_plane_may_still_read_stays_pinned_after_a_cancel() -> None:
     assert node.held() == {}
 
 
+@pytest.mark.parametrize("alone", [False, True])
+def test_layers_are_announced_only_for_a_hand_off(alone: bool) -> None:
+    node = Node()
+    node.tell(Prefill(work(range(1, 151)), alone=alone))
+    plan = node.scheduler.next_step()
+    assert plan.batch is not None
+    assert (node.role.before_step(plan.batch) is None) == alone
+
+
 def test_a_failed_step_ends_its_attempts() -> None:
     node, job = Node(), work(range(1, 151))
     node.tell(Prefill(job, alone=False))
