@@ -47,7 +47,7 @@ def within_window(context: Context, window: int | None, queries: int, block_size
     return Context(context.blocks[skipped:], context.length - skipped * block_size, behind % block_size)
 
 
-def _page_rows(cache: PagedCache, tables: npt.NDArray[np.int64]) -> torch.Tensor:
+def page_rows(cache: PagedCache, tables: npt.NDArray[np.int64]) -> torch.Tensor:
     """tables [sequences, n] -> int64 [2 * sequences * kv_heads * n]: [k|v, sequence, head, n], flattened."""
     _, layers, two, heads, _, _ = cache.arena.shape
     parts = np.arange(two, dtype=np.int64).reshape(two, 1, 1, 1) * heads
@@ -56,7 +56,7 @@ def _page_rows(cache: PagedCache, tables: npt.NDArray[np.int64]) -> torch.Tensor
     return torch.from_numpy(rows.reshape(-1)).to(cache.arena.device)
 
 
-def _gather(cache: PagedCache, layer: int, rows: torch.Tensor, sequences: int) -> tuple[torch.Tensor, ...]:
+def gather_pages(cache: PagedCache, layer: int, rows: torch.Tensor, sequences: int) -> tuple[torch.Tensor, ...]:
     """Keys and values, each [sequences, kv_heads, tokens, dim]."""
     pages = cache.pages[layer].index_select(0, rows)
     return pages.view(2, sequences, cache.kv_heads, -1, cache.arena.shape[5]).unbind()
@@ -75,7 +75,7 @@ class DecodeGroup:
     def __call__(self, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
         """The heads that share a KV head are folded into the query length: with query length 1 in bf16,
         `enable_gqa` is an order of magnitude slower."""
-        key, value = _gather(self.cache, layer, self.rows, self.last - self.first)
+        key, value = gather_pages(self.cache, layer, self.rows, self.last - self.first)
         folded = (self.cache.kv_heads, -1)
         mine = query[self.first : self.last].unflatten(1, folded)
         attended = F.scaled_dot_product_attention(mine, key, value, attn_mask=self.mask)
@@ -96,7 +96,7 @@ def _group(cache: PagedCache, first: int, contexts: Sequence[Context], dtype: to
             hidden |= place < torch.tensor([context.hidden for context in contexts])[:, None]
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
         mask = mask[:, None, None].to(cache.arena.device)
-    return DecodeGroup(cache, first, first + len(contexts), _page_rows(cache, tables), mask)
+    return DecodeGroup(cache, first, first + len(contexts), page_rows(cache, tables), mask)
 
 
 def plan_decode(
@@ -151,7 +151,7 @@ class PrefillChunk:
     mask: torch.Tensor  # causal_mask with reach >= the context's length, or window_mask
 
     def __call__(self, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
-        key, value = _gather(self.cache, layer, self.rows, 1)
+        key, value = gather_pages(self.cache, layer, self.rows, 1)
         reach = self.mask.shape[1] - QUERY_TILE
         for first in range(self.first, self.last, QUERY_TILE):
             last = min(self.last, first + QUERY_TILE)
@@ -167,43 +167,6 @@ class PrefillChunk:
             out[first:last].copy_(attended[0].transpose(0, 1))
 
 
-@dataclass(frozen=True, slots=True)
-class CausalPrompt:
-    """Causal attention of a chunk that begins its sequence, in one call and without a mask: one fused kernel
-    on a GPU, where the tiles of `PrefillChunk` are launched one by one."""
-
-    cache: PagedCache
-    first: int  # queries first..last of the step
-    last: int
-    rows: torch.Tensor  # int64 [2 * kv_heads * blocks]
-
-    def __call__(self, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
-        count = self.last - self.first
-        key, value = (each[:, :, :count] for each in _gather(self.cache, layer, self.rows, 1))
-        grouped = query.shape[1] != key.shape[1]
-        if grouped and query.dtype is torch.float32:
-            # No fused kernel takes float32 with grouped heads, and the one that is left keeps all scores.
-            key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
-            grouped = False
-        mine = query[self.first : self.last].transpose(0, 1)[None]
-        attended = F.scaled_dot_product_attention(mine, key, value, is_causal=True, enable_gqa=grouped)
-        out[self.first : self.last].copy_(attended[0].transpose(0, 1))
-
-
-def plan_prefill_at_once(
-    cache: PagedCache,
-    first: int,
-    count: int,
-    context: Context,
-    mask: torch.Tensor,
-) -> Attend:
-    """As `plan_prefill`, in one call where the chunk begins its sequence and no query outgrows the mask."""
-    reach = mask.shape[1] - QUERY_TILE
-    if context.length > count or context.length - 1 > reach:
-        return plan_prefill(cache, first, count, context, mask)
-    return CausalPrompt(cache, first, first + count, _page_rows(cache, context.blocks[None]))
-
-
 def plan_prefill(
     cache: PagedCache,
     first: int,
@@ -212,5 +175,5 @@ def plan_prefill(
     mask: torch.Tensor,  # causal_mask with reach >= context.length, or window_mask
 ) -> Attend:
     """Attention of queries first .. first + count, the newest of one sequence, for every layer of a step."""
-    rows = _page_rows(cache, context.blocks[None])
+    rows = page_rows(cache, context.blocks[None])
     return PrefillChunk(cache, first, first + count, context.length - count, rows, mask)

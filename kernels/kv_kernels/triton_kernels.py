@@ -2,7 +2,7 @@
 
 import torch
 
-from kv_kernels import attention, host_memory, linear, triton_decode, triton_write
+from kv_kernels import causal_chunk, host_memory, linear, triton_decode, triton_write
 from kv_kernels.torch_kernels import TorchKernels
 
 
@@ -12,7 +12,7 @@ class TritonKernels(TorchKernels):
     linear = staticmethod(linear.PlainLinear)
     write_kv = staticmethod(triton_write.write_kv)
     plan_decode = staticmethod(triton_decode.plan_decode)
-    plan_prefill = staticmethod(attention.plan_prefill_at_once)
+    plan_prefill = staticmethod(causal_chunk.plan_prefill_at_once)
 
     def __init__(self) -> None:
         # cuDNN compiles its attention anew for every pair of lengths, for 44 ms at the first call on an H100:

@@ -11,7 +11,7 @@ import torch
 from baton.errors import ConfigError
 from baton.segment import DEFAULT_FOLDER
 from baton.types import BlockIndex, SamplingParams
-from kv_kernels import attention, paged_cache, triton_decode, triton_write
+from kv_kernels import attention, causal_chunk, paged_cache, triton_decode, triton_write
 from kv_kernels.attention import Context
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.paged_cache import PagedCache, Slots
@@ -74,7 +74,7 @@ def test_a_chunk_may_begin_anywhere(kind: str, window: int | None) -> None:
 
             def attend(cache: torch.Tensor, queries: torch.Tensor, *, of: Context, count: int) -> torch.Tensor:
                 made = mask(reach, queries.dtype, queries.device)
-                part = attention.plan_prefill_at_once(PagedCache.over(cache), 0, count, of, made)
+                part = causal_chunk.plan_prefill_at_once(PagedCache.over(cache), 0, count, of, made)
                 out = torch.full(queries.shape, torch.nan, dtype=queries.dtype, device=queries.device)
                 part(queries, 1, out)
                 return out.cpu().float()[:count]
@@ -86,16 +86,17 @@ def test_a_chunk_may_begin_anywhere(kind: str, window: int | None) -> None:
 
 @pytest.mark.parametrize("kind", TOLERANCE)
 @pytest.mark.parametrize("group", [1, 4])
-def test_a_prompt_in_one_call_equals_its_tiles(kind: str, group: int) -> None:
+@pytest.mark.parametrize("count", [300, 64, 1])
+def test_a_chunk_in_one_call_equals_its_tiles(kind: str, group: int, count: int) -> None:
     dtype = getattr(torch, kind)
     generator = torch.Generator().manual_seed(3)
     cache = PagedCache.over(torch.randn(20, 2, 2, 2, 16, 64, generator=generator).to(dtype).cuda())
-    query = torch.randn(300, 2 * group, 64, generator=generator).to(dtype).cuda()
+    query = torch.randn(count, 2 * group, 64, generator=generator).to(dtype).cuda()
     context, mask = Context(torch.arange(19).numpy(), 300), attention.causal_mask(300, dtype, query.device)
     tiles, once = torch.empty_like(query), torch.empty_like(query)
-    attention.plan_prefill(cache, 0, 300, context, mask)(query, 1, tiles)
-    part = attention.plan_prefill_at_once(cache, 0, 300, context, mask)
-    assert isinstance(part, attention.CausalPrompt)
+    attention.plan_prefill(cache, 0, count, context, mask)(query, 1, tiles)
+    part = causal_chunk.plan_prefill_at_once(cache, 0, count, context, mask)
+    assert isinstance(part, causal_chunk.CausalChunk)
     part(query, 1, once)
     assert float((once.float() - tiles.float()).abs().max()) < TOLERANCE[kind]
 

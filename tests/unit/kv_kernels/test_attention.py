@@ -8,16 +8,15 @@ import torch
 
 from kv_kernels import attention
 from kv_kernels.attention import (
-    CausalPrompt,
     Context,
     PrefillChunk,
     causal_mask,
     plan_decode,
     plan_prefill,
-    plan_prefill_at_once,
     window_mask,
     within_window,
 )
+from kv_kernels.causal_chunk import CausalChunk, plan_prefill_at_once
 from kv_kernels.paged_cache import PagedCache
 
 LAYER = 1
@@ -91,7 +90,7 @@ def test_prefill_equals_dense_attention(start: int, count: int, dtype: torch.dty
     for plan in (plan_prefill, plan_prefill_at_once):
         out.fill_(torch.nan)
         part = plan(cache, 2, count, context, mask)
-        assert type(part) is (CausalPrompt if plan is plan_prefill_at_once and start == 0 else PrefillChunk)
+        assert type(part) is (CausalChunk if plan is plan_prefill_at_once else PrefillChunk)
         part(query, LAYER, out)
         torch.testing.assert_close(
             out[2:-1].double(), dense(query[2:-1], cache, context), atol=TOLERANCE[dtype], rtol=0.0
