@@ -16,7 +16,7 @@ settings.load_profile("any machine")
 
 _HERE = Path(__file__).parent
 # Files go whole to the processes of a parallel run, in this order: the longest first, so that all end together.
-_FOLDERS = ("parity", "chaos", "integration", "soak", "faults", "pool", "contract", "unit")
+_FOLDERS = ("parity", "chaos", "integration", "soak", "abuse", "faults", "pool", "contract", "unit")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +30,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     soak.addoption("--soak-seed", type=int, default=1, help="Seed of what is asked")
     soak.addoption(
         "--storm-seconds", type=float, default=2.0, help="How long each overload lasts; 30 or more are judged"
+    )
+    soak.addoption(
+        "--abuse-seconds", type=float, default=2.0, help="How long each attack lasts; from 20 on time is judged"
     )
     soak.addoption("--pool-operations", type=int, default=400, help="What the users of the soaked pool do")
     soak.addoption("--kills", type=int, default=2, help="How often each class of process is killed")

@@ -1,0 +1,135 @@
+"""Clients that behave, beside others that do not: what they get, and how soon.
+
+Requests come at a steady rate, whatever becomes of those before. Half of them repeat prompts whose answers
+were recorded while nothing else ran, so that a wrong token is seen; the others have prompts that nobody has
+sent before, so that every one of them is prefilled and handed off. They are greedy and in float32.
+"""
+
+import asyncio
+import itertools
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tests import http_exchange
+from tests.virtual_cluster import percentile
+
+REFUSALS = (429, 503)
+_OUTPUT = 12  # tokens of each answer
+_PROMPTS = 8  # that are repeated
+_PATIENCE = 60.0  # seconds that a client waits for its answer
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one client got. `status` 0 is a connection that broke. Times are seconds since the request was due."""
+
+    prompt: str
+    status: int = 0
+    text: str = ""
+    first: float | None = None
+    ended: float = 0.0
+    error: str = ""
+
+    @property
+    def end(self) -> str:
+        if self.status == 200 and not self.error:
+            return "answered"
+        return "refused" if self.status in REFUSALS else f"{self.status} {self.error}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What became of all clients of a stretch of time."""
+
+    outcomes: Sequence[Outcome]
+
+    @property
+    def ends(self) -> Mapping[str, int]:
+        return Counter(outcome.end for outcome in self.outcomes)
+
+    @property
+    def answered_share(self) -> float:
+        return self.ends.get("answered", 0) / len(self.outcomes)
+
+    @property
+    def refusal_seconds(self) -> list[float]:
+        return [outcome.ended for outcome in self.outcomes if outcome.end == "refused"]
+
+    def ttft(self, share: float) -> float:
+        """The quantile `share` of the time to first token, in seconds."""
+        return percentile([outcome.first for outcome in self.outcomes if outcome.first is not None], share)
+
+
+@dataclass(slots=True)
+class GoodTraffic:
+    """Asks one HTTP address. `record_answers` before `run`."""
+
+    address: str  # host:port
+    _recorded: dict[str, str] = field(default_factory=dict)
+    _serial: "itertools.count[int]" = field(default_factory=itertools.count)
+
+    async def record_answers(self) -> None:
+        """Ask each of the prompts that are repeated once, while nothing else runs."""
+        for number in range(_PROMPTS):
+            outcome = await self._ask(f"def function_{number}(first, second):\n    ", time.monotonic())
+            assert outcome.end == "answered", outcome
+            self._recorded[outcome.prompt] = outcome.text
+
+    async def run(self, rate: float, seconds: float) -> Report:
+        """`rate` requests a second for `seconds`; ends when the last of them has. Raises AssertionError when an
+        answer is not the recorded one."""
+        began = time.monotonic()
+        async with asyncio.TaskGroup() as clients:
+            asked: list[asyncio.Task[Outcome]] = []
+            for number in range(max(1, round(rate * seconds))):
+                due = began + number / rate
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+                asked.append(clients.create_task(self._ask(self._next_prompt(), due)))
+        outcomes = [task.result() for task in asked]
+        for outcome in outcomes:
+            expected = self._recorded.get(outcome.prompt)
+            if outcome.end == "answered" and expected is not None:
+                assert outcome.text == expected, f"{outcome.prompt!r} was answered {outcome.text!r}, not {expected!r}"
+        return Report(outcomes)
+
+    def _next_prompt(self) -> str:
+        number = next(self._serial)
+        if number % 2:
+            return list(self._recorded)[number // 2 % len(self._recorded)]
+        return f"# Example {number} of {id(self)}.\n" + "".join(
+            f"value_{number}_{line} = {line}\n" for line in range(12)
+        )
+
+    async def _ask(self, prompt: str, due: float) -> Outcome:
+        outcome = Outcome(prompt)
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                await self._read_answer(outcome, due)
+        except (OSError, http_exchange.Cut, TimeoutError) as error:
+            outcome.error = repr(error)
+        outcome.ended = time.monotonic() - due
+        return outcome
+
+    async def _read_answer(self, outcome: Outcome, due: float) -> None:
+        host, _, port = self.address.rpartition(":")
+        body = {"prompt": outcome.prompt, "max_tokens": _OUTPUT, "temperature": 0, "ignore_eos": True, "stream": True}
+        done = False
+        async with http_exchange.post((host, int(port)), "/v1/completions", body, {}) as answer:
+            outcome.status = answer.status
+            if answer.status != 200:
+                outcome.error = (await answer.body()).decode()[:200]
+                return
+            async for line in answer.lines():
+                content = line.removeprefix(b"data: ")
+                done |= content == b"[DONE]"
+                if not content or done:
+                    continue
+                event = json.loads(content)
+                outcome.error = outcome.error or str(event.get("error", ""))
+                if event.get("choices"):
+                    outcome.first = outcome.first or time.monotonic() - due
+                    outcome.text += event["choices"][0]["text"]
+        outcome.error = outcome.error or ("" if done else "the stream ended without [DONE]")
