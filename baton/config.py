@@ -79,6 +79,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     request_timeout: Annotated[
         Seconds, _help("Seconds a request may take at most, and when its client gives no deadline")
     ] = 600.0
+    unknown_fields: Annotated[
+        Literal["error", "ignore"],
+        _help("Fields of a request that Baton does not know: refuse the request, or drop and count them"),
+    ] = "error"
     max_queue: Annotated[Positive, _help("Requests that may wait; more are refused with 429")] = 1024
     placement: Annotated[
         Literal["round_robin", "least_loaded", "prefix_aware"], _help("How nodes are chosen for a request")
@@ -97,6 +101,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     grpc_port: Annotated[Port, _help("gRPC port; 0 picks a free one")] = 50051
     admin_host: Annotated[str, _help("Address of the admin port")] = "127.0.0.1"
     admin_port: Annotated[Port, _help("Admin HTTP port; 0 picks a free one")] = 9000
+    metrics_on_http: Annotated[
+        bool, _help("Serve /metrics on the HTTP port too, to whom the admin port would serve it")
+    ] = False
     cluster_host: Annotated[str, _help("Address where nodes dial the coordinator")] = "127.0.0.1"
     cluster_port: Annotated[Port, _help("Port where nodes dial the coordinator; 0 picks a free one")] = 0
     state_dir: Annotated[str, _help("Folder of `up`: ports in use, pids, logs of detached clusters")] = ""

@@ -32,7 +32,6 @@ FINISH_TO_PB = {
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
 _FINISH_FROM_PB: dict[int, FinishReason] = {value: key for key, value in FINISH_TO_PB.items()}
-_SEED_MASK = (1 << 64) - 1
 
 
 def key_to_pb(key: AttemptKey) -> cluster_pb2.AttemptKey:
@@ -77,7 +76,7 @@ def _sampling_to_pb(params: SamplingParams) -> cluster_pb2.Sampling:
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
-        seed=params.seed & _SEED_MASK,
+        seed=params.seed,
         min_tokens=params.min_tokens,
         ignore_eos=params.ignore_eos,
         stop_token_ids=params.stop_token_ids,

@@ -7,7 +7,7 @@ from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 
 from baton.errors import BatonError, InvalidRequest, NotAvailable, Unavailable
 from baton.pb.cluster_pb2 import DrainResponse, ExplainResponse, LedgerResponse, Ratio, RatioAdvice, StatusResponse
@@ -15,15 +15,15 @@ from baton.ratio import Split, parse_split
 from baton.slo import Slo, parse_slo
 from coordinator.auth import AdminGate
 from coordinator.http import errors
-from coordinator.http.boundary import Boundary, authorization
+from coordinator.http.boundary import Boundary, answer_head, check_operator
 from coordinator.http.connection import read_body
 from coordinator.http.decoding import Body, Decoder
+from coordinator.http.metrics_page import add_metrics
 from coordinator.readiness import Readiness
 from coordinator.refusals import Refusals
 
 NOT_YET = (("/", "GET"),)
 BODY_TIMEOUT = 10.0  # seconds
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ClusterView(Protocol):
@@ -75,8 +75,7 @@ def build(cluster: ClusterView, readiness: Readiness, admin_token: str, refusals
     gate = AdminGate(admin_token)
 
     def guard(request: Request) -> None:
-        gate.check(request.client.host if request.client else None, authorization(request))
-        gate.check_page(request.headers.get("host", ""), request.headers.get("origin"))
+        check_operator(gate, request)
 
     app = FastAPI(title="Baton admin", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     app.add_middleware(Boundary, guard=guard, refusals=refusals)
@@ -88,6 +87,7 @@ def build(cluster: ClusterView, readiness: Readiness, admin_token: str, refusals
     _add_ratio(app, cluster)
     for path, method in NOT_YET:
         app.add_api_route(path, _not_yet, methods=[method])
+    answer_head(app)
     return app
 
 
@@ -106,9 +106,6 @@ def _add_probes(app: FastAPI, readiness: Readiness) -> None:
 
 
 def _add_views(app: FastAPI, cluster: ClusterView) -> None:
-    async def metrics() -> Response:
-        return PlainTextResponse(cluster.metrics(), headers={"content-type": METRICS_TYPE})
-
     async def status() -> Response:
         return _json(cluster.status())
 
@@ -119,7 +116,7 @@ def _add_views(app: FastAPI, cluster: ClusterView) -> None:
         return _json(cluster.explain(request_id))
 
     app.add_api_route("/admin/explain/{request_id}", explain, methods=["GET"])
-    app.add_api_route("/metrics", metrics, methods=["GET"])
+    add_metrics(app, cluster.metrics)
     app.add_api_route("/admin/status", status, methods=["GET"])
     app.add_api_route("/admin/ledger", ledger, methods=["GET"])
 

@@ -146,11 +146,12 @@ def check_timeout(seconds: float, name: str) -> float:
     return seconds
 
 
-def check_client_id(text: str | None) -> str | None:
-    """A client's own request id is echoed and logged, never used as a key. Raises InvalidRequest."""
+def check_client_id(text: str | None, name: str = "x-request-id") -> str | None:
+    """A client's own request id is echoed and logged, never used as a key. `name` is where the client gave it. Raises
+    InvalidRequest."""
     if text is None or (0 < len(text) <= MAX_CLIENT_ID and text.isascii() and text.isprintable()):
         return text
-    raise InvalidRequest(f"x-request-id must be 1 to {MAX_CLIENT_ID} printable ASCII characters", param="x-request-id")
+    raise InvalidRequest(f"{name} must be 1 to {MAX_CLIENT_ID} printable ASCII characters", param=name)
 
 
 def _or(given: Value | None, default: Value) -> Value:

@@ -17,7 +17,7 @@ from baton.exposure import check_exposure
 from baton.generation_defaults import GenerationDefaults, load_generation_defaults
 from baton.limits import LINK_OPTIONS
 from coordinator import admin, tenants_file, tokenizer_files
-from coordinator.auth import Clients
+from coordinator.auth import AdminGate, Clients
 from coordinator.cluster_service import ClusterService
 from coordinator.dispatcher import Dispatcher
 from coordinator.grpc_port import GrpcPort, bind_grpc
@@ -29,6 +29,7 @@ from coordinator.metrics import Metrics
 from coordinator.node_link import NodeLink
 from coordinator.refusals import Refusals
 from coordinator.tokenizer import Text
+from coordinator.unknown_fields import UnknownFields
 from coordinator.warmup import Readiness
 
 _GRACE = 2.0  # seconds that open calls get once every request has ended
@@ -56,6 +57,8 @@ class Coordinator:
         self._cluster = ClusterService(config, self._dispatcher, self._ledgers, self._readiness, self._metrics)
         self._text: asyncio.Future[Text] = asyncio.get_running_loop().create_future()
         refusals = Refusals(self._dispatcher.count_rejection)
+        unknown_fields = UnknownFields(ignored=config.unknown_fields == "ignore")
+        self._metrics.registry.register(unknown_fields)
         intake = Intake(
             self._dispatcher,
             self._text,
@@ -63,8 +66,10 @@ class Coordinator:
             longest=config.request_timeout,
             refusals=refusals,
             defaults=_defaults(config),
+            unknown_fields=unknown_fields,
         )
-        clients = app.build(intake, self._readiness, self._who)
+        metrics = app.OperatorMetrics(self._cluster.metrics, AdminGate(config.admin_token))
+        clients = app.build(intake, self._readiness, self._who, metrics if config.metrics_on_http else None)
         operators = admin.build(self._cluster, self._readiness, config.admin_token, refusals)
         with ExitStack() as bound:
             http = bound.enter_context(bind(config.host, config.port, "--port"))

@@ -11,7 +11,7 @@ from baton.pb import generation_pb2_grpc
 from coordinator.answer import Answer
 from coordinator.ask import check_client_id
 from coordinator.auth import Clients
-from coordinator.grpc_requests import require_known, to_ask, to_wording
+from coordinator.grpc_requests import check_known, to_ask, to_wording
 from coordinator.grpc_responses import Responses
 from coordinator.grpc_terms import Context, authorization, metadata, told
 from coordinator.intake import Intake
@@ -42,7 +42,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             with self._intake.refusals.counted():
                 self._who.identify(authorization(context))
                 self._intake.check_model(request.model or None)
-                wording, limit = to_wording(request), self._intake.time_limit(context.time_remaining())
+                wording, limit = to_wording(request, self._intake.unknown_fields), self._intake.time_limit(context.time_remaining())
                 special = request.add_special_tokens if request.HasField("add_special_tokens") else None
                 text, tokens = await self._intake.tokenize(wording, special, limit)
             pieces = await text.pieces(tokens) if request.return_token_strings else []
@@ -52,7 +52,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         async with told(context):
             with self._intake.refusals.counted():
                 self._who.identify(authorization(context))
-                require_known(request)
+                check_known(request, self._intake.unknown_fields)
                 self._intake.check_model(request.model or None)
                 limit = self._intake.time_limit(context.time_remaining())
                 return pb.DetokenizeResponse(text=await self._intake.detokenize(request.token_ids, limit))
@@ -74,7 +74,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             tenant = self._who.identify(authorization(context))
         with self._intake.refusals.counted(tenant.tenant_class):
             client_id = check_client_id(metadata(context, "x-request-id"))
-            ask = to_ask(request, context.time_remaining(), client_id)
+            ask = to_ask(request, context.time_remaining(), client_id, self._intake.unknown_fields)
             ask = replace(ask, standing=self._who.standing(tenant, ask.priority), cache_salt=tenant.salt)
         answer = await self._intake.start(ask)
         try:

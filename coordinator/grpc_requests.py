@@ -1,6 +1,6 @@
 """The messages of baton.v1.Generation, as requests for the intake."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -9,6 +9,7 @@ from baton.errors import DeadlineExceeded, InvalidRequest
 from baton.pb import generation_pb2 as pb
 from coordinator.ask import Ask, Prompt
 from coordinator.chat_template import Conversation
+from coordinator.unknown_fields import REFUSED, UnknownFields
 
 _OPTIONAL = (
     "max_tokens",
@@ -25,9 +26,11 @@ _OPTIONAL = (
 )
 
 
-def to_ask(request: pb.GenerateRequest, timeout: float | None, client_id: str | None) -> Ask:
+def to_ask(
+    request: pb.GenerateRequest, timeout: float | None, client_id: str | None, unknown: UnknownFields = REFUSED
+) -> Ask:
     """`timeout` is what the call's deadline leaves. Raises InvalidRequest, DeadlineExceeded."""
-    require_known(request)
+    check_known(request, unknown)
     if timeout is not None and timeout <= 0:
         raise DeadlineExceeded("the deadline passed before the request was read")
     given = {field: getattr(request, field) for field in _OPTIONAL if request.HasField(field)}
@@ -93,9 +96,9 @@ def _message(message: pb.Message) -> dict[str, object]:
     return shown
 
 
-def to_wording(request: pb.TokenizeRequest) -> Prompt | Conversation:
+def to_wording(request: pb.TokenizeRequest, unknown: UnknownFields = REFUSED) -> Prompt | Conversation:
     """Raises InvalidRequest."""
-    require_known(request)
+    check_known(request, unknown)
     match request.WhichOneof("prompt"):
         case "text":
             return request.text
@@ -105,12 +108,23 @@ def to_wording(request: pb.TokenizeRequest) -> Prompt | Conversation:
             raise InvalidRequest("give prompt or messages, one of them", param="prompt")
 
 
-def require_known(message: Message) -> None:
-    """Raises InvalidRequest for a field that this version does not know, at any depth: it would be ignored."""
-    unknown = UnknownFieldSet(message)
-    if len(unknown):
-        number, kind = unknown[0].field_number, message.DESCRIPTOR.name
-        raise InvalidRequest(f"field number {number} is not a field of {kind}", param=str(number))
+def check_known(message: Message, unknown: UnknownFields) -> None:
+    """Raises InvalidRequest for a field that this version does not know, at any depth, or counts those that are
+    ignored."""
+    found = list(_unknown_fields(message))
+    if not found:
+        return
+    if unknown.ignored:
+        unknown.count_dropped(len(found))
+        return
+    number, kind = found[0]
+    raise InvalidRequest(f"field number {number} is not a field of {kind}", param=str(number))
+
+
+def _unknown_fields(message: Message) -> Iterator[tuple[int, str]]:
+    """The number of each, and the message that it stands in."""
+    for field in UnknownFieldSet(message):
+        yield field.field_number, message.DESCRIPTOR.name
     for field, value in message.ListFields():
         if field.message_type is None:
             continue
@@ -119,4 +133,4 @@ def require_known(message: Message) -> None:
         else:
             parts = value if field.is_repeated else (value,)
         for part in parts:
-            require_known(part)
+            yield from _unknown_fields(part)

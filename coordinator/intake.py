@@ -18,6 +18,7 @@ from coordinator.generation import Generator, Submission
 from coordinator.refusals import Refusals
 from coordinator.telling import Teller
 from coordinator.tokenizer import INLINE_TOKENS, Text
+from coordinator.unknown_fields import REFUSED, UnknownFields
 
 QUANTIZATION = "none"  # of weights, in this version
 _log = log.get("front")
@@ -35,9 +36,11 @@ class Intake:
         longest: float,
         refusals: Refusals,
         defaults: GenerationDefaults | None = None,
+        unknown_fields: UnknownFields = REFUSED,
         clock: Clock = steady,
     ) -> None:
         self.refusals = refusals
+        self.unknown_fields = unknown_fields
         self._generator = generator
         self._model = model
         self._text = text

@@ -1,31 +1,45 @@
 """The client-facing HTTP application."""
 
 import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from baton.errors import BatonError
-from coordinator.auth import Clients
-from coordinator.http import errors, openapi
-from coordinator.http.boundary import TENANT, Boundary, authorization
+from coordinator.auth import AdminGate, Clients
+from coordinator.http import docs_page, errors, metrics_page, openapi
+from coordinator.http.boundary import TENANT, Boundary, answer_head, authorization, check_operator
 from coordinator.http.information import add_information
 from coordinator.http.routes import add_routes
 from coordinator.intake import Intake
 from coordinator.readiness import Readiness
 
-PUBLIC = frozenset({"/health", "/version", "/docs", "/openapi.json"})
+PUBLIC = frozenset({"/health", "/ping", "/version", docs_page.PATH, "/openapi.json"}) | docs_page.FILE_PATHS
 
 
-def build(intake: Intake, readiness: Readiness, who: Clients) -> FastAPI:
+@dataclass(frozen=True)
+class OperatorMetrics:
+    """What --metrics-on-http adds: a page for whoever `gate` lets in."""
+
+    render: Callable[[], bytes]
+    gate: AdminGate
+
+
+def build(intake: Intake, readiness: Readiness, who: Clients, metrics: OperatorMetrics | None = None) -> FastAPI:
     def guard(request: Request) -> None:
-        if request.scope["path"] not in PUBLIC:  # not request.url, which the Host header has a part in
+        path = request.scope["path"]  # not request.url, which the Host header has a part in
+        if metrics is not None and path == metrics_page.PATH:
+            check_operator(metrics.gate, request)
+        elif path not in PUBLIC:
             request.scope["state"][TENANT] = who.identify(authorization(request))
 
     app = FastAPI(
         title="Baton",
         version=version(),
+        docs_url=None,
         redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,  # a redirect would be built from the Host header, and has no body in OpenAI's shape
@@ -35,6 +49,10 @@ def build(intake: Intake, readiness: Readiness, who: Clients) -> FastAPI:
     app.add_exception_handler(HTTPException, errors.on_http_exception)
     add_routes(app, intake, who)
     add_information(app, intake, readiness, app.version)
+    docs_page.add_docs(app)
+    if metrics is not None:
+        metrics_page.add_metrics(app, metrics.render)
+    answer_head(app)
     app.openapi = lambda: openapi.document(app.version)  # type: ignore[method-assign]
     return app
 

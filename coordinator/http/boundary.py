@@ -5,12 +5,15 @@ Plain ASGI, because a route must see the server's own `receive` to learn of a di
 
 from collections.abc import Callable
 
+from fastapi import FastAPI
 from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BatonError
 from coordinator.ask import check_client_id
+from coordinator.auth import AdminGate
 from coordinator.defects import internal
 from coordinator.http import errors
 from coordinator.refusals import Refusals
@@ -24,6 +27,19 @@ def authorization(request: Request) -> bytes | None:
     """As it was sent: header text is Latin-1 here, whatever the client meant."""
     value = request.headers.get("authorization")
     return None if value is None else value.encode("latin-1")
+
+
+def check_operator(gate: AdminGate, request: Request) -> None:
+    """Who may see what is for operators. Raises Unauthenticated."""
+    gate.check(request.client.host if request.client else None, authorization(request))
+    gate.check_page(request.headers.get("host", ""), request.headers.get("origin"))
+
+
+def answer_head(app: FastAPI) -> None:
+    """Let every route that answers GET answer HEAD too. The server leaves the body out."""
+    for route in app.routes:
+        if isinstance(route, Route) and route.methods and "GET" in route.methods:
+            route.methods.add("HEAD")
 
 
 class Boundary:

@@ -9,6 +9,7 @@ from coordinator.ask import Ask
 from coordinator.chat_template import Conversation
 from coordinator.http.decoding import Body, cut
 from coordinator.http.fields import Shared
+from coordinator.http.unserved_fields import CHAT, MESSAGE, NoOps
 
 TemplateArguments = dict[str, str | int | float | bool | None]
 
@@ -27,12 +28,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 class Message(Body, frozen=True, kw_only=True):
     """`name` and `tool_call_id` are for the chat template, which may ignore them."""
 
-    no_ops: ClassVar[dict[str, tuple[object, ...]]] = {
-        "refusal": (),
-        "audio": (),
-        "function_call": (),
-        "tool_calls": ([],),
-    }
+    no_ops: ClassVar[NoOps] = MESSAGE
 
     role: str
     content: str | list[Part] | None = None
@@ -42,30 +38,18 @@ class Message(Body, frozen=True, kw_only=True):
     audio: Any = None
     function_call: Any = None
     tool_calls: Any = None
+    annotations: Any = None
+    tools: Any = None
+    reasoning: Any = None
+    reasoning_content: Any = None
+    phase: Any = None
+    prefix: Any = None
 
 
 class ChatRequest(Shared, frozen=True, kw_only=True):
-    """The body. A field of OpenAI's that is not served is accepted when null or at its no-op default."""
+    """The body. A field that is not served is accepted with the values that ask for nothing."""
 
-    no_ops: ClassVar[dict[str, tuple[object, ...]]] = {
-        **Shared.no_ops,
-        "audio": (),
-        "function_call": ("none", "auto"),
-        "functions": ([],),
-        "modalities": (["text"],),
-        "moderation": (),
-        "prediction": (),
-        "prompt_cache_options": ({},),
-        "prompt_cache_retention": ("in_memory",),
-        "reasoning_effort": ("none",),
-        "response_format": ({"type": "text"},),
-        "service_tier": ("auto", "default"),
-        "store": (False,),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
-        "verbosity": ("medium",),
-        "web_search_options": (),
-    }
+    no_ops: ClassVar[NoOps] = CHAT
 
     messages: list[Message] | None = None
     add_generation_prompt: bool | None = None
@@ -77,25 +61,16 @@ class ChatRequest(Shared, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    audio: Any = None
-    function_call: Any = None
-    functions: Any = None
-    modalities: Any = None
-    moderation: Any = None
-    prediction: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    reasoning_effort: Any = None
-    response_format: Any = None
-    service_tier: Any = None
-    store: Any = None
+    tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
-    tools: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
 
     def to_ask(self, timeout: float | None, client_id: str | None) -> Ask:
         """Raises InvalidRequest."""
+        if self.tools and self.tool_choice != "none":
+            raise InvalidRequest(
+                f"tools has {len(self.tools)} tools: not available, it must be null or [], or tool_choice none",
+                param="tools",
+            )
         common = self.common()
         wording = {"prompt": "messages", "logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
@@ -111,7 +86,7 @@ class ChatRequest(Shared, frozen=True, kw_only=True):
             prompts=conversation(self.messages, self.add_generation_prompt, self.chat_template_kwargs),
             logprobs=self._logprobs(),
             timeout=timeout,
-            client_id=client_id,
+            client_id=self.client_id(client_id),
             wording=wording,
             **common,
         )
@@ -146,6 +121,8 @@ def _shown(where: str, message: Message) -> dict[str, object]:
 
 def _content(where: str, message: Message) -> str:
     if message.content is None:
+        if message.role == "assistant":  # as clients send back an answer without text
+            return ""
         raise InvalidRequest(f"{where}.content is missing: it must be text", param="messages")
     if isinstance(message.content, str):
         return message.content

@@ -73,9 +73,7 @@ class ChatShape:
         self._token_ids = bool(request.return_token_ids)
         self._scored = bool(request.logprobs)
         self._id = f"chatcmpl-{answer.id}"
-        self._chunks = Chunks(
-            answer, id=self._id, object="chat.completion.chunk", usage=request.include_usage, token_ids=self._token_ids
-        )
+        self._chunks = Chunks(answer, request, id=self._id, object="chat.completion.chunk")
         self._told = [_Told() for _ in answer.choices]
         self._begun: set[int] = set()
 
@@ -89,7 +87,8 @@ class ChatShape:
         if piece.index in self._begun:
             return event
         self._begun.add(piece.index)
-        return self._chunks.event(Piece(piece.index, ""), _ROLE, _NO_LOGPROBS) + event
+        role = self._chunks.event(Piece(piece.index, ""), _ROLE, _NO_LOGPROBS, untold=len(piece.tokens))
+        return role + event
 
     def last(self) -> bytes:
         return self._chunks.last()

@@ -5,34 +5,27 @@ from typing import Any, ClassVar
 from baton.errors import InvalidRequest
 from coordinator.ask import Ask, Prompt
 from coordinator.http.fields import Shared
+from coordinator.http.unserved_fields import COMPLETION, NoOps
 
 
 class CompletionRequest(Shared, frozen=True, kw_only=True):
-    """The body. A field of OpenAI's that is not served is accepted when null or at its no-op default."""
+    """The body. A field that is not served is accepted with the values that ask for nothing."""
 
-    no_ops: ClassVar[dict[str, tuple[object, ...]]] = {**Shared.no_ops, "suffix": ()}
+    no_ops: ClassVar[NoOps] = COMPLETION
 
     prompt: str | list[int | str | list[int]] | None = None
-    best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
-    suffix: Any = None
 
     def to_ask(self, timeout: float | None, client_id: str | None) -> Ask:
         """Raises InvalidRequest."""
-        common = self.common()
-        n = common["n"]
-        if self.best_of is not None and self.best_of != n:
-            raise InvalidRequest(
-                f"best_of is {self.best_of}: not available, it must be null or n ({n})", param="best_of"
-            )
         return Ask(
             prompts=_prompts(self.prompt),
             echo=bool(self.echo),
             logprobs=self.logprobs,
             timeout=timeout,
-            client_id=client_id,
-            **common,
+            client_id=self.client_id(client_id),
+            **self.common(),
         )
 
 

@@ -58,9 +58,7 @@ class CompletionShape:
         self._token_ids = bool(request.return_token_ids)
         self._scored = request.logprobs is not None
         self._id = f"cmpl-{answer.id}"
-        self._chunks = Chunks(
-            answer, id=self._id, object="text_completion", usage=request.include_usage, token_ids=self._token_ids
-        )
+        self._chunks = Chunks(answer, request, id=self._id, object="text_completion")
         self._told = [_Told() for _ in answer.choices]
 
     def chunk(self, piece: Piece) -> bytes:

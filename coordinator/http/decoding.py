@@ -1,4 +1,5 @@
-"""JSON bodies to typed requests, strictly: what is not understood is refused by name, never ignored."""
+"""JSON bodies to typed requests, strictly: what is not understood is refused by name, unless --unknown-fields says
+otherwise."""
 
 import asyncio
 import json
@@ -8,6 +9,9 @@ from typing import ClassVar, Generic, TypeVar
 import msgspec
 
 from baton.errors import InvalidRequest
+from coordinator.http.known_fields import shape_of, without_unknown_fields
+from coordinator.http.unserved_fields import NoOps, with_unserved_fields
+from coordinator.unknown_fields import REFUSED, UnknownFields
 
 INLINE_BYTES = 64 << 10  # longer bodies are decoded off the event loop
 _PATH = re.compile(r" - at `\$\.(?P<field>\w+)(?P<rest>[^`]*)`$")
@@ -18,7 +22,7 @@ _SECRET = frozenset({"prompt", "messages", "tokens"})  # fields whose values are
 class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A request body. `no_ops` says what each field that is not served may say, beside null."""
 
-    no_ops: ClassVar[dict[str, tuple[object, ...]]] = {}
+    no_ops: ClassVar[NoOps] = {}
 
 
 Kind = TypeVar("Kind", bound=Body)
@@ -27,8 +31,11 @@ Kind = TypeVar("Kind", bound=Body)
 class Decoder(Generic[Kind]):
     """For one kind of body."""
 
-    def __init__(self, kind: type[Kind]) -> None:
-        self._decoder = msgspec.json.Decoder(kind)
+    def __init__(self, kind: type[Kind], unknown: UnknownFields = REFUSED) -> None:
+        wire = with_unserved_fields(kind)
+        self._decoder = msgspec.json.Decoder(wire)
+        self._shape = shape_of(wire)
+        self._unknown = unknown
 
     async def decode(self, body: bytes) -> Kind:
         """Raises InvalidRequest naming the field and what is wrong with it."""
@@ -36,7 +43,7 @@ class Decoder(Generic[Kind]):
 
     def decode_now(self, body: bytes) -> Kind:
         try:
-            request = self._decoder.decode(body)
+            request = self._decode_known(body)
             _check_once(body)
         except msgspec.ValidationError as error:
             raise _explain(str(error), body) from None
@@ -44,6 +51,17 @@ class Decoder(Generic[Kind]):
             raise _not_json(error) from None
         _check_no_ops(request)
         return request
+
+    def _decode_known(self, body: bytes) -> Kind:
+        """Fields that the schema does not have are removed first, where they are to be ignored."""
+        try:
+            return self._decoder.decode(body)
+        except msgspec.ValidationError as error:
+            if not (self._unknown.ignored and _UNKNOWN.match(str(error))):
+                raise
+        known, dropped = without_unknown_fields(body, self._shape)
+        self._unknown.count_dropped(dropped)
+        return self._decoder.decode(known)
 
 
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -1,27 +1,27 @@
 """The fields that completions and chat completions share, and their way into an `Ask`."""
 
 import re
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import msgspec
 
 from baton.errors import InvalidRequest
+from coordinator.ask import check_client_id
 from coordinator.http.decoding import Body, cut
 
 _TOKEN_ID = re.compile(r"\d{1,9}")
 
-Number = int | float
+TOP_K_OFF = -1  # what vLLM and SGLang call off; here that is 0
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None  # padding against who listens to sizes: nothing of ours adds any
 
 
 class Shared(Body, frozen=True, kw_only=True):
     """`user` and the like identify the client's own users and have no effect."""
-
-    no_ops: ClassVar[dict[str, tuple[object, ...]]] = {}
 
     model: str | None = None
     max_tokens: int | None = None
@@ -44,21 +44,42 @@ class Shared(Body, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     user: str | None = None
+    session_id: str | None = None
+    request_id: str | None = None
+    rid: str | None = None
+    best_of: int | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)] | None = None
 
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    def client_id(self, header: str | None) -> str | None:
+        """The client's own id of the request: that of the header, or of the body. Raises InvalidRequest."""
+        if header is not None:
+            return header
+        if self.request_id is not None:
+            return check_client_id(self.request_id, "request_id")
+        return check_client_id(self.rid, "rid")
+
     def common(self) -> dict[str, Any]:
         """These fields as arguments of an `Ask`. Raises InvalidRequest for what their types cannot say."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is given, but stream is not true", param="stream_options")
+        n = 1 if self.n is None else self.n
+        if self.best_of not in (None, n):
+            raise InvalidRequest(
+                f"best_of is {self.best_of}: not available, it must be null or n ({n})", param="best_of"
+            )
         return {
             "model": self.model,
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
-            "top_k": self.top_k,
+            "top_k": 0 if self.top_k == TOP_K_OFF else self.top_k,
             "top_p": self.top_p,
             "min_p": self.min_p,
             "seed": self.seed,
@@ -70,7 +91,7 @@ class Shared(Body, frozen=True, kw_only=True):
             "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": self.repetition_penalty,
             "logit_bias": _biases(self.logit_bias or {}),
-            "n": 1 if self.n is None else self.n,
+            "n": n,
             "first_choice": self.first_choice or 0,
             "priority": self.priority or 0,
         }

@@ -37,6 +37,10 @@ def add_information(app: FastAPI, intake: Intake, readiness: Readiness, version:
     async def models() -> Response:
         return json_response(Models([Model(*intake.served(), *intake.identity())]))
 
+    async def model(model_id: str) -> Response:
+        intake.check_model(model_id)
+        return json_response(Model(*intake.served(), *intake.identity()))
+
     async def health() -> Response:
         ready, reason = readiness.state()
         if not ready:
@@ -47,7 +51,9 @@ def add_information(app: FastAPI, intake: Intake, readiness: Readiness, version:
         return json_response(Version(version))
 
     app.add_api_route("/v1/models", models, methods=["GET"])
+    app.add_api_route("/v1/models/{model_id:path}", model, methods=["GET"])  # ids may have slashes
     app.add_api_route("/health", health, methods=["GET"])
+    app.add_api_route("/ping", health, methods=["GET", "POST"])
     app.add_api_route("/version", about, methods=["GET"])
 
 

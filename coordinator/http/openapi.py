@@ -4,6 +4,7 @@ The shapes come from the types that decode and encode them; here stand the bound
 table that is checked.
 """
 
+import re
 from typing import Any
 
 import msgspec
@@ -18,14 +19,16 @@ from coordinator.http.completion_shape import Completion
 from coordinator.http.decoding import Body
 from coordinator.http.descriptions import ANSWERS, NO_OP, REQUESTS, describe
 from coordinator.http.errors import ErrorBody
-from coordinator.http.fields import StreamOptions
-from coordinator.http.information import Health, Models, Version
+from coordinator.http.fields import TOP_K_OFF, StreamOptions
+from coordinator.http.information import Health, Model, Models, Version
 from coordinator.http.token_schema import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
+from coordinator.http.unserved_fields import with_unserved_fields
 
 Json = dict[str, Any]
 
 _REQUESTS: tuple[type[Body], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Message)
 _ANSWERS = (Completion, ChatCompletion, Tokens, DetokenizedText, Models, Health, Version, ErrorBody)
+_WIRE = {body: with_unserved_fields(body) for body in _REQUESTS}
 _TAKEN = {body.__name__ for body in _REQUESTS} | {StreamOptions.__name__, Part.__name__}
 _ROUTES = (
     ("/v1/completions", "The continuation of a prompt", CompletionRequest, Completion),
@@ -35,15 +38,18 @@ _ROUTES = (
 )
 _PAGES = (
     ("/v1/models", "What is served", Models),
+    ("/v1/models/{model_id}", "One model, whose name may have slashes", Model),
     ("/health", "Whether requests would be served", Health),
+    ("/ping", "The same, also by POST, as SageMaker asks", Health),
     ("/version", "Of Baton", Version),
 )
+_PATH_PARAMETER = re.compile(r"{(\w+)}")
 _TOKEN_IDS: Json = {"items": {"type": "integer", "minimum": 0}}
 _BOUNDS: dict[str, Json] = {
     "max_tokens": {"minimum": 0},
     "max_completion_tokens": {"minimum": 1},
     "temperature": {"minimum": 0, "maximum": limits.MAX_TEMPERATURE},
-    "top_k": {"minimum": 0},
+    "top_k": {"minimum": TOP_K_OFF},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
     "min_p": {"minimum": 0, "maximum": 1},
     "seed": {"minimum": -MAX_SEED - 1, "maximum": MAX_SEED},
@@ -84,7 +90,7 @@ _BOUNDS: dict[str, Json] = {
         },
     },
     "role": {"enum": list(ROLES)},
-    "content": {"type": ["string", "array"]},
+    "content": {"type": ["string", "array", "null"]},
 }
 _PROMPT: Json = {
     "anyOf": [
@@ -104,7 +110,7 @@ _REQUIRED: dict[type[Body], list[Json]] = {
     ChatRequest: [{"required": ["messages"]}],
     TokenizeRequest: [{"required": ["prompt"]}, {"required": ["messages"]}],
     DetokenizeRequest: [{"required": ["tokens"]}],
-    Message: [{"required": ["role", "content"]}],
+    Message: [{"required": ["role"]}],
 }
 _EVENT: Json = {
     "description": "One event. Its data is a chunk or an error as JSON, and that of the last one [DONE]",
@@ -129,7 +135,7 @@ _HEADERS = (
 
 
 def document(version: str) -> Json:
-    _, schemas = msgspec.json.schema_components([*_REQUESTS, *_ANSWERS], ref_template="#/components/schemas/{name}")
+    _, schemas = msgspec.json.schema_components([*_WIRE.values(), *_ANSWERS], ref_template="#/components/schemas/{name}")
     for body in _REQUESTS:
         _narrow(schemas[body.__name__], body)
     for name, schema in schemas.items():
@@ -138,7 +144,8 @@ def document(version: str) -> Json:
             if "description" not in shape:
                 shape["description"] = describe(table, name, field)
     paths: Json = {path: {"post": _post(summary, takes, gives)} for path, summary, takes, gives in _ROUTES}
-    paths |= {path: {"get": _get(summary, gives)} for path, summary, gives in _PAGES}
+    paths |= {path: {"get": _get(path, summary, gives)} for path, summary, gives in _PAGES}
+    paths["/ping"]["post"] = _get("/ping", "The same", Health)
     bearer = {"bearer": {"type": "http", "scheme": "bearer", "description": "--api-key, where one is set"}}
     return {
         "openapi": "3.1.0",
@@ -180,8 +187,12 @@ def _post(summary: str, takes: type[Body], gives: type[msgspec.Struct]) -> Json:
     }
 
 
-def _get(summary: str, gives: type[msgspec.Struct]) -> Json:
-    return {"summary": summary, "responses": _responses(gives, {})}
+def _get(path: str, summary: str, gives: type[msgspec.Struct]) -> Json:
+    parameters: list[Json] = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in _PATH_PARAMETER.findall(path)
+    ]
+    return {"summary": summary, "responses": _responses(gives, {})} | ({"parameters": parameters} if parameters else {})
 
 
 def _responses(gives: type[msgspec.Struct], streams: Json) -> Json:

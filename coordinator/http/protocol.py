@@ -11,6 +11,7 @@ from coordinator.http import errors
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers
 MAX_DROPPED_BYTES = 4 * MAX_BODY_BYTES  # of a body refused with 413, read and dropped so that the client hears of it
+_SLICE = 16 << 10  # bytes parsed at once; so much of a head may come in one slice with the body before it, uncounted
 WRITE_HIGH, WRITE_LOW = 64 << 10, 16 << 10  # bytes written and not yet taken by the kernel
 HEAD_SECONDS = 30.0
 

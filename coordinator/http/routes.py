@@ -29,8 +29,9 @@ TIMEOUT_HEADER = "x-request-timeout"
 
 
 def add_routes(app: FastAPI, intake: Intake, who: Clients) -> None:
-    completion, chat = Decoder(CompletionRequest), Decoder(ChatRequest)
-    tokenizing, detokenizing = Decoder(TokenizeRequest), Decoder(DetokenizeRequest)
+    unknown = intake.unknown_fields
+    completion, chat = Decoder(CompletionRequest, unknown), Decoder(ChatRequest, unknown)
+    tokenizing, detokenizing = Decoder(TokenizeRequest, unknown), Decoder(DetokenizeRequest, unknown)
 
     def on_account(ask: Ask, request: Request) -> Ask:
         tenant: Tenant = request.scope["state"][TENANT]

@@ -1,5 +1,7 @@
 """The wire formats of POST /tokenize and POST /detokenize, as vLLM has them."""
 
+from typing import ClassVar
+
 import msgspec
 
 from baton.errors import InvalidRequest
@@ -7,10 +9,13 @@ from coordinator.ask import Prompt
 from coordinator.chat_template import Conversation
 from coordinator.http.chat_schema import Message, TemplateArguments, conversation
 from coordinator.http.decoding import Body
+from coordinator.http.unserved_fields import DETOKENIZE, TOKENIZE, NoOps
 
 
 class TokenizeRequest(Body, frozen=True, kw_only=True):
     """A text, or a conversation as the model will see it."""
+
+    no_ops: ClassVar[NoOps] = TOKENIZE
 
     prompt: str | None = None
     messages: list[Message] | None = None
@@ -35,6 +40,8 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
 
 
 class DetokenizeRequest(Body, frozen=True, kw_only=True):
+    no_ops: ClassVar[NoOps] = DETOKENIZE
+
     tokens: list[int] | None = None
     model: str | None = None
 

@@ -1,0 +1,47 @@
+"""GET /docs: Swagger UI, with its files from an installed package, so that the page needs no other host."""
+
+import importlib.resources
+
+import anyio.to_thread
+from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
+from starlette.responses import Response
+
+from baton.errors import NotFound
+
+PATH = "/docs"
+_FILES = {
+    "swagger-ui-bundle.js": "text/javascript; charset=utf-8",
+    "swagger-ui.css": "text/css; charset=utf-8",
+    "favicon.png": "image/png",
+}
+FILE_PATHS = frozenset(f"{PATH}/{name}" for name in _FILES)
+_POLICY = "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
+_HEADERS = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff"}
+
+
+def add_docs(app: FastAPI) -> None:
+    page = get_swagger_ui_html(
+        openapi_url="/openapi.json",
+        title="Baton",
+        swagger_js_url=f"{PATH}/swagger-ui-bundle.js",
+        swagger_css_url=f"{PATH}/swagger-ui.css",
+        swagger_favicon_url=f"{PATH}/favicon.png",
+        swagger_ui_parameters={"validatorUrl": None},  # else a badge is fetched from Swagger's own site
+    )
+
+    async def docs() -> Response:
+        return Response(page.body, media_type="text/html", headers=_HEADERS)
+
+    async def file(name: str) -> Response:
+        if name not in _FILES:
+            raise NotFound(f"there is no GET {PATH}/{name[:64]}")
+        content = await anyio.to_thread.run_sync(_read, name)
+        return Response(content, media_type=_FILES[name], headers=_HEADERS)
+
+    app.add_api_route(PATH, docs, methods=["GET"])
+    app.add_api_route(PATH + "/{name}", file, methods=["GET"])
+
+
+def _read(name: str) -> bytes:
+    return (importlib.resources.files("fastapi_offline") / "static" / name).read_bytes()

@@ -1,0 +1,185 @@
+"""Fields of OpenAI's, vLLM's, SGLang's and TensorRT-LLM's requests that Baton does not serve.
+
+Many clients send such a field with the value that asks for nothing. The tables give, for each route and field, the
+values that are accepted beside null; any other value is refused with the name of the field. A whole number stands for
+the same number with a fraction of zero as well.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+NoOps = Mapping[str, tuple[object, ...]]
+Kind = TypeVar("Kind", bound=msgspec.Struct)
+
+_NULL: tuple[object, ...] = ()
+_FALSE, _TRUE, _EITHER = (False,), (True,), (True, False)
+_ZERO, _ONE = (0,), (1,)
+_EMPTY_LIST, _EMPTY_OBJECT = ([],), ({},)
+
+_SAMPLING: NoOps = {
+    "use_beam_search": _FALSE,
+    "length_penalty": _ONE,
+    "early_stopping": _FALSE,
+    "top_p_min": _ZERO,
+    "prompt_ignore_length": _ZERO,
+    "include_stop_str_in_output": _FALSE,
+    "no_stop_trim": _FALSE,
+    "stop_regex": _EMPTY_LIST,
+    "bad_words": _EMPTY_LIST,
+    "allowed_token_ids": _NULL,
+    "repetition_detection": _NULL,
+    "thinking_token_budget": (-1,),
+    "watermark": _NULL,
+    "watermarking": _FALSE,
+    "logits_processors": _EMPTY_LIST,
+    "custom_logit_processor": _NULL,
+    "custom_params": _EMPTY_OBJECT,
+    "vllm_xargs": _EMPTY_OBJECT,
+}
+_TOKENIZING: NoOps = {
+    "truncate_prompt_tokens": _NULL,
+    "truncation_side": ("left", "right"),  # of what truncate_prompt_tokens would truncate
+    "detokenize": _TRUE,
+    "skip_special_tokens": _TRUE,
+    "spaces_between_special_tokens": _EITHER,  # special tokens are not shown
+}
+_STRUCTURE: NoOps = {
+    "response_format": ({"type": "text"},),
+    "structured_outputs": _NULL,
+    "structural_tag": _NULL,
+    "guided_json": _NULL,
+    "guided_regex": _NULL,
+    "guided_choice": _NULL,
+    "guided_grammar": _NULL,
+    "guided_decoding_backend": _NULL,
+    "guided_whitespace_pattern": _NULL,
+    "json_schema": _NULL,
+    "regex": _NULL,
+    "ebnf": _NULL,
+}
+_ANSWER: NoOps = {
+    "prompt_logprobs": _NULL,
+    "logprob_token_ids": _NULL,
+    "return_tokens_as_token_ids": _FALSE,
+    "return_token_offsets": _FALSE,
+    "return_prompt_token_ids": _FALSE,
+    "return_hidden_states": _FALSE,
+    "return_context_logits": _FALSE,
+    "return_generation_logits": _FALSE,
+    "return_routed_experts": _FALSE,
+    "routed_experts_start_len": _ZERO,
+    "routed_experts_prompt_start": _ZERO,
+    "return_cached_tokens_details": _FALSE,
+    "return_spec_tokens_details": _FALSE,
+    "return_weight_versions": _FALSE,
+    "return_mm_kwargs": _EITHER,  # of vLLM's render routes only
+    "mm_payload": ("tensors", "none"),  # likewise
+    "stream_interval": _ONE,
+}
+_CLUSTER: NoOps = {
+    "bootstrap_host": _NULL,
+    "bootstrap_port": _NULL,
+    "bootstrap_room": _NULL,
+    "routed_dp_rank": _NULL,
+    "data_parallel_rank": _NULL,
+    "disagg_prefill_dp_rank": _NULL,
+    "disaggregated_params": _NULL,
+    "conversation_params": _NULL,
+    "kv_transfer_params": _NULL,
+    "ec_transfer_params": _NULL,
+    "session_params": _NULL,
+    "cache_salt": _NULL,
+    "extra_key": _NULL,
+    "custom_labels": _EMPTY_OBJECT,
+    "lora_path": _NULL,
+    "lora_request": _NULL,
+}
+_MEDIA: NoOps = {
+    "mm_processor_kwargs": _EMPTY_OBJECT,
+    "images_config": _EMPTY_OBJECT,
+}
+_GENERATION: NoOps = {**_SAMPLING, **_TOKENIZING, **_STRUCTURE, **_ANSWER, **_CLUSTER, **_MEDIA}
+
+_TEMPLATE: NoOps = {
+    "chat_template": _NULL,
+    "continue_final_message": _FALSE,
+    "media_io_kwargs": _EMPTY_OBJECT,
+    "mm_processor_kwargs": _EMPTY_OBJECT,
+}
+_OPENAI_CHAT: NoOps = {
+    "audio": _NULL,
+    "function_call": ("none", "auto"),
+    "functions": _EMPTY_LIST,
+    "modalities": (["text"],),
+    "moderation": _NULL,
+    "prediction": _NULL,
+    "prompt_cache_options": _EMPTY_OBJECT,
+    "prompt_cache_retention": ("in_memory",),
+    "reasoning_effort": ("none",),
+    "service_tier": ("auto", "default"),
+    "store": _FALSE,
+    "tool_choice": ("none", "auto"),
+    "verbosity": ("medium",),
+    "web_search_options": _NULL,
+}
+_ENGINES_CHAT: NoOps = {
+    "add_special_tokens": _FALSE,
+    "echo": _FALSE,
+    "documents": _EMPTY_LIST,
+    "include_reasoning": _TRUE,
+    "separate_reasoning": _EITHER,  # no reasoning is told apart, so there is none to separate
+    "stream_reasoning": _EITHER,  # likewise
+    "reasoning": _NULL,
+    "thinking": _NULL,
+    "task": _NULL,
+    "input_ids": _NULL,
+    "prompt_token_ids": _NULL,
+    "prompt_token_ids_b64": _NULL,
+    "injected_chat_template_kwargs": _EMPTY_LIST,
+    "agent_hierarchy": _NULL,
+    "return_prompt_text": _FALSE,
+    "return_meta_info": _FALSE,
+    "return_input_ids_in_sglext": _FALSE,
+    "return_output_ids_in_sglext": _FALSE,
+    "return_sampling_mask": _FALSE,
+    "sampling_logprobs_mode": _NULL,
+    "return_flat_raw_output_top_logprobs": _FALSE,
+    "return_flat_raw_top_logprobs_b64": _EITHER,  # of those
+    "max_dynamic_patch": _NULL,
+    "min_dynamic_patch": _NULL,
+    "use_audio_in_video": _FALSE,
+    "video_config": _EMPTY_OBJECT,
+}
+
+COMPLETION: NoOps = {**_GENERATION, "suffix": _NULL, "prompt_embeds": _NULL, "add_special_tokens": _TRUE}
+CHAT: NoOps = {**_GENERATION, **_TEMPLATE, **_OPENAI_CHAT, **_ENGINES_CHAT}
+TOKENIZE: NoOps = {**_TEMPLATE, "tools": _EMPTY_LIST, "tool_choice": ("none", "auto"), "reasoning_effort": ("none",)}
+DETOKENIZE: NoOps = {"skip_special_tokens": _FALSE}
+MESSAGE: NoOps = {
+    "refusal": _NULL,
+    "audio": _NULL,
+    "function_call": _NULL,
+    "tool_calls": _EMPTY_LIST,
+    "annotations": _EMPTY_LIST,
+    "tools": _EMPTY_LIST,
+    "reasoning": ("",),
+    "reasoning_content": ("",),
+    "phase": _NULL,
+    "prefix": _FALSE,
+}
+
+
+@functools.cache
+def with_unserved_fields(kind: type[Kind]) -> type[Kind]:
+    """The body `kind` as it is decoded: with the fields that its `no_ops` names."""
+    no_ops: NoOps = kind.no_ops  # type: ignore[attr-defined]
+    fields = [(name, Any, None) for name in no_ops if name not in kind.__struct_fields__]
+    if not fields:
+        return kind
+    wire = msgspec.defstruct(
+        kind.__name__, fields, bases=(kind,), namespace={"__doc__": kind.__doc__}, frozen=True, kw_only=True
+    )
+    return wire  # type: ignore[return-value]
