@@ -8,25 +8,22 @@ import signal
 from contextlib import ExitStack
 from pathlib import Path
 
-import grpc.aio
-
-from baton import link_codec, log
+from baton import log
 from baton.config import Config, model_name
 from baton.errors import ConfigError
 from baton.exposure import check_exposure
 from baton.generation_defaults import GenerationDefaults, load_generation_defaults
-from baton.limits import LINK_OPTIONS
 from coordinator import admin, tenants_file, tokenizer_files
 from coordinator.auth import Clients
 from coordinator.cluster_service import ClusterService
 from coordinator.dispatcher import Dispatcher
-from coordinator.grpc_port import GrpcPort, bind_grpc
+from coordinator.grpc_port import GrpcPort
 from coordinator.http import app
 from coordinator.http.listener import Listener, bind
 from coordinator.intake import Intake
 from coordinator.ledgers import Ledgers
 from coordinator.metrics import Metrics
-from coordinator.node_link import NodeLink
+from coordinator.node_port import NodePort
 from coordinator.refusals import Refusals
 from coordinator.tokenizer import Text
 from coordinator.warmup import Readiness
@@ -74,9 +71,7 @@ class Coordinator:
             self._grpc = GrpcPort(intake, self._readiness, self._who)
             self._grpc.add_cluster(self._cluster)
             self._grpc.bind(config.host, config.grpc_port)
-            self._nodes = grpc.aio.server(options=(*LINK_OPTIONS, ("grpc.so_reuseport", 0)))
-            link_codec.add_to(self._nodes, NodeLink(config, self._dispatcher, self._ledgers).Attach)
-            self._node_port = bind_grpc(self._nodes, config.cluster_host, config.cluster_port, "--cluster-port")
+            self._nodes = NodePort(config, self._dispatcher, self._ledgers)
             bound.pop_all()  # every port is ours
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -132,7 +127,7 @@ class Coordinator:
             "http": self._http.address,
             "grpc": _address(self._config.host, self._grpc.port),
             "admin": self._admin.address,
-            "cluster": _address(self._config.cluster_host, self._node_port),
+            "cluster": _address(self._config.cluster_host, self._nodes.port),
         }
         if self._state_file is not None:
             draft = self._state_file.with_suffix(".draft")

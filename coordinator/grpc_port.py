@@ -78,10 +78,13 @@ class GrpcPort:
             await self._health.set(service, kinds.SERVING if ready else kinds.NOT_SERVING)
 
 
-def bind_grpc(server: grpc.aio.Server, host: str, port: int, flag: str) -> int:
-    """The port that the server will listen on; 0 picks a free one. Raises ConfigError naming the flag."""
+def bind_grpc(
+    server: grpc.aio.Server, host: str, port: int, flag: str, credentials: grpc.ServerCredentials | None = None
+) -> int:
+    """The port that the server will listen on, in plain text without `credentials`; 0 picks a free one. Raises
+    ConfigError naming the flag."""
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        return int(server.add_insecure_port(target))
+        return int(server.add_secure_port(target, credentials) if credentials else server.add_insecure_port(target))
     except RuntimeError:
         raise ConfigError(f"cannot listen on {target}: choose another {flag}, 0 for any") from None

@@ -1,15 +1,15 @@
 """The connection between a node and its pool, and between pools: gRPC, both ends with a certificate that only the
-cluster token can make (kv_transfer/certificates.py), so that neither a process without the token nor one that took a
+cluster token can make (baton/cluster_certificates.py), so that neither a process without the token nor one that took a
 dead pool's port is believed."""
 
 from collections import OrderedDict
 
 import grpc
 
+from baton.cluster_certificates import DECODE_NAME, decode_credentials, writer_credentials
 from baton.errors import ConfigError
 from baton.limits import LINK_OPTIONS
 from baton.pb import pool_pb2_grpc
-from kv_transfer.certificates import DECODE_NAME, decode_credentials, writer_credentials
 
 _STREAMS = 256  # at a time
 _SERVER_OPTIONS = (*LINK_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.max_metadata_size", 1 << 12))

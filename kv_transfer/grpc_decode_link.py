@@ -15,9 +15,9 @@ from typing import Any
 
 import grpc
 
+from baton.cluster_certificates import decode_credentials
 from baton.errors import ConfigError
 from kv_transfer.advertised import dialled
-from kv_transfer.certificates import decode_credentials
 from kv_transfer.core.parcels import unpack
 from kv_transfer.grpc_terms import METHOD, PROOF_KEY, SCHEME, SERVICE, common_options, proof
 from kv_transfer.settings import TransferSettings
