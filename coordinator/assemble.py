@@ -10,6 +10,7 @@ from pathlib import Path
 
 from baton import log
 from baton.config import Config, model_name
+from baton.descriptors import descriptor_limit
 from baton.errors import ConfigError
 from baton.exposure import check_exposure
 from baton.generation_defaults import GenerationDefaults, load_generation_defaults
@@ -24,6 +25,7 @@ from coordinator.intake import Intake
 from coordinator.ledgers import Ledgers
 from coordinator.metrics import Metrics
 from coordinator.node_port import NodePort
+from coordinator.ports import Ports
 from coordinator.refusals import Refusals
 from coordinator.tokenizer import Text
 from coordinator.warmup import Readiness
@@ -48,7 +50,9 @@ class Coordinator:
         if tenants is not None:
             self._dispatcher.reload_tenants(tenants)
         self._ledgers = Ledgers(self._dispatcher)
+        self._ports = Ports(config, descriptor_limit())
         self._metrics = Metrics(self._dispatcher)
+        self._metrics.add_ports(self._ports)
         self._readiness = Readiness(config, self._dispatcher)
         self._cluster = ClusterService(config, self._dispatcher, self._ledgers, self._readiness, self._metrics)
         self._text: asyncio.Future[Text] = asyncio.get_running_loop().create_future()
@@ -64,14 +68,15 @@ class Coordinator:
         clients = app.build(intake, self._readiness, self._who)
         operators = admin.build(self._cluster, self._readiness, config.admin_token, refusals)
         with ExitStack() as bound:
+            ports = self._ports
             http = bound.enter_context(bind(config.host, config.port, "--port"))
-            self._http = Listener(clients, http)
+            self._http = Listener(clients, http, ports.table("http"))
             admin_port = bound.enter_context(bind(config.admin_host, config.admin_port, "--admin-port"))
-            self._admin = Listener(operators, admin_port)
-            self._grpc = GrpcPort(intake, self._readiness, self._who)
+            self._admin = Listener(operators, admin_port, ports.table("admin"))
+            self._grpc = GrpcPort(intake, self._readiness, self._who, ports.limits["grpc"])
             self._grpc.add_cluster(self._cluster)
             self._grpc.bind(config.host, config.grpc_port)
-            self._nodes = NodePort(config, self._dispatcher, self._ledgers)
+            self._nodes = NodePort(config, self._dispatcher, self._ledgers, ports.limits["cluster"])
             bound.pop_all()  # every port is ours
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -80,6 +85,8 @@ class Coordinator:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload_tenants)
         await self._nodes.start()
         await self._grpc.start()
+        self._ports.watch("cluster", self._nodes.port)
+        self._ports.watch("grpc", self._grpc.port)
         try:
             async with asyncio.TaskGroup() as parts:
                 parts.create_task(self._http.run_until_stopped(), name="http")
@@ -96,6 +103,7 @@ class Coordinator:
             await self._grpc.stop(_GRACE)
             self._dispatcher.close()
             await self._nodes.stop(_GRACE)
+            await asyncio.to_thread(self._ports.close)
             if self._state_file is not None:
                 self._state_file.unlink(missing_ok=True)
 

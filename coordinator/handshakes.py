@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Callable
 
 from baton import log
+from baton.grpc_limits import HANDSHAKE_SECONDS
 from baton.log_rate import LogRate
 
-HANDSHAKE_SECONDS = 10.0  # that a connection has for TLS and HTTP/2's first frame
 PATIENCE = HANDSHAKE_SECONDS + 5.0  # until the stream has begun, too
 
 _log = log.get("node_link")

@@ -7,29 +7,29 @@ import grpc.aio
 from baton import link_codec
 from baton.cluster_certificates import coordinator_credentials
 from baton.config import Config
+from baton.connection_limits import PortLimit
+from baton.grpc_limits import server_options
 from baton.limits import LINK_OPTIONS
 from coordinator.dispatcher import Dispatcher
 from coordinator.grpc_port import bind_grpc
-from coordinator.handshakes import HANDSHAKE_SECONDS, PATIENCE, Handshakes
+from coordinator.handshakes import PATIENCE, Handshakes
 from coordinator.ledgers import Ledgers
 from coordinator.node_link import NodeLink
 
-_OPTIONS = (
-    *LINK_OPTIONS,
-    ("grpc.so_reuseport", 0),
-    ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_SECONDS * 1e3)),
-)
+_STREAMS = 4  # at a time on one connection: a node has one
+_IDLE_SECONDS = 60.0  # without a stream
 
 
 class NodePort:
     """Bound by its constructor, on the running event loop; it answers from `start` on."""
 
-    def __init__(self, config: Config, dispatcher: Dispatcher, ledgers: Ledgers) -> None:
+    def __init__(self, config: Config, dispatcher: Dispatcher, ledgers: Ledgers, limit: PortLimit) -> None:
         """Raises ConfigError when the port cannot be had."""
         self._joins = dispatcher.brain.counters.joins
         self._link = NodeLink(config, dispatcher, ledgers)
         self._handshakes = Handshakes(self._count_failures, PATIENCE)
-        self._server = grpc.aio.server(options=_OPTIONS)
+        options = server_options(limit, streams=_STREAMS, idle=_IDLE_SECONDS)
+        self._server = grpc.aio.server(options=(*LINK_OPTIONS, *options))
         link_codec.add_to(self._server, self._attach)
         credentials = coordinator_credentials(config.cluster_token, self._handshakes.begin)
         self.port = bind_grpc(self._server, config.cluster_host, config.cluster_port, "--cluster-port", credentials)

@@ -45,6 +45,7 @@ DEFAULTS: dict[str, Any] = {
     "pool_memory": "0",
     "drain_timeout": 5.0,
     "failpoints_rpc": True,
+    "core_dumps": os.getuid() != 0,  # the environment of a process that cannot be dumped is root's to read
 }
 _SHM = Path("/dev/shm")
 _END_PATIENCE = 30.0  # seconds from SIGTERM to SIGKILL

@@ -8,6 +8,8 @@ from typing import Any
 import grpc
 
 from baton.config import Config
+from baton.connection_limits import port_limit
+from baton.descriptors import descriptor_limit
 from baton.pb import cluster_pb2
 from baton.types import SamplingParams
 from coordinator.cluster_service import ClusterService
@@ -86,7 +88,7 @@ async def collect(stream: Stream) -> tuple[tuple[int, ...], Done]:
 async def coordinator(**fields: Any) -> AsyncIterator[Bench]:
     """Scripted nodes say nothing by themselves, and nobody minds unless `silence` is given."""
     bench = Bench(Config(**{"silence": 100.0, **fields}))
-    nodes = NodePort(bench.config, bench.dispatcher, bench.ledgers)
+    nodes = NodePort(bench.config, bench.dispatcher, bench.ledgers, port_limit("cluster", descriptor_limit()))
     server = grpc.aio.server()
     add_handlers(server, cluster_pb2.DESCRIPTOR.services_by_name["Cluster"], bench.service)
     bench.address = f"127.0.0.1:{nodes.port}"
