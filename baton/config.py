@@ -106,6 +106,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = False
     cluster_host: Annotated[str, _help("Address where nodes dial the coordinator")] = "127.0.0.1"
     cluster_port: Annotated[Port, _help("Port where nodes dial the coordinator; 0 picks a free one")] = 0
+    max_connections: Annotated[
+        Count, _help("Connections that the HTTP port may hold, and the gRPC port; 0: by the limit of open files")
+    ] = 0
+    max_connections_per_address: Annotated[
+        Count, _help("Connections to one port from one address that is not loopback; 0: half of what the port may hold")
+    ] = 0
     state_dir: Annotated[str, _help("Folder of `up`: ports in use, pids, logs of detached clusters")] = ""
 
     # who may do what
@@ -116,6 +122,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cluster_token: Annotated[str, _help("Secret shared by the cluster's processes; @FILE reads it from a file")] = ""
     admin_token: Annotated[str, _help("Token of the admin port and of Cluster calls; @FILE reads it from a file")] = ""
     insecure: Annotated[bool, _help("Allow non-loopback binds without keys")] = False
+    core_dumps: Annotated[
+        bool, _help("Let processes be dumped and traced (core files, gdb, py-spy); prompts and keys are in there")
+    ] = False
     failpoints_rpc: Annotated[bool, _help("Let Cluster.ArmFailpoints inject faults (tests)")] = False
 
     # a node

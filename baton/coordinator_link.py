@@ -19,14 +19,13 @@ import grpc
 from baton import link_codec, log
 from baton.errors import ConfigError
 from baton.failpoints import FAILPOINTS
-from baton.limits import LINK_OPTIONS, MAX_UNSENT
+from baton.limits import MAX_UNSENT
+from baton.link_dialer import LinkDialer, failure_reason, has_other_token
+from baton.log_rate import LogRate
 from baton.pb import cluster_pb2
 from baton.types import Incarnation
 
-TOKEN_METADATA = "baton-cluster-token"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between dials
-# A pool of its own: else a new channel is given the connection of the last one, which may lead nowhere any more.
-_OPTIONS = (*LINK_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
 _REFUSED_CODES = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED})
 
 
@@ -64,7 +63,7 @@ class CoordinatorLink:
     def __init__(self, member: Member, *, address: str, token: str, silence: float) -> None:
         self._member = member
         self._address = address
-        self._metadata = ((TOKEN_METADATA, token),)
+        self._dialer = LinkDialer(token)
         self._silence = silence
         self._incarnation = Incarnation("")
         self._unsent: asyncio.Queue[cluster_pb2.NodeMessage] = asyncio.Queue(MAX_UNSENT)
@@ -74,6 +73,7 @@ class CoordinatorLink:
         self._heard = 0.0  # when the coordinator last said anything, on the loop's clock
         self._lost: asyncio.TimerHandle | None = None
         self._log = log.get("link")
+        self._refusals = LogRate()
 
     @property
     def joined(self) -> bool:
@@ -97,12 +97,10 @@ class CoordinatorLink:
         pause = _FIRST_PAUSE
         while True:
             try:
-                async with grpc.aio.insecure_channel(self._address, options=_OPTIONS) as channel:
-                    await self._session(link_codec.dial(channel, metadata=self._metadata))
+                async with self._dialer.open_channel(self._address) as channel:
+                    await self._session(self._dialer.dial(channel))
             except grpc.aio.AioRpcError as error:
-                self._log.warning("coordinator unreachable", address=self._address, code=error.code().name)
-                if error.code() in _REFUSED_CODES:
-                    self._refused(f"coordinator {self._address}: {error.details()}: check --cluster-token")
+                self._unreachable(error)
             except ConfigError as error:
                 self._refused(error.message)
             except TimeoutError:
@@ -115,11 +113,22 @@ class CoordinatorLink:
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # a redial's pause, not a poll
             pause = min(pause * 2, _LONGEST_PAUSE)
 
+    def _unreachable(self, error: grpc.aio.AioRpcError) -> None:
+        """Raises ConfigError if no later dial would fare better."""
+        if has_other_token(error):
+            self._refused(f"coordinator {self._address}: wrong cluster token: give this process its --cluster-token")
+        elif error.code() in _REFUSED_CODES:
+            self._refused(f"coordinator {self._address}: {error.details()}: check --cluster-token")
+        else:
+            self._log.warning("coordinator unreachable", address=self._address, code=failure_reason(error))
+
     def _refused(self, reason: str) -> None:
         """A node that was a member once goes on trying: its coordinator may be being replaced, or the link be bad."""
         if not self._was_member:
             raise ConfigError(reason)
-        self._log.error("may not join anew", reason=reason)
+        withheld = self._refusals.admit()
+        if withheld is not None:
+            self._log.error("may not join anew", reason=reason, withheld=withheld)
 
     def _disconnected(self) -> None:
         self._incarnation = Incarnation("")

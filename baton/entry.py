@@ -1,4 +1,4 @@
-"""What every process of ours does before it is itself: its supervisor, its settings, its log."""
+"""What every process of ours does before it is itself: its supervisor, its settings, its log, its limits."""
 
 import asyncio
 import os
@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from baton import log, runtime
 from baton.config import Config
+from baton.descriptors import raise_descriptor_limit
 from baton.errors import ConfigError
 from baton.failpoints import arm_from_environment
 
@@ -23,4 +24,7 @@ def enter(settings: Callable[[], Config], main: Callable[[Config, asyncio.Event]
         sys.stderr.write(f"error: {error}\n")
         return runtime.EXIT_USAGE
     log.configure(config.log_level, config.log_format)
+    raise_descriptor_limit()
+    if not config.core_dumps:
+        runtime.forbid_core_dumps()
     return runtime.run(lambda stop: main(config, stop))

@@ -76,7 +76,7 @@ async def write(put: Callable[[Any], Awaitable[None]], message: Message, failpoi
         await put(message)
 
 
-def dial(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]) -> grpc.aio.StreamStreamCall:
+def dial(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str | bytes]]) -> grpc.aio.StreamStreamCall:
     """A node's stream to the coordinator: NodeMessages out, CoordinatorMessages (or None) in."""
     attach = channel.stream_stream(
         f"/{_SERVICE.full_name}/{_METHOD.name}",

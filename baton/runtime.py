@@ -4,6 +4,7 @@ import asyncio
 import ctypes
 import gc
 import os
+import resource
 import signal
 import sys
 from collections.abc import Awaitable, Callable
@@ -14,7 +15,7 @@ from baton import log
 from baton.errors import BatonError, ConfigError
 
 EXIT_OK, EXIT_BAD, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _SWITCH_INTERVAL = 0.001  # seconds: the event loop must not wait long for a thread that holds Python's lock
 
 
@@ -64,3 +65,11 @@ def die_with(parent: int) -> None:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before we could ask
         os._exit(1)
+
+
+def forbid_core_dumps() -> None:
+    """No core file of this process, and no tracer or reader of its memory among the user's other processes: prompts
+    and keys are in there. A program that this process starts may be dumped again."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

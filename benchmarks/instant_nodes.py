@@ -17,11 +17,10 @@ import grpc
 
 from baton import link_codec, wire
 from baton.kv_layout import KVLayout
-from baton.limits import LINK_OPTIONS
+from baton.link_dialer import LinkDialer
 from baton.pb import cluster_pb2 as pb
 from baton.pb import common_pb2
 from baton.types import Role, mint_id
-from coordinator.node_link import TOKEN_KEY
 
 _LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
 _SEQUENCES = 4096
@@ -42,9 +41,10 @@ class Node:
         self._taken = asyncio.Event()  # by the stream, all that was said
 
     async def run(self, address: str, token: str) -> None:
-        async with grpc.aio.insecure_channel(address, options=(*LINK_OPTIONS, *_RETRY)) as channel:
+        dialer = LinkDialer(token)
+        async with dialer.open_channel(address, _RETRY) as channel:
             await channel.channel_ready()
-            call = link_codec.dial(channel, metadata=((TOKEN_KEY, token),) if token else ())
+            call = dialer.dial(channel)
             await call.write(pb.NodeMessage(join=self._join()))
             welcome = (await call.read()).welcome
             self._incarnation = welcome.incarnation

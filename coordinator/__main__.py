@@ -16,6 +16,7 @@ FIELDS = (
     *("local_prefill_share", "degrade_wait", "degraded_max_tokens"),
     *("host", "port", "grpc_port", "admin_host", "admin_port", "cluster_host", "cluster_port", "state_dir"),
     *("api_key", "tenants", "cluster_token", "admin_token", "insecure", "failpoints_rpc"),
+    *("max_connections", "max_connections_per_address", "core_dumps"),
     *("heartbeat", "silence", "stall", "drain_timeout", "flip_timeout", "log_level", "log_format"),
 )
 

@@ -8,25 +8,24 @@ import signal
 from contextlib import ExitStack
 from pathlib import Path
 
-import grpc.aio
-
-from baton import link_codec, log
+from baton import log
 from baton.config import Config, model_name
+from baton.descriptors import descriptor_limit
 from baton.errors import ConfigError
 from baton.exposure import check_exposure
 from baton.generation_defaults import GenerationDefaults, load_generation_defaults
-from baton.limits import LINK_OPTIONS
 from coordinator import admin, tenants_file, tokenizer_files
 from coordinator.auth import AdminGate, Clients
 from coordinator.cluster_service import ClusterService
 from coordinator.dispatcher import Dispatcher
-from coordinator.grpc_port import GrpcPort, bind_grpc
+from coordinator.grpc_port import GrpcPort
 from coordinator.http import app
 from coordinator.http.listener import Listener, bind
 from coordinator.intake import Intake
 from coordinator.ledgers import Ledgers
 from coordinator.metrics import Metrics
-from coordinator.node_link import NodeLink
+from coordinator.node_port import NodePort
+from coordinator.ports import Ports
 from coordinator.refusals import Refusals
 from coordinator.tokenizer import Text
 from coordinator.unknown_fields import UnknownFields
@@ -52,7 +51,9 @@ class Coordinator:
         if tenants is not None:
             self._dispatcher.reload_tenants(tenants)
         self._ledgers = Ledgers(self._dispatcher)
+        self._ports = Ports(config, descriptor_limit())
         self._metrics = Metrics(self._dispatcher)
+        self._metrics.add_ports(self._ports)
         self._readiness = Readiness(config, self._dispatcher)
         self._cluster = ClusterService(config, self._dispatcher, self._ledgers, self._readiness, self._metrics)
         self._text: asyncio.Future[Text] = asyncio.get_running_loop().create_future()
@@ -72,16 +73,15 @@ class Coordinator:
         clients = app.build(intake, self._readiness, self._who, metrics if config.metrics_on_http else None)
         operators = admin.build(self._cluster, self._readiness, config.admin_token, refusals)
         with ExitStack() as bound:
+            ports = self._ports
             http = bound.enter_context(bind(config.host, config.port, "--port"))
-            self._http = Listener(clients, http)
+            self._http = Listener(clients, http, ports.table("http"))
             admin_port = bound.enter_context(bind(config.admin_host, config.admin_port, "--admin-port"))
-            self._admin = Listener(operators, admin_port)
-            self._grpc = GrpcPort(intake, self._readiness, self._who)
+            self._admin = Listener(operators, admin_port, ports.table("admin"))
+            self._grpc = GrpcPort(intake, self._readiness, self._who, ports.limits["grpc"])
             self._grpc.add_cluster(self._cluster)
             self._grpc.bind(config.host, config.grpc_port)
-            self._nodes = grpc.aio.server(options=(*LINK_OPTIONS, ("grpc.so_reuseport", 0)))
-            link_codec.add_to(self._nodes, NodeLink(config, self._dispatcher, self._ledgers).Attach)
-            self._node_port = bind_grpc(self._nodes, config.cluster_host, config.cluster_port, "--cluster-port")
+            self._nodes = NodePort(config, self._dispatcher, self._ledgers, ports.limits["cluster"])
             bound.pop_all()  # every port is ours
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -90,6 +90,8 @@ class Coordinator:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload_tenants)
         await self._nodes.start()
         await self._grpc.start()
+        self._ports.watch("cluster", self._nodes.port)
+        self._ports.watch("grpc", self._grpc.port)
         try:
             async with asyncio.TaskGroup() as parts:
                 parts.create_task(self._http.run_until_stopped(), name="http")
@@ -106,6 +108,7 @@ class Coordinator:
             await self._grpc.stop(_GRACE)
             self._dispatcher.close()
             await self._nodes.stop(_GRACE)
+            await asyncio.to_thread(self._ports.close)
             if self._state_file is not None:
                 self._state_file.unlink(missing_ok=True)
 
@@ -137,7 +140,7 @@ class Coordinator:
             "http": self._http.address,
             "grpc": _address(self._config.host, self._grpc.port),
             "admin": self._admin.address,
-            "cluster": _address(self._config.cluster_host, self._node_port),
+            "cluster": _address(self._config.cluster_host, self._nodes.port),
         }
         if self._state_file is not None:
             draft = self._state_file.with_suffix(".draft")

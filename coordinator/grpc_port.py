@@ -4,10 +4,12 @@ import asyncio
 
 import grpc
 import grpc.aio
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health_pb2
 
+from baton.connection_limits import PortLimit
 from baton.errors import ConfigError
+from baton.grpc_limits import server_options
+from baton.health_service import add_health
 from baton.limits import MAX_BODY_BYTES
 from baton.pb import cluster_pb2, cluster_pb2_grpc, generation_pb2
 from coordinator.auth import Clients
@@ -23,25 +25,23 @@ _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_BODY_BYTES),
     ("grpc.max_send_message_length", MAX_BODY_BYTES),
     ("grpc.max_metadata_size", 16 << 10),
-    ("grpc.so_reuseport", 0),  # a second coordinator on the port is an error, not a silent share of its clients
     ("grpc.keepalive_time_ms", 30_000),  # a client whose machine is gone holds its requests no longer than this
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),  # clients may ping as often without being cut off
 )
+_STREAMS = 1024  # calls at a time on one connection
 
 
 class GrpcPort:
     """`add_cluster` before `start`."""
 
-    def __init__(self, intake: Intake, readiness: Readiness, who: Clients) -> None:
-        self.server = grpc.aio.server(options=_OPTIONS)
+    def __init__(self, intake: Intake, readiness: Readiness, who: Clients, limit: PortLimit) -> None:
+        self.server = grpc.aio.server(options=(*_OPTIONS, *server_options(limit, streams=_STREAMS)))
         self.port = 0
-        self._health = health.aio.HealthServicer()
+        self._health = add_health(self.server, *_SERVICES)
         self._changed: asyncio.Queue[bool] = asyncio.Queue()
         self._following: asyncio.Task[None] | None = None
         add_handlers(self.server, _GENERATION, GenerationService(intake, who))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
         self._readiness = readiness
         readiness.on_change.append(lambda ready, _: self._changed.put_nowait(ready))
 
@@ -78,10 +78,13 @@ class GrpcPort:
             await self._health.set(service, kinds.SERVING if ready else kinds.NOT_SERVING)
 
 
-def bind_grpc(server: grpc.aio.Server, host: str, port: int, flag: str) -> int:
-    """The port that the server will listen on; 0 picks a free one. Raises ConfigError naming the flag."""
+def bind_grpc(
+    server: grpc.aio.Server, host: str, port: int, flag: str, credentials: grpc.ServerCredentials | None = None
+) -> int:
+    """The port that the server will listen on, in plain text without `credentials`; 0 picks a free one. Raises
+    ConfigError naming the flag."""
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
-        return int(server.add_insecure_port(target))
+        return int(server.add_secure_port(target, credentials) if credentials else server.add_insecure_port(target))
     except RuntimeError:
         raise ConfigError(f"cannot listen on {target}: choose another {flag}, 0 for any") from None

@@ -19,6 +19,7 @@ from coordinator.core.messages import End, Switched
 from coordinator.core.pools import ROLE
 from coordinator.core.recent import Recent
 from coordinator.dispatcher import Dispatcher
+from coordinator.ports import Ports
 
 PHASES = ("drain", "switch", "probe")  # of a change of role
 STAGES = ("queue", "reserve", "prefill", "transfer", "first_token")
@@ -66,8 +67,14 @@ class Metrics:
         self._clock = dispatcher.clock
         self._collector = BrainCollector(dispatcher.brain, dispatcher.clock)
         self.registry.register(self._collector)
+        self._ports: Ports | None = None
         dispatcher.on_end.append(self.observe)
         dispatcher.on_switch.append(self.observe_switch)
+
+    def add_ports(self, ports: Ports) -> None:
+        """Tell also what the ports of this process hold."""
+        self._ports = ports
+        self.registry.register(ports)
 
     def observe(self, end: End) -> None:
         """The durations of a request that had a first token."""
@@ -95,7 +102,8 @@ class Metrics:
     def counters(self) -> dict[str, float]:
         """The coordinator's own counters, as `name{label="value"}`."""
         found: dict[str, float] = {}
-        for family in self._collector.own_counters():
+        ports = [self._ports.refused_counter()] if self._ports else []
+        for family in [*self._collector.own_counters(), *ports]:
             for sample in family.samples:
                 labels = ",".join(f'{key}="{value}"' for key, value in sample.labels.items())
                 found[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value

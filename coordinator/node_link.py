@@ -16,6 +16,8 @@ from baton import link_codec, log, wire
 from baton.config import Config
 from baton.errors import ConfigError, NodeGone
 from baton.limits import MAX_UNSENT
+from baton.link_dialer import PROOF_KEY, link_proof
+from baton.log_rate import LogRate
 from baton.pb.cluster_pb2 import CoordinatorMessage, NodeMessage, Ping, Refusal
 from baton.types import Incarnation
 from coordinator.core.pools import ROLE
@@ -23,7 +25,6 @@ from coordinator.dispatcher import Dispatcher
 from coordinator.ledgers import Ledgers
 from coordinator.node_messages import input_from_pb, join_from_pb, pool_from_pb
 
-TOKEN_KEY = "baton-cluster-token"
 JOIN_TIMEOUT = 5.0  # seconds
 _LAST_WRITE = 1.0  # seconds
 _FAILPOINT = "link.coordinator.send"
@@ -87,6 +88,8 @@ class NodeLink:
         self._config = config
         self._dispatcher = dispatcher
         self._ledgers = ledgers
+        self._proof = link_proof(config.cluster_token)
+        self._refusals = LogRate()
 
     async def Attach(self, _: object, context: Context) -> None:
         """One node's stream, from its Join to its end."""
@@ -111,12 +114,16 @@ class NodeLink:
             self._dispatcher.leave(incarnation, NodeGone(f"the stream of node {first.join.name} ended"))
 
     async def _authenticate(self, context: Context) -> None:
-        given = dict(context.invocation_metadata()).get(TOKEN_KEY, "")
-        expected = self._config.cluster_token
-        if expected and not hmac.compare_digest(str(given).encode(), expected.encode()):
-            self._dispatcher.brain.counters.joins["unauthenticated"] += 1
-            _log.warning("a node came with a wrong cluster token", peer=context.peer())
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"metadata {TOKEN_KEY} is missing or wrong")
+        """The certificate has shown already that the node has the token. This proof of it also holds where somebody in
+        between has ended TLS."""
+        given = dict(context.invocation_metadata()).get(PROOF_KEY, b"")
+        if hmac.compare_digest(given if isinstance(given, bytes) else b"", self._proof):
+            return
+        self._dispatcher.brain.counters.joins["unauthenticated"] += 1
+        withheld = self._refusals.admit()
+        if withheld is not None:
+            _log.warning("wrong cluster token: a node was refused", peer=context.peer(), withheld=withheld)
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"metadata {PROOF_KEY} is missing or wrong")
 
     async def _first(self, context: Context) -> NodeMessage:
         try:

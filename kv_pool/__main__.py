@@ -12,6 +12,7 @@ POOL_FIELDS = (
     *("coordinator", "cluster_token", "insecure", "name", "listen", "advertise", "health_port", "host_id"),
     *("segment_dir", "transport", "silence", "ticket_ttl", "progress_timeout"),
     *("pool_memory", "pool_disk", "pool_disk_dir", "state_dir", "pool_eviction", "log_level", "log_format"),
+    *("max_connections_per_address", "core_dumps"),
 )
 
 

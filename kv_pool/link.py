@@ -1,18 +1,22 @@
 """The connection between a node and its pool, and between pools: gRPC, both ends with a certificate that only the
-cluster token can make (kv_transfer/certificates.py), so that neither a process without the token nor one that took a
+cluster token can make (baton/cluster_certificates.py), so that neither a process without the token nor one that took a
 dead pool's port is believed."""
 
 from collections import OrderedDict
 
 import grpc
 
+from baton.cluster_certificates import DECODE_NAME, decode_credentials, writer_credentials
+from baton.connection_limits import PortLimit
 from baton.errors import ConfigError
+from baton.grpc_limits import server_options
 from baton.limits import LINK_OPTIONS
 from baton.pb import pool_pb2_grpc
-from kv_transfer.certificates import DECODE_NAME, decode_credentials, writer_credentials
 
 _STREAMS = 256  # at a time
-_SERVER_OPTIONS = (*LINK_OPTIONS, ("grpc.so_reuseport", 0), ("grpc.max_metadata_size", 1 << 12))
+_STREAMS_PER_CONNECTION = 64  # a node has one; between two pools there is one a promotion
+_IDLE_SECONDS = 60.0  # without a stream
+_SERVER_OPTIONS = (*LINK_OPTIONS, ("grpc.max_metadata_size", 1 << 12))
 _CLIENT_OPTIONS = (
     *LINK_OPTIONS,
     ("grpc.use_local_subchannel_pool", 1),  # else a new channel gets the connection of the last one
@@ -22,10 +26,15 @@ _CLIENT_OPTIONS = (
 
 
 def listening(
-    where: str, token: str, nodes: pool_pb2_grpc.PoolLinkServicer, peers: pool_pb2_grpc.PoolPeersServicer
+    where: str,
+    token: str,
+    nodes: pool_pb2_grpc.PoolLinkServicer,
+    peers: pool_pb2_grpc.PoolPeersServicer,
+    limit: PortLimit,
 ) -> tuple[grpc.aio.Server, int]:
     """A server that is not started yet, and its port. Raises ConfigError when `where`, HOST:PORT, cannot be bound."""
-    server = grpc.aio.server(options=_SERVER_OPTIONS, maximum_concurrent_rpcs=_STREAMS)
+    options = (*_SERVER_OPTIONS, *server_options(limit, streams=_STREAMS_PER_CONNECTION, idle=_IDLE_SECONDS))
+    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=_STREAMS)
     pool_pb2_grpc.add_PoolLinkServicer_to_server(nodes, server)
     pool_pb2_grpc.add_PoolPeersServicer_to_server(peers, server)
     try:

@@ -11,6 +11,9 @@ from baton import segment as segments
 from baton.advertise import advertised
 from baton.clock import steady
 from baton.config import Config
+from baton.connection_guard import ConnectionGuard
+from baton.connection_limits import port_limit
+from baton.descriptors import descriptor_limit
 from baton.errors import ConfigError
 from baton.exposure import host_part, require_key
 from baton.health_port import HealthPort
@@ -79,6 +82,7 @@ def disk_terms(config: Config) -> DiskTerms | None:
 class _Process:
     def __init__(self, config: Config, name: str, folder: Path, size: int, disk: DiskTerms | None) -> None:
         self._config, self._name = config, name
+        self._connections = ConnectionGuard()
         self._peers: Peers | None = None
         self._peer_service = PeerService()
         self._membership: Membership | None = None
@@ -97,8 +101,10 @@ class _Process:
     async def run(self, stop: asyncio.Event) -> None:
         config = self._config
         service = PoolService(self._host)
-        server, port = listening(config.listen, config.cluster_token, service, self._peer_service)
+        limit = port_limit("pool", descriptor_limit(), per_address=config.max_connections_per_address)
+        server, port = listening(config.listen, config.cluster_token, service, self._peer_service, limit)
         health = HealthPort(config)
+        self._connections.watch("pool", port, limit)
         stopping = asyncio.create_task(stop.wait())
         member = asyncio.create_task(self._be_member(str(port), stop))
         try:
@@ -121,6 +127,7 @@ class _Process:
             await asyncio.gather(stopping, member, return_exceptions=True)
             await server.stop(grace=None)
             await health.stop()
+            await asyncio.to_thread(self._connections.close)
             if self._peers is not None:
                 await self._peers.close()
             await self._host.close()

@@ -70,6 +70,7 @@ def settings_from(config: Config) -> TransferSettings:
         renew_interval=config.ticket_ttl / _RENEWALS,
         link_timeout=config.silence,
         layers_per_message=config.layers_per_message,
+        max_connections_per_address=config.max_connections_per_address,
     )
 
 

@@ -15,9 +15,11 @@ from typing import Any
 
 import grpc
 
+from baton.cluster_certificates import decode_credentials
+from baton.connection_guard import ConnectionGuard
 from baton.errors import ConfigError
+from baton.grpc_limits import server_options
 from kv_transfer.advertised import dialled
-from kv_transfer.certificates import decode_credentials
 from kv_transfer.core.parcels import unpack
 from kv_transfer.grpc_terms import METHOD, PROOF_KEY, SCHEME, SERVICE, common_options, proof
 from kv_transfer.settings import TransferSettings
@@ -25,6 +27,7 @@ from kv_transfer.transport import Message, Pollable
 from kv_transfer.wake import Wake
 
 _STREAMS = 256  # at a time
+_STREAMS_PER_CONNECTION = 4  # a writer has one
 _ANSWERS = 1 << 16  # of some 100 bytes that may queue per stream: more than its credit can make outstanding
 _LINGER = 0.2  # seconds for decode's last answers; a writer that misses one sees the link go
 
@@ -45,6 +48,7 @@ class GrpcDecodeLink:
         self._capacity = settings.max_queued_messages
         self._counters: Counter[str] = Counter()
         self._wake = Wake()
+        self._guard = ConnectionGuard()
         self._incoming: queue.SimpleQueue[tuple[_Stream, bytes]] = queue.SimpleQueue()
         self._streams: dict[bytes, _Stream] = {}
         self._closing = False
@@ -62,6 +66,7 @@ class GrpcDecodeLink:
         where = dialled(settings.advertise, str(bound)) if settings.advertise else f"{host}:{bound}"
         self._endpoint = f"{SCHEME}://{where}"
         self._server.start()
+        self._guard.watch("transfer", bound, settings.port_limit())
 
     @property
     def endpoint(self) -> str:
@@ -126,9 +131,10 @@ class GrpcDecodeLink:
         return (self._wake.fd,)
 
     def counters(self) -> dict[str, float]:
-        return dict(self._counters)
+        return {**self._counters, "connections_refused": self._guard.refused().get("transfer", 0)}
 
     def close(self) -> None:
+        self._guard.close()
         with self._lock:
             self._closing = True
             streams = list(self._streams.values())
@@ -143,7 +149,7 @@ def _options(settings: TransferSettings) -> list[tuple[str, Any]]:
     timeout_ms = int(settings.link_timeout * 1000)
     return [
         *common_options(settings),
-        ("grpc.so_reuseport", 0),
+        *server_options(settings.port_limit(), streams=_STREAMS_PER_CONNECTION),
         ("grpc.server_handshake_timeout_ms", timeout_ms),
         ("grpc.http2.min_ping_interval_without_data_ms", timeout_ms // 2),  # writers may ping so often
     ]

@@ -1,11 +1,10 @@
 """What both ends of a grpc link agree on: the method, who may call it, and the options of the connection."""
 
-from functools import lru_cache
 from typing import Any
 
+from baton.cluster_secret import derive_secret
 from kv_transfer.core.frames import MAX_HEADER_BYTES
 from kv_transfer.core.parcels import packed_size
-from kv_transfer.security import stretch
 from kv_transfer.settings import TransferSettings
 
 SERVICE, METHOD = "baton.v1.KvTransfer", "Write"
@@ -17,10 +16,9 @@ _FRAME = 1 << 18  # bytes of a payload in one HTTP/2 frame: at 16 KiB, the defau
 Options = list[tuple[str, Any]]
 
 
-@lru_cache(maxsize=8)
 def proof(token: str) -> bytes:
     """What shows on a stream that its writer has the cluster token, which itself is never sent."""
-    return stretch(token, b"baton transfer stream v1", 32)
+    return derive_secret(token, b"baton transfer stream v1", 32)
 
 
 def common_options(settings: TransferSettings) -> Options:

@@ -13,8 +13,8 @@ from typing import Any
 
 import grpc
 
+from baton.cluster_certificates import DECODE_NAME, writer_credentials
 from baton.errors import PeerGone
-from kv_transfer.certificates import DECODE_NAME, writer_credentials
 from kv_transfer.core.parcels import pack
 from kv_transfer.grpc_terms import METHOD, PROOF_KEY, SCHEME, SERVICE, common_options, proof
 from kv_transfer.settings import TransferSettings

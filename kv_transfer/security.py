@@ -6,12 +6,13 @@ the writers' key pair are both functions of the token, so there are no key files
 belongs to the cluster, not to a node: which node speaks is told by the incarnations in the frames.
 """
 
-import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 
 import zmq
 from zmq.utils import z85
+
+from baton.cluster_secret import derive_secret
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +30,8 @@ class ClusterKeys:
 @lru_cache(maxsize=8)
 def derive_keys(token: str) -> ClusterKeys:
     """Key pairs of a cluster."""
-    seed = stretch(token, b"baton transfer plane v1", 64)
+    seed = derive_secret(token, b"baton transfer plane v1", 64)
     return ClusterKeys(decode=_pair(seed[:32]), writer=_pair(seed[32:]))
-
-
-def stretch(token: str, salt: bytes, size: int) -> bytes:
-    """`size` secret bytes of a token and a purpose. scrypt (16 MiB, about 50 ms), so that recorded traffic of a cluster
-    with a poor token is no cheap oracle for guessing it."""
-    return hashlib.scrypt(token.encode(), salt=salt, n=1 << 14, r=8, p=1, dklen=size)
 
 
 def _pair(secret: bytes) -> KeyPair:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from baton.connection_limits import PortLimit, port_limit
+from baton.descriptors import descriptor_limit
 from baton.segment import DEFAULT_FOLDER
 
 MIB = 1 << 20
@@ -27,3 +29,8 @@ class TransferSettings:
     max_queued_messages: int = 64  # per link and direction, in zmq or grpc
     link_timeout: float = 5.0  # a handshake may take, and TCP may lack an acknowledgement, for so long
     close_timeout: float = 1.0  # how long a side waits at close for its aborts to be acknowledged
+    max_connections_per_address: int = 0  # of one host to a transfer socket; 0: half of what it may hold
+
+    def port_limit(self) -> PortLimit:
+        """Of decode's transfer socket, by what this process may open now."""
+        return port_limit("transfer", descriptor_limit(), per_address=self.max_connections_per_address)

@@ -16,6 +16,7 @@ import zmq
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
+from baton.connection_guard import ConnectionGuard
 from baton.errors import ConfigError, PeerGone
 from kv_transfer.advertised import dialled
 from kv_transfer.core.frames import MAX_HEADER_BYTES
@@ -149,7 +150,8 @@ class ZmqDecodeLink:
         self._socket.curve_server = True
         self._socket.curve_publickey = keys.decode.public
         self._socket.curve_secretkey = keys.decode.secret
-        self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILED)
+        self._monitor = self._socket.get_monitor_socket(_HANDSHAKE_FAILED | zmq.EVENT_ACCEPTED)
+        self._guard = ConnectionGuard()
         host, _, port = settings.listen.rpartition(":")
         try:
             self._socket.bind(f"tcp://{host}:{'*' if port in ('', '0') else port}")
@@ -158,6 +160,7 @@ class ZmqDecodeLink:
             raise ConfigError(f"transfer socket cannot listen on {settings.listen}: {error.strerror}") from error
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = bound.rpartition(":")[2]
+        self._guard.watch("transfer", int(port), settings.port_limit())
         self._endpoint = f"tcp://{dialled(settings.advertise, port)}" if settings.advertise else bound
 
     @property
@@ -181,10 +184,13 @@ class ZmqDecodeLink:
         return True
 
     def _authenticate(self) -> None:
-        """Answer libzmq's questions whether a client key may come in, and count those that failed before."""
+        """Answer libzmq's questions whether a client key may come in, and count those that failed before. libzmq
+        accepts without bound: so that there are not too many for long, the guard looks when one has come."""
         while self._monitor.poll(0):
-            recv_monitor_message(self._monitor)
-            self._counters["auth_failures"] += 1
+            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_ACCEPTED:
+                self._guard.look_soon()
+            else:
+                self._counters["auth_failures"] += 1
         while self._zap.poll(0):
             version, request_id, *_, credentials = self._zap.recv_multipart()
             allowed = credentials == z85.decode(self._keys.writer.public)
@@ -195,9 +201,10 @@ class ZmqDecodeLink:
         return (self._socket, self._zap, self._monitor)
 
     def counters(self) -> dict[str, float]:
-        return dict(self._counters)
+        return {**self._counters, "connections_refused": self._guard.refused().get("transfer", 0)}
 
     def close(self) -> None:
+        self._guard.close()
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._socket.close(_LINGER_MS)

@@ -45,6 +45,7 @@ DEFAULTS: dict[str, Any] = {
     "pool_memory": "0",
     "drain_timeout": 5.0,
     "failpoints_rpc": True,
+    "core_dumps": os.getuid() != 0,  # the environment of a process that cannot be dumped is root's to read
 }
 _SHM = Path("/dev/shm")
 _END_PATIENCE = 30.0  # seconds from SIGTERM to SIGKILL
@@ -53,8 +54,8 @@ _END_PATIENCE = 30.0  # seconds from SIGTERM to SIGKILL
 class Cluster:
     """See the module. `settings` are fields of Config. `per_node` gives one process (by name) settings of its own, by
     field, or raw variables, by upper-case name. Names in `held_back` are not started on entry. `environ` is added to
-    the environment of every process. `also` are processes beside those that `up` would start: each by its name and the
-    name of the one that it is like."""
+    the environment of every process, `open_files` is its limit of them. `also` are processes beside those that `up`
+    would start: each by its name and the name of the one that it is like."""
 
     def __init__(
         self,
@@ -67,6 +68,7 @@ class Cluster:
         also: Mapping[str, str] | None = None,
         wait_ready: bool = True,
         start_timeout: float = 100.0,
+        open_files: int = 0,
         **settings: Any,
     ) -> None:
         self.folder = folder
@@ -81,6 +83,8 @@ class Cluster:
         self._also = dict(also or {})
         self._wait_ready = wait_ready
         self._start_timeout = start_timeout
+        # Of each process, soft and hard. A shell sets it: what this process lowered, it could not raise again.
+        self._prefix = ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(open_files)] if open_files else []
         self._specs: dict[str, plan.ChildSpec] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.where: Endpoints
@@ -147,7 +151,7 @@ class Cluster:
         module, environ = ("baton.cli", self._up_environ()) if name == UP else self._child(name)
         arguments = ["up"] if name == UP else []
         self._processes[name] = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
+            [*self._prefix, sys.executable, "-m", module, *arguments],
             env=environ,
             stdin=subprocess.DEVNULL,
             stdout=self.logs.target(name),

@@ -16,6 +16,7 @@ import grpc
 from baton import link_codec, wire
 from baton.errors import BatonError, ConfigError
 from baton.kv_layout import KVLayout
+from baton.link_dialer import LinkDialer
 from baton.pb import cluster_pb2 as pb
 from baton.pb import common_pb2
 from baton.types import (
@@ -93,10 +94,9 @@ class FakeNode:
 
     def dial(self) -> Any:
         """A stream on which nothing has been said."""
-        self._channel = grpc.aio.insecure_channel(self.address)
-        self._call = link_codec.dial(
-            self._channel, metadata=(("baton-cluster-token", self.token),) if self.token else ()
-        )
+        dialer = LinkDialer(self.token)
+        self._channel = dialer.open_channel(self.address)
+        self._call = dialer.dial(self._channel)
         return self._call
 
     async def join(self) -> pb.Welcome:

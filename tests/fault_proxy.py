@@ -11,6 +11,7 @@ a `Weather` and may change at any time, for open connections too:
     link.half_close(Way.BACK)                      the dialler sees an end of file and can still send
     link.strand()                                  open connections hand nothing on any more; new ones are not concerned
     await link.heal()
+    link.record = bytearray()                      what an eavesdropper hears, both ways, from now on
 
 Bytes that a black hole holds are handed on when it ends, as TCP would: a connection that lives loses nothing.
 """
@@ -57,6 +58,7 @@ class FaultyLink:
         self.name = name
         self.corrupted = 0  # bits flipped so far
         self.accepted = 0  # connections so far
+        self.record: bytearray | None = None  # what passes, if somebody listens
         self._upstream = upstream
         self._random = random.Random(seed)
         self._weather = dict.fromkeys(Way, FAIR)
@@ -257,6 +259,8 @@ class _Pump:
             weather = self._weather
             if weather.bandwidth:
                 await asyncio.sleep(len(chunk) / weather.bandwidth)
+            if self._link.record is not None:
+                self._link.record += chunk
             self._sink.write(self._link.damage(chunk, weather.corrupt))
             await self._sink.drain()
 

@@ -23,6 +23,8 @@ def supervise(config: Config, logs: Path | None) -> int:
     if console.is_terminal and config.log_format == "auto" and logs is None:
         config = msgspec.structs.replace(config, log_format="console")  # children see a pipe, we know the terminal
     log.configure(config.log_level, config.log_format, node="up")
+    if not config.core_dumps:
+        runtime.forbid_core_dumps()
 
     def write(name: str, line: str) -> None:
         console.print(f"{name:<12} {line}", markup=False, highlight=False, soft_wrap=True)

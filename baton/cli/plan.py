@@ -64,6 +64,7 @@ def children(
     threads = str(threads_per_node(config.threads, len(roles), cores))
     base = _inherited(environ) | _settings(config) | {"BATON_SUPERVISOR_PID": str(supervisor)}
     base["OMP_WAIT_POLICY"] = environ.get("OMP_WAIT_POLICY", "passive")  # a spinning thread takes a neighbour's core
+    base["GRPC_VERBOSITY"] = environ.get("GRPC_VERBOSITY", "ERROR")  # else it writes a line for each failed handshake
     node = base | {
         "BATON_THREADS": threads,
         "BATON_COORDINATOR": where.cluster,

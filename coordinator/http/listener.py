@@ -6,12 +6,15 @@ import logging
 import os
 import socket
 from collections.abc import Iterator
+from functools import partial
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from baton import log
 from baton.errors import ConfigError
+from coordinator.http.connections import ConnectionTable
 from coordinator.http.protocol import BoundedProtocol
 
 BACKLOG = 1024
@@ -42,7 +45,9 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
 class Listener(uvicorn.Server):
     """One application on one bound socket. Signals are the process's business, not this one's."""
 
-    def __init__(self, app: ASGIApp, listening: socket.socket, grace: float = 5.0) -> None:
+    def __init__(
+        self, app: ASGIApp, listening: socket.socket, connections: ConnectionTable, grace: float = 5.0
+    ) -> None:
         host, self.port = listening.getsockname()[:2]
         self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
         self._socket = listening
@@ -51,14 +56,14 @@ class Listener(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=BoundedProtocol,
+                http=cast("type[asyncio.Protocol]", partial(BoundedProtocol, table=connections)),
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                backlog=BACKLOG,
+                backlog=min(BACKLOG, connections.limit.most),  # what may come at once, before one can be closed
                 timeout_keep_alive=_KEEP_ALIVE,
                 timeout_graceful_shutdown=int(grace),
             )

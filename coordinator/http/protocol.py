@@ -1,6 +1,7 @@
 """uvicorn's HTTP protocol with every buffer and wait bounded, and our shape for errors below the application."""
 
 import asyncio
+from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -8,6 +9,7 @@ from baton import log
 from baton.errors import InvalidRequest
 from baton.limits import MAX_BODY_BYTES
 from coordinator.http import errors
+from coordinator.http.connections import ConnectionTable
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers
 MAX_DROPPED_BYTES = 4 * MAX_BODY_BYTES  # of a body refused with 413, read and dropped so that the client hears of it
@@ -21,6 +23,10 @@ _log = log.get("http")
 class BoundedProtocol(HttpToolsProtocol):
     """Closes connections that send an endless head or body, or no request at all."""
 
+    def __init__(self, *arguments: Any, table: ConnectionTable, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._table = table
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(WRITE_HIGH, WRITE_LOW)
@@ -28,9 +34,14 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._body_bytes = 0
         self._head_timer = self.loop.call_later(HEAD_SECONDS, self._head_overdue)
+        self._table.add(self, self.client[0] if self.client else "")
+
+    def close_at_once(self) -> None:
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_timer.cancel()
+        self._table.remove(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -49,7 +60,13 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._head_timer.cancel()
         self._head_bytes = self._body_bytes = 0
+        self._table.busy(self)
         super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        if not self.pipeline:
+            self._table.idle(self)
+        super().on_response_complete()
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)

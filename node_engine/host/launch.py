@@ -17,7 +17,7 @@ NODE_FIELDS = (
     *("max_num_seqs", "max_batched_tokens", "preemption", "transport", "layers_per_message", "segment_dir", "silence"),
     *("ticket_ttl", "pool_patience", "pool_publish_rate"),
     *("progress_timeout", "drain_timeout", "paced_prefill_us_per_token", "paced_step_ms", "paced_vocab_size"),
-    *("paced_sequence_us", "paced_reread", "log_level", "log_format"),
+    *("paced_sequence_us", "paced_reread", "log_level", "log_format", "max_connections_per_address", "core_dumps"),
 )
 
 

@@ -14,9 +14,10 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
+from baton import cluster_certificates as certificates
 from baton.errors import ConfigError, PeerGone
 from baton.types import Incarnation
-from kv_transfer import certificates, grpc_terms
+from kv_transfer import grpc_terms
 from kv_transfer.core.frames import MAX_HEADER_BYTES
 from kv_transfer.core.parcels import pack, packed_size, unpack
 from kv_transfer.factory import build_inbound

@@ -12,6 +12,7 @@ import pytest
 
 from baton import link_codec
 from baton.cli.plan import COORDINATOR
+from baton.link_dialer import PROOF_KEY, LinkDialer, link_proof
 from baton.pb.cluster_pb2 import NodeMessage
 from kv_transfer.core import frames
 from kv_transfer.security import derive_keys
@@ -113,9 +114,10 @@ def _addresses(scene: Scene) -> list[str]:
 
 @pytest.mark.parametrize("token", ["", "not the cluster's"])
 async def test_a_node_without_the_token_does_not_join(scene: Scene, token: str) -> None:
-    async with grpc.aio.insecure_channel(scene.cluster.where.cluster) as channel:
-        call = link_codec.dial(channel, (("baton-cluster-token", token),) if token else ())
-        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+    dialer = LinkDialer(token)
+    async with dialer.open_channel(scene.cluster.where.cluster) as channel:
+        call = dialer.dial(channel)
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE  # no handshake, so no stream
     assert scene.cluster.config.cluster_token not in await call.details()
 
 
@@ -126,17 +128,17 @@ async def test_a_process_with_a_wrong_token_ends_and_says_why(scene: Scene) -> N
     cluster.start("decode-1")
     try:
         assert await cluster.ended("decode-1", within=PATIENCE) == 2
-        assert "--cluster-token" in cluster.tail("decode-1")
+        assert "wrong cluster token: give this process its --cluster-token" in cluster.tail("decode-1")
     finally:
         del cluster.own("decode-1")["cluster_token"]
 
 
 @pytest.mark.parametrize("first", [b"", b"\x0a\x04abcd", NodeMessage(incarnation="x").SerializeToString()], ids=repr)
 async def test_a_stream_that_does_not_begin_with_a_join_is_ended(scene: Scene, first: bytes) -> None:
-    token = (("baton-cluster-token", scene.cluster.config.cluster_token),)
-    async with grpc.aio.insecure_channel(scene.cluster.where.cluster) as channel:
+    token = scene.cluster.config.cluster_token
+    async with LinkDialer(token).open_channel(scene.cluster.where.cluster) as channel:
         method = channel.stream_stream("/baton.v1.NodeLink/Attach", request_serializer=bytes)
-        call = method(metadata=token)
+        call = method(metadata=((PROOF_KEY, link_proof(token)),))
         await call.write(first)
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await call.read()

@@ -7,9 +7,9 @@ from typing import Any
 
 import grpc
 
-from baton import link_codec
 from baton.config import Config
-from baton.limits import LINK_OPTIONS
+from baton.connection_limits import port_limit
+from baton.descriptors import descriptor_limit
 from baton.pb import cluster_pb2
 from baton.types import SamplingParams
 from coordinator.cluster_service import ClusterService
@@ -18,7 +18,7 @@ from coordinator.generation import Delta, Done, Submission
 from coordinator.grpc_handlers import add_handlers
 from coordinator.ledgers import Ledgers
 from coordinator.metrics import Metrics
-from coordinator.node_link import NodeLink
+from coordinator.node_port import NodePort
 from coordinator.stream import Stream
 from coordinator.warmup import Readiness
 from tests.fakes import FakeNode, FakePlane, serve_decode, serve_prefill
@@ -33,7 +33,8 @@ class Bench:
         self.readiness = Readiness(config, self.dispatcher)
         self.service = ClusterService(config, self.dispatcher, self.ledgers, self.readiness, self.metrics)
         self.plane = FakePlane()
-        self.address = ""
+        self.address = ""  # of the cluster port
+        self.operators = ""  # where Cluster answers
         self._changed = asyncio.Event()
         self.dispatcher.on_change.append(self._changed.set)
         self.readiness.on_change.append(lambda ready, reason: self._changed.set())
@@ -87,13 +88,16 @@ async def collect(stream: Stream) -> tuple[tuple[int, ...], Done]:
 async def coordinator(**fields: Any) -> AsyncIterator[Bench]:
     """Scripted nodes say nothing by themselves, and nobody minds unless `silence` is given."""
     bench = Bench(Config(**{"silence": 100.0, **fields}))
-    server = grpc.aio.server(options=LINK_OPTIONS)
-    link_codec.add_to(server, NodeLink(bench.config, bench.dispatcher, bench.ledgers).Attach)
+    nodes = NodePort(bench.config, bench.dispatcher, bench.ledgers, port_limit("cluster", descriptor_limit()))
+    server = grpc.aio.server()
     add_handlers(server, cluster_pb2.DESCRIPTOR.services_by_name["Cluster"], bench.service)
-    bench.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    bench.address = f"127.0.0.1:{nodes.port}"
+    bench.operators = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await nodes.start()
     await server.start()
     try:
         yield bench
     finally:
         bench.dispatcher.close()
+        await nodes.stop(grace=0.2)
         await server.stop(grace=0.2)

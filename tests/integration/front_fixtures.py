@@ -12,6 +12,8 @@ from typing import Any
 import grpc.aio
 import httpx
 
+from baton.config import Config
+from baton.descriptors import descriptor_limit
 from baton.errors import BatonError, Cancelled, NotFound, Overloaded, SlowReader, Unavailable
 from baton.generation_defaults import GenerationDefaults
 from baton.limits import ModelBounds
@@ -29,6 +31,7 @@ from coordinator.grpc_port import GrpcPort
 from coordinator.http import app
 from coordinator.http.listener import Listener, bind
 from coordinator.intake import Intake
+from coordinator.ports import Ports
 from coordinator.refusals import Refusals
 from coordinator.tokenizer import NoTokenizer, Text
 
@@ -255,8 +258,10 @@ async def serving(
     intake = Intake(brain, loaded, model="demo", longest=longest, refusals=refusals, defaults=defaults)
     who = Clients(api_key, tenants)
     apps = app.build(intake, readiness, who), admin.build(brain, readiness, admin_token, refusals)
-    listeners = [Listener(one, bind("127.0.0.1", 0, "--port")) for one in apps]
-    port = GrpcPort(intake, readiness, who)
+    ports = Ports(Config(), descriptor_limit())
+    tables = [ports.table(name) for name in ("http", "admin")]
+    listeners = [Listener(one, bind("127.0.0.1", 0, "--port"), table) for one, table in zip(apps, tables, strict=True)]
+    port = GrpcPort(intake, readiness, who, ports.limits["grpc"])
     port.bind("127.0.0.1", 0)
     await port.start()
     key = {"authorization": f"Bearer {api_key}".encode()} if api_key else {}

@@ -29,7 +29,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 async def call(bench: Bench, method: str, request: Any, *, bearer: str = "") -> Any:
     metadata = (("authorization", f"Bearer {bearer}"),) if bearer else ()
-    async with grpc.aio.insecure_channel(bench.address) as channel:
+    async with grpc.aio.insecure_channel(bench.operators) as channel:
         return await getattr(cluster_pb2_grpc.ClusterStub(channel), method)(request, metadata=metadata)
 
 

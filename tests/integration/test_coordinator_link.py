@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from baton import link_codec, wire
+from baton.cluster_certificates import coordinator_credentials
 from baton.coordinator_link import CoordinatorLink
 from baton.errors import ConfigError
 from baton.limits import MAX_UNSENT
@@ -83,7 +84,8 @@ async def linked(attach: Attach) -> AsyncIterator[Rig]:
 
     server = grpc.aio.server()
     link_codec.add_to(server, serve)
-    between = await FaultyLink.open("node -> coordinator", ("127.0.0.1", server.add_insecure_port("127.0.0.1:0")))
+    port = server.add_secure_port("127.0.0.1:0", coordinator_credentials("", lambda: None))
+    between = await FaultyLink.open("node -> coordinator", ("127.0.0.1", port))
     await server.start()
     delivered: asyncio.Queue[object] = asyncio.Queue()
     address = f"127.0.0.1:{between.port}"

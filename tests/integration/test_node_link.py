@@ -6,9 +6,11 @@ from collections.abc import AsyncIterator
 import grpc
 import pytest
 
+from baton import cluster_certificates, link_codec
 from baton.errors import Cancelled, ConfigError, DeadlineExceeded, Draining, LeaseExpired, SlowReader, Unavailable
 from baton.failpoints import FAILPOINTS
 from baton.link_codec import Numbers
+from baton.link_dialer import PROOF_KEY, LinkDialer, has_other_token, link_proof
 from baton.pb import cluster_pb2 as pb
 from baton.types import FinishReason, Incarnation
 from baton.wire import key_from_pb
@@ -135,16 +137,55 @@ async def test_a_message_of_another_incarnation_ends_the_stream(bench: Bench) ->
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "seçret"])
-async def test_the_cluster_token_is_demanded(token: str) -> None:
+async def test_a_node_with_another_token_fails_the_handshake(token: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.node_port.PATIENCE", 0.2)
     async with coordinator(cluster_token="secret") as bench:
-        node = FakeNode(bench.address, "p0", "prefill", token=token.encode("ascii", "replace").decode())
+        node = FakeNode(bench.address, "p0", "prefill", token=token)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await node.join()
-        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert has_other_token(caught.value)
         await node.die()
-        assert bench.dispatcher.brain.counters.joins == {"unauthenticated": 1}
+        joins = bench.dispatcher.brain.counters.joins
+        async with asyncio.timeout(30.0):
+            while not joins["unauthenticated"]:
+                await asyncio.sleep(0.05)
         async with FakeNode(bench.address, "p0", "prefill", token="secret"):
             assert len(bench.dispatcher.links) == 1
+        assert joins["joined"] == 1
+
+
+async def test_whoever_shows_no_certificate_gets_no_stream() -> None:
+    async with coordinator(cluster_token="secret") as bench:
+        authority = cluster_certificates._self_signed(cluster_certificates._authority("secret"))
+        named = (("grpc.ssl_target_name_override", cluster_certificates.COORDINATOR_NAME),)
+        bare = grpc.aio.secure_channel(bench.address, grpc.ssl_channel_credentials(authority), options=named)
+        for channel in (bare, grpc.aio.insecure_channel(bench.address)):
+            async with channel:
+                call = link_codec.dial(channel, metadata=((PROOF_KEY, link_proof("secret")),))
+                assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        assert bench.dispatcher.links == {}
+
+
+@pytest.mark.parametrize("metadata", [(), ((PROOF_KEY, link_proof("wrong")),), ((PROOF_KEY, b""),)], ids=len)
+async def test_a_certificate_without_the_proof_is_not_enough(metadata: tuple[tuple[str, bytes], ...]) -> None:
+    async with coordinator(cluster_token="secret") as bench:
+        async with LinkDialer("secret").open_channel(bench.address) as channel:
+            call = link_codec.dial(channel, metadata=metadata)
+            assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert bench.dispatcher.brain.counters.joins == {"unauthenticated": 1}
+
+
+async def test_a_node_dials_nobody_who_is_not_the_coordinator() -> None:
+    server = grpc.aio.server()
+    port = server.add_secure_port("127.0.0.1:0", cluster_certificates.decode_credentials("secret"))
+    await server.start()
+    node = FakeNode(f"127.0.0.1:{port}", "d0", "decode", token="secret")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await node.join()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    await node.die()
+    await server.stop(None)
 
 
 async def test_a_mismatch_is_refused_with_its_reason(bench: Bench) -> None:

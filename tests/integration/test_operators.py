@@ -32,7 +32,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 async def call(bench: Bench, method: str, request: Any, bearer: str = "") -> Any:
     metadata = (("authorization", f"Bearer {bearer}"),) if bearer else ()
-    async with grpc.aio.insecure_channel(bench.address) as channel:
+    async with grpc.aio.insecure_channel(bench.operators) as channel:
         made = getattr(cluster_pb2_grpc.ClusterStub(channel), method)(request, metadata=metadata, timeout=30.0)
         return [answer async for answer in made] if method == "Watch" else await made
 
@@ -117,7 +117,7 @@ async def test_the_ratio_is_advised_and_kept(bench: Bench) -> None:
     "method", ["Status", "Watch", "Ledger", "Explain", "Drain", "Undrain", "SetRatio", "AutoRatio", "ArmFailpoints"]
 )
 async def test_bytes_that_are_no_message(bench: Bench, method: str) -> None:
-    async with grpc.aio.insecure_channel(bench.address) as channel:
+    async with grpc.aio.insecure_channel(bench.operators) as channel:
         make = channel.unary_stream if method == "Watch" else channel.unary_unary
         call = make(f"/baton.v1.Cluster/{method}")(b"\xff\xff\xff")
         with pytest.raises(grpc.aio.AioRpcError, match="its bytes cannot be read") as told:
@@ -130,7 +130,7 @@ def service(bench: Bench, name: str) -> str:
 
 
 async def test_watch_tells_at_once_and_then_of_changes(bench: Bench) -> None:
-    async with grpc.aio.insecure_channel(bench.address) as channel:
+    async with grpc.aio.insecure_channel(bench.operators) as channel:
         watch = cluster_pb2_grpc.ClusterStub(channel).Watch(pb.WatchRequest(interval_seconds=0.1), timeout=30.0)
         assert len((await watch.read()).nodes) == 0
         async with bench.node("p0", "prefill"):

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from baton import link_codec
+from baton.cluster_certificates import coordinator_credentials
 from baton.pb import cluster_pb2 as pb
 from baton.pb.common_pb2 import Ledger
 
@@ -30,10 +31,11 @@ class Registrar:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls) -> AsyncIterator["Registrar"]:
+    async def open(cls, token: str = "") -> AsyncIterator["Registrar"]:
         made, server = cls(), grpc.aio.server()
         link_codec.add_to(server, made._serve)
-        made.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        credentials = coordinator_credentials(token, lambda: None)
+        made.address = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', credentials)}"
         await server.start()
         try:
             yield made

@@ -1,5 +1,6 @@
 """A node's health port answers for as long as the node lives."""
 
+import asyncio
 import gc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.health_port import NO_PORT, HealthPort
+from baton.health_service import STREAMS_PER_CONNECTION, OpenStreams, TooManyStreams
 
 CHECK = health_pb2.HealthCheckRequest()
 KINDS = health_pb2.HealthCheckResponse
@@ -43,6 +45,32 @@ async def test_it_says_what_it_serves() -> None:
         answer = await call.read()
         call.cancel()
     assert "grpc.health.v1.Health" in {service.name for service in answer.list_services_response.service}
+
+
+async def test_watches_of_one_connection_are_bounded() -> None:
+    async with serving() as health, grpc.aio.insecure_channel(f"127.0.0.1:{health.port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        calls = [stub.Watch(CHECK, timeout=60) for _ in range(5000)]
+        answers = await asyncio.gather(*(call.read() for call in calls), return_exceptions=True)
+        refused = [answer for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
+        codes = {answer.code() for answer in refused}  # of ours, and of HTTP/2 beyond its streams for a connection
+        assert codes <= {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
+        assert len(calls) - len(refused) == STREAMS_PER_CONNECTION
+        assert (await stub.Check(CHECK, timeout=30)).status == KINDS.SERVING
+        for call in calls:
+            call.cancel()
+
+
+async def test_watches_of_a_server_are_bounded_and_end_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.health_service.WATCH_SECONDS", 0.05)
+    streams = OpenStreams(most=2, per_connection=2)
+    with streams.one("a"), streams.one("b"), pytest.raises(TooManyStreams), streams.one("c"):
+        pass
+    assert len(streams) == 0
+    async with serving() as health, grpc.aio.insecure_channel(f"127.0.0.1:{health.port}") as channel:
+        call = health_pb2_grpc.HealthStub(channel).Watch(CHECK, timeout=60)
+        assert (await call.read()).status == KINDS.SERVING
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
 
 
 async def test_a_port_in_use_is_told() -> None:

@@ -1,12 +1,14 @@
-"""TLS for the grpc links, from the cluster token alone: whoever has the token can make a certificate that the others
-believe, nobody else can. docs/design/0003 says why this way.
+"""TLS between the processes of a cluster, from the cluster token alone: whoever has the token can make a certificate
+that the others believe, nobody else can. docs/design/0003 and docs/design/0006 say why this way.
 
 The token gives the key of the cluster's own authority. Each process makes that authority's certificate for itself, and
 with it one for a fresh key of its own, so no key or certificate ever lies in a file. Both ends show a certificate (TLS
-calls it mutual), and it says which end it is for: a writer cannot pass for a decode node.
+calls it mutual), and it says which end it is for: a writer cannot pass for a decode node, nor a decode node for the
+coordinator.
 """
 
 import datetime
+from collections.abc import Callable
 from functools import lru_cache
 
 import grpc
@@ -15,9 +17,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from kv_transfer.security import stretch
+from baton.cluster_secret import derive_secret
 
 DECODE_NAME = "decode.baton.internal"  # whom a writer expects, wherever it dials
+COORDINATOR_NAME = "coordinator.baton.internal"  # whom a node or a pool expects
+_NODE_NAME = "node.baton.internal"
 _WRITER_NAME = "writer.baton.internal"
 _AUTHORITY = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "baton cluster")])
 _ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of NIST P-256
@@ -35,15 +39,36 @@ def decode_credentials(token: str) -> grpc.ServerCredentials:
 
 
 def writer_credentials(token: str) -> grpc.ChannelCredentials:
+    return _dialling_credentials(token, _WRITER_NAME)
+
+
+def _dialling_credentials(token: str, name: str) -> grpc.ChannelCredentials:
     authority = _authority(token)
-    key, certificate = _issue(authority, _WRITER_NAME, ExtendedKeyUsageOID.CLIENT_AUTH)
+    key, certificate = _issue(authority, name, ExtendedKeyUsageOID.CLIENT_AUTH)
     return grpc.ssl_channel_credentials(_self_signed(authority), key, certificate)
+
+
+def coordinator_credentials(token: str, on_handshake: Callable[[], None]) -> grpc.ServerCredentials:
+    """Of the cluster port. gRPC calls `on_handshake`, on a thread of its own, whenever a connection begins one."""
+    authority = _authority(token)
+    shown = _issue(authority, COORDINATOR_NAME, ExtendedKeyUsageOID.SERVER_AUTH)
+    configuration = grpc.ssl_server_certificate_configuration([shown], _self_signed(authority))
+
+    def fetch() -> None:  # gRPC asks for a newer configuration here: there is none
+        on_handshake()
+
+    return grpc.dynamic_ssl_server_credentials(configuration, fetch, require_client_authentication=True)
+
+
+def node_credentials(token: str) -> grpc.ChannelCredentials:
+    """Of a node or a pool that dials the coordinator."""
+    return _dialling_credentials(token, _NODE_NAME)
 
 
 @lru_cache(maxsize=8)
 def _authority(token: str) -> ec.EllipticCurvePrivateKey:
     """40 bytes for a number of 32, so that no value of it is likelier than another (NIST SP 800-186, extra bits)."""
-    seed = int.from_bytes(stretch(token, b"baton transfer authority v1", 40), "big")
+    seed = int.from_bytes(derive_secret(token, b"baton cluster authority v1", 40), "big")
     return ec.derive_private_key(seed % (_ORDER - 1) + 1, ec.SECP256R1())
 
 

@@ -1,0 +1,57 @@
+"""How a node or a pool dials the coordinator's cluster port: mutual TLS whose keys the cluster token
+gives, and on the stream a proof of the token, which itself never crosses the wire."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from baton import link_codec
+from baton.cluster_certificates import COORDINATOR_NAME, node_credentials
+from baton.cluster_secret import derive_secret
+from baton.limits import LINK_OPTIONS
+
+PROOF_KEY = "baton-cluster-proof-bin"  # metadata of every stream
+_OPTIONS = (
+    *LINK_OPTIONS,
+    ("grpc.ssl_target_name_override", COORDINATOR_NAME),
+    # Else a new channel is given the connection of the last one, which may lead nowhere any more.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+)
+_OTHER_TOKEN = "CERTIFICATE_VERIFY_FAILED"  # BoringSSL's words, in the details of a failed call
+_NO_TLS = "WRONG_VERSION_NUMBER"
+
+
+def link_proof(token: str) -> bytes:
+    return derive_secret(token, b"baton node link v1", 32)
+
+
+class LinkDialer:
+    """Its certificate is made once."""
+
+    def __init__(self, token: str) -> None:
+        self._credentials = node_credentials(token)
+        self._metadata = ((PROOF_KEY, link_proof(token)),)
+
+    def open_channel(self, address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
+        """A connection of its own to the coordinator at `address`, HOST:PORT."""
+        return grpc.aio.secure_channel(address, self._credentials, options=(*_OPTIONS, *options))
+
+    def dial(self, channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall:
+        """A stream on which nothing has been said."""
+        return link_codec.dial(channel, metadata=self._metadata)
+
+
+def has_other_token(error: grpc.aio.AioRpcError) -> bool:
+    """Whether who answered has keys of another cluster token than ours."""
+    return _OTHER_TOKEN in (error.details() or "")
+
+
+def failure_reason(error: grpc.aio.AioRpcError) -> str:
+    """Why a stream could not be had, or broke, in a few words."""
+    if has_other_token(error):
+        return "wrong cluster token: who answers there has another one"
+    if _NO_TLS in (error.details() or ""):
+        return "what answers there does not speak TLS: is it a coordinator's --cluster-port?"
+    return str(error.code().name)

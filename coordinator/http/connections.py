@@ -1,0 +1,74 @@
+"""The connections of one HTTP port, and which of them makes room for a new one."""
+
+from collections import Counter
+from typing import Protocol
+
+from baton import log
+from baton.connection_limits import PortLimit
+from baton.exposure import is_loopback
+from baton.log_rate import LogRate
+
+_log = log.get("http")
+
+
+class Closable(Protocol):
+    def close_at_once(self) -> None: ...
+
+
+class ConnectionTable:
+    """Connections without a request in progress are idle. When there are too many, the one that has been idle longest
+    is closed; the new one, if no other is idle, or if its address has too many. `port` is its name in logs."""
+
+    def __init__(self, port: str, limit: PortLimit) -> None:
+        self.limit = limit
+        self.refused = 0  # connections closed to make room, or not taken
+        self._port = port
+        self._addresses: dict[Closable, str] = {}
+        self._idle: dict[Closable, None] = {}  # the longest idle first
+        self._per_address: Counter[str] = Counter()
+        self._lines = LogRate()
+
+    def __len__(self) -> int:
+        return len(self._addresses)
+
+    def add(self, connection: Closable, address: str) -> None:
+        self._addresses[connection] = address
+        self._idle[connection] = None
+        self._per_address[address] += 1
+        if not is_loopback(address) and self._per_address[address] > self.limit.per_address:
+            self._close(connection)
+        elif len(self) > self.limit.most:
+            self._close(next(iter(self._idle)))
+
+    def remove(self, connection: Closable) -> None:
+        """It has ended. Also of one that is not here."""
+        address = self._addresses.pop(connection, None)
+        self._idle.pop(connection, None)
+        if address is not None:
+            self._per_address[address] -= 1
+            if not self._per_address[address]:
+                del self._per_address[address]
+
+    def busy(self, connection: Closable) -> None:
+        """A request has come, whole but for its body."""
+        self._idle.pop(connection, None)
+
+    def idle(self, connection: Closable) -> None:
+        """Its answer has been sent."""
+        if connection in self._addresses:
+            self._idle[connection] = None
+
+    def _close(self, connection: Closable) -> None:
+        self.refused += 1
+        self.remove(connection)
+        connection.close_at_once()
+        withheld = self._lines.admit()
+        if withheld is not None:
+            _log.warning(
+                f"too many connections to the {self._port} port: one was closed",
+                port=self._port,
+                limit=self.limit.most,
+                limit_per_address=self.limit.per_address,
+                withheld=withheld,
+                knob="ulimit -n, --max-connections, --max-connections-per-address",
+            )

@@ -1,0 +1,58 @@
+"""What the coordinator's ports may hold, and what they hold."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from baton.config import Config
+from baton.connection_guard import ConnectionGuard
+from baton.connection_limits import port_limit
+from coordinator.http.connections import ConnectionTable
+
+PORTS = ("http", "grpc", "admin", "cluster")
+
+
+class Ports(Collector):
+    """HTTP ports count their connections themselves; those of gRPC are watched from outside."""
+
+    def __init__(self, config: Config, descriptors: int) -> None:
+        """Raises ConfigError for more connections than the process may have."""
+        most, per_address = config.max_connections, config.max_connections_per_address
+        self.limits = {name: port_limit(name, descriptors, most=most, per_address=per_address) for name in PORTS}
+        self._tables: dict[str, ConnectionTable] = {}
+        self._guard = ConnectionGuard()
+
+    def table(self, name: str) -> ConnectionTable:
+        """Of an HTTP port."""
+        return self._tables.setdefault(name, ConnectionTable(name, self.limits[name]))
+
+    def watch(self, name: str, port: int) -> None:
+        """A gRPC port, by its name and its number."""
+        self._guard.watch(name, port, self.limits[name])
+
+    def held(self) -> dict[str, int]:
+        return {name: len(table) for name, table in self._tables.items()} | self._guard.held()
+
+    def refused(self) -> dict[str, int]:
+        """Connections that were closed because there were too many."""
+        return {name: table.refused for name, table in self._tables.items()} | self._guard.refused()
+
+    def close(self) -> None:
+        self._guard.close()
+
+    def collect(self) -> Iterator[Metric]:
+        """For /metrics."""
+        held = GaugeMetricFamily("baton_connections", "Connections that a port holds", labels=["port"])
+        for name, count in self.held().items():
+            held.add_metric([name], count)
+        yield held
+        yield self.refused_counter()
+
+    def refused_counter(self) -> Metric:
+        refused = CounterMetricFamily(
+            "baton_connections_refused_total", "Connections closed because there were too many", labels=["port"]
+        )
+        for name, count in self.refused().items():
+            refused.add_metric([name], count)
+        return refused

@@ -1,0 +1,122 @@
+"""Idle connections to one port of a cluster with few descriptors: every other port answers, and nodes can join."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from baton.cli.plan import COORDINATOR
+from baton.link_dialer import LinkDialer
+from baton.pb import cluster_pb2 as pb
+from tests.cluster import Cluster
+from tests.faults.test_strangers import listening
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+OPEN_FILES = 256
+IDLE = 300  # connections
+PATIENCE = 60.0  # seconds
+PORTS = ("http", "grpc", "admin", "cluster", "decode-0", "prefill-0")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
+    folder = tmp_path_factory.mktemp("idle")
+    made = Cluster(
+        folder,
+        engine="paced",
+        paced_prefill_us_per_token=1.0,
+        open_files=OPEN_FILES,
+        also={"decode-1": "decode-0"},
+        held_back=["decode-1"],
+    )
+    async with made:
+        yield made
+    made.assert_clean()
+
+
+@asynccontextmanager
+async def idle(port: int) -> AsyncIterator[None]:
+    """Many connections to a port of loopback, on which nothing is ever said."""
+    opened = await asyncio.gather(*(_open(port) for _ in range(IDLE)))
+    try:
+        yield
+    finally:
+        for writer in filter(None, opened):
+            writer.transport.abort()
+
+
+async def _open(port: int) -> asyncio.StreamWriter | None:
+    """None where not even the kernel takes it."""
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(5.0):
+            return (await asyncio.open_connection("127.0.0.1", port))[1]
+    return None
+
+
+def ports_of(cluster: Cluster, name: str) -> list[int]:
+    """Those of the coordinator by their names, and all of a node by its own."""
+    if hasattr(cluster.where, name):
+        return [int(getattr(cluster.where, name).rpartition(":")[2])]
+    return sorted(port for _, port in listening({cluster.pids()[name]}))
+
+
+async def answers(cluster: Cluster, attacked: str) -> None:
+    """Whatever is not attacked answers on new connections."""
+    body = {"prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
+    async with asyncio.timeout(PATIENCE):
+        async with httpx.AsyncClient(timeout=PATIENCE) as client:
+            if attacked != "http":
+                answer = await client.post(f"http://{cluster.where.http}/v1/completions", json=body)
+                assert answer.status_code == 200, answer.text
+            if attacked != "admin":
+                assert (await client.get(f"http://{cluster.where.admin}/readyz")).status_code == 200
+        if attacked != "grpc":
+            assert len((await cluster.status()).nodes) >= 2
+            assert len((await cluster.generate([1, 2, 3], max_tokens=4)).tokens) == 4
+        if attacked != "cluster":
+            await dials(cluster)
+
+
+async def dials(cluster: Cluster) -> None:
+    """The coordinator hears a Join, and this one it does not like."""
+    dialer = LinkDialer(cluster.config.cluster_token)
+    async with dialer.open_channel(cluster.where.cluster) as channel:
+        call = dialer.dial(channel)
+        await call.write(pb.NodeMessage(join=pb.Join(name="other", role="cook")))
+        assert (await call.read()).HasField("refusal")
+
+
+@pytest.mark.parametrize("attacked", PORTS)
+async def test_idle_connections_to_one_port_leave_the_others_alone(cluster: Cluster, attacked: str) -> None:
+    pids = cluster.pids()
+    for port in ports_of(cluster, attacked):
+        async with idle(port):
+            for _ in range(3):
+                await answers(cluster, attacked)
+    assert cluster.pids() == pids
+    await answers(cluster, attacked="")  # and the attacked one is back
+
+
+async def test_a_node_joins_while_idle_connections_besiege_the_cluster_port(cluster: Cluster) -> None:
+    async with idle(ports_of(cluster, "cluster")[0]):
+        cluster.start("decode-1")
+        await cluster.wait_status(lambda status: any(node.name == "decode-1" for node in status.nodes), PATIENCE)
+        await answers(cluster, attacked="")
+
+
+async def test_what_was_closed_is_counted_and_said(cluster: Cluster) -> None:
+    async with httpx.AsyncClient() as client:
+        metrics = (await client.get(f"http://{cluster.where.admin}/metrics")).text
+    told = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("baton_connections"))
+    for port in ("http", "grpc", "admin", "cluster"):
+        assert float(told[f'baton_connections_refused_total{{port="{port}"}}']) > 0
+        assert float(told[f'baton_connections{{port="{port}"}}']) < OPEN_FILES / 2
+    log = cluster.logs.path(COORDINATOR).read_text()
+    assert "too many connections to the http port" in log
+    assert "--max-connections" in log
+    assert "too many connections to the transfer port" in cluster.logs.path("decode-0").read_text()
