@@ -4,6 +4,7 @@ The life of a link:
 
     dial -> Join -> Welcome(incarnation) -> commands and reports ... -> broken or silent -> dial again
                  -> Refusal: the process ends with one line saying which field differs, unless it was a member before
+                 -> Refusal that names a time: the process says why and dials again then
 
 A stream that broke is dialled again at once, then with growing pauses. The work of the old incarnation is dropped when
 the new Welcome arrives, or after `silence` seconds without one, whichever is first. Everything here runs on the
@@ -21,13 +22,24 @@ from baton.errors import ConfigError
 from baton.failpoints import FAILPOINTS
 from baton.limits import LINK_OPTIONS, MAX_UNSENT
 from baton.pb import cluster_pb2
-from baton.types import Incarnation
+from baton.types import Incarnation, mint_id
 
 TOKEN_METADATA = "baton-cluster-token"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between dials
+_REFUSED_PAUSE = 5.0  # seconds between dials to a coordinator that refuses this node, at most
+_SAY_AGAIN = 30.0  # seconds until the same refusal is logged once more
 # A pool of its own: else a new channel is given the connection of the last one, which may lead nowhere any more.
 _OPTIONS = (*LINK_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
 _REFUSED_CODES = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED})
+
+
+class _NotYet(Exception):
+    """The coordinator refuses this node for now, `seconds` at least."""
+
+    def __init__(self, reason: str, seconds: float) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.seconds = seconds
 
 
 class _JoinAnew(Exception):
@@ -71,6 +83,8 @@ class CoordinatorLink:
         self._overflow = asyncio.Event()  # the coordinator reads too slowly
         self._changed = asyncio.Event()  # what the last Join said is not so any more
         self._was_member = False
+        self._process = mint_id(64)  # tells this process from another one of the same name
+        self._said = ("", 0.0)  # the last refusal that was logged, and when it may be logged again
         self._heard = 0.0  # when the coordinator last said anything, on the loop's clock
         self._lost: asyncio.TimerHandle | None = None
         self._log = log.get("link")
@@ -96,15 +110,21 @@ class CoordinatorLink:
         """Keep the stream until cancelled. Raises ConfigError when the coordinator refuses this node."""
         pause = _FIRST_PAUSE
         while True:
+            longest, least = _LONGEST_PAUSE, 0.0
             try:
                 async with grpc.aio.insecure_channel(self._address, options=_OPTIONS) as channel:
                     await self._session(link_codec.dial(channel, metadata=self._metadata))
             except grpc.aio.AioRpcError as error:
                 self._log.warning("coordinator unreachable", address=self._address, code=error.code().name)
                 if error.code() in _REFUSED_CODES:
+                    longest = _REFUSED_PAUSE
                     self._refused(f"coordinator {self._address}: {error.details()}: check --cluster-token")
             except ConfigError as error:
+                longest = _REFUSED_PAUSE
                 self._refused(error.message)
+            except _NotYet as refusal:
+                least = min(refusal.seconds, _REFUSED_PAUSE)
+                self._say("may not join yet", refusal.reason)
             except TimeoutError:
                 self._log.warning("coordinator silent", address=self._address, seconds=self._silence)
             except _JoinAnew:
@@ -112,14 +132,22 @@ class CoordinatorLink:
             if self.joined:
                 self._disconnected()
                 pause = _FIRST_PAUSE
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # a redial's pause, not a poll
-            pause = min(pause * 2, _LONGEST_PAUSE)
+            await asyncio.sleep(max(least, pause * random.uniform(0.5, 1.0)))  # a redial's pause, not a poll
+            pause = min(pause * 2, longest)
 
     def _refused(self, reason: str) -> None:
         """A node that was a member once goes on trying: its coordinator may be being replaced, or the link be bad."""
         if not self._was_member:
             raise ConfigError(reason)
-        self._log.error("may not join anew", reason=reason)
+        self._say("may not join anew", reason)
+
+    def _say(self, what: str, reason: str) -> None:
+        """Log a refusal once, and again while it lasts, but at a bounded rate."""
+        now = asyncio.get_running_loop().time()
+        last, again = self._said
+        if what != last or now >= again:
+            self._said = (what, now + _SAY_AGAIN)
+            self._log.error(what, reason=reason)
 
     def _disconnected(self) -> None:
         self._incarnation = Incarnation("")
@@ -130,7 +158,9 @@ class CoordinatorLink:
         """One stream from Join to its end. Raises AioRpcError, TimeoutError or _JoinAnew when it ends."""
         self._changed.clear()
         try:
-            await call.write(cluster_pb2.NodeMessage(join=self._member.join()))
+            join = self._member.join()
+            join.process = self._process
+            await call.write(cluster_pb2.NodeMessage(join=join))
             numbers = link_codec.Numbers()
             heartbeat = await self._welcome(call, numbers)
             async with asyncio.TaskGroup() as tasks:
@@ -150,7 +180,10 @@ class CoordinatorLink:
         if first is grpc.aio.EOF or first is None:
             raise TimeoutError
         if first.WhichOneof("message") == "refusal":
-            raise ConfigError(f"the coordinator refused this node: {first.refusal.error.message}")
+            reason, seconds = first.refusal.error.message, first.refusal.retry_seconds
+            if seconds > 0:
+                raise _NotYet(reason, seconds)
+            raise ConfigError(f"the coordinator refused this node: {reason}")
         if first.WhichOneof("message") != "welcome":
             self._log.warning("the welcome was lost: joining anew")
             raise TimeoutError
@@ -162,6 +195,7 @@ class CoordinatorLink:
             self._lost.cancel()
         self._overflow.clear()
         self._was_member = True
+        self._said = ("", 0.0)
         self._silence = first.welcome.silence_seconds
         self._incarnation = Incarnation(first.welcome.incarnation)
         self._member.joined(self._incarnation)

@@ -100,7 +100,8 @@ class NodeLink:
                 incarnation = self._dispatcher.join(join_from_pb(first.join), stream)
         except ConfigError as error:
             _log.warning("join refused", node=first.join.name, reason=error.message)
-            await context.write(CoordinatorMessage(refusal=Refusal(error=wire.error_to_pb(error))))
+            refusal = Refusal(error=wire.error_to_pb(error), retry_seconds=error.retry_after or 0.0)
+            await context.write(CoordinatorMessage(refusal=refusal))
             return
         try:
             await self._until_one_ends(self._read(context, incarnation), stream.drain_to(context), stream.closed.wait())
