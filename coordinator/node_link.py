@@ -16,8 +16,9 @@ from baton import link_codec, log, wire
 from baton.config import Config
 from baton.errors import ConfigError, NodeGone
 from baton.limits import MAX_UNSENT
-from baton.pb.cluster_pb2 import CoordinatorMessage, NodeMessage, Ping, Refusal
+from baton.pb.cluster_pb2 import CoordinatorMessage, Join, NodeMessage, Ping, Refusal
 from baton.types import Incarnation
+from coordinator.core.identity import JoinInfo
 from coordinator.core.pools import ROLE
 from coordinator.dispatcher import Dispatcher
 from coordinator.ledgers import Ledgers
@@ -97,7 +98,7 @@ class NodeLink:
             if first.join.role == ROLE:
                 incarnation = self._dispatcher.join_pool(pool_from_pb(first.join), stream)
             else:
-                incarnation = self._dispatcher.join(join_from_pb(first.join), stream)
+                incarnation = self._dispatcher.join(self._announcement(first.join), stream)
         except ConfigError as error:
             _log.warning("join refused", node=first.join.name, reason=error.message)
             refusal = Refusal(error=wire.error_to_pb(error), retry_seconds=error.retry_after or 0.0)
@@ -110,6 +111,14 @@ class NodeLink:
         finally:
             stream.close()
             self._dispatcher.leave(incarnation, NodeGone(f"the stream of node {first.join.name} ended"))
+
+    def _announcement(self, join: Join) -> JoinInfo:
+        """Raises ConfigError, counted, for one that is no node's."""
+        try:
+            return join_from_pb(join)
+        except ConfigError:
+            self._dispatcher.brain.counters.joins["refused"] += 1
+            raise
 
     async def _authenticate(self, context: Context) -> None:
         given = dict(context.invocation_metadata()).get(TOKEN_KEY, "")
