@@ -4,6 +4,7 @@ The life of a link:
 
     dial -> Join -> Welcome(incarnation) -> commands and reports ... -> broken or silent -> dial again
                  -> Refusal: the process ends with one line saying which field differs, unless it was a member before
+                 -> Refusal that names a time: the process says why and dials again then
 
 A stream that broke is dialled again at once, then with growing pauses. The work of the old incarnation is dropped when
 the new Welcome arrives, or after `silence` seconds without one, whichever is first. Everything here runs on the
@@ -23,10 +24,20 @@ from baton.limits import MAX_UNSENT
 from baton.link_dialer import LinkDialer, failure_reason, has_other_token
 from baton.log_rate import LogRate
 from baton.pb import cluster_pb2
-from baton.types import Incarnation
+from baton.types import Incarnation, mint_id
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between dials
+_REFUSED_PAUSE = 5.0  # seconds between dials to a coordinator that refuses this node, at most
 _REFUSED_CODES = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED})
+
+
+class _NotYet(Exception):
+    """The coordinator refuses this node for now, `seconds` at least."""
+
+    def __init__(self, reason: str, seconds: float) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.seconds = seconds
 
 
 class _JoinAnew(Exception):
@@ -70,6 +81,7 @@ class CoordinatorLink:
         self._overflow = asyncio.Event()  # the coordinator reads too slowly
         self._changed = asyncio.Event()  # what the last Join said is not so any more
         self._was_member = False
+        self._process = mint_id(64)  # tells this process from another one of the same name
         self._heard = 0.0  # when the coordinator last said anything, on the loop's clock
         self._lost: asyncio.TimerHandle | None = None
         self._log = log.get("link")
@@ -96,13 +108,20 @@ class CoordinatorLink:
         """Keep the stream until cancelled. Raises ConfigError when the coordinator refuses this node."""
         pause = _FIRST_PAUSE
         while True:
+            longest, least = _LONGEST_PAUSE, 0.0
             try:
                 async with self._dialer.open_channel(self._address) as channel:
                     await self._session(self._dialer.dial(channel))
             except grpc.aio.AioRpcError as error:
+                if error.code() in _REFUSED_CODES or has_other_token(error):
+                    longest = _REFUSED_PAUSE
                 self._unreachable(error)
             except ConfigError as error:
+                longest = _REFUSED_PAUSE
                 self._refused(error.message)
+            except _NotYet as refusal:
+                least = min(refusal.seconds, _REFUSED_PAUSE)
+                self._say("may not join yet", refusal.reason)
             except TimeoutError:
                 self._log.warning("coordinator silent", address=self._address, seconds=self._silence)
             except _JoinAnew:
@@ -110,8 +129,8 @@ class CoordinatorLink:
             if self.joined:
                 self._disconnected()
                 pause = _FIRST_PAUSE
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # a redial's pause, not a poll
-            pause = min(pause * 2, _LONGEST_PAUSE)
+            await asyncio.sleep(max(least, pause * random.uniform(0.5, 1.0)))  # a redial's pause, not a poll
+            pause = min(pause * 2, longest)
 
     def _unreachable(self, error: grpc.aio.AioRpcError) -> None:
         """Raises ConfigError if no later dial would fare better."""
@@ -126,9 +145,13 @@ class CoordinatorLink:
         """A node that was a member once goes on trying: its coordinator may be being replaced, or the link be bad."""
         if not self._was_member:
             raise ConfigError(reason)
+        self._say("may not join anew", reason)
+
+    def _say(self, what: str, reason: str) -> None:
+        """Log a refusal at a bounded rate."""
         withheld = self._refusals.admit()
         if withheld is not None:
-            self._log.error("may not join anew", reason=reason, withheld=withheld)
+            self._log.error(what, reason=reason, withheld=withheld)
 
     def _disconnected(self) -> None:
         self._incarnation = Incarnation("")
@@ -139,7 +162,9 @@ class CoordinatorLink:
         """One stream from Join to its end. Raises AioRpcError, TimeoutError or _JoinAnew when it ends."""
         self._changed.clear()
         try:
-            await call.write(cluster_pb2.NodeMessage(join=self._member.join()))
+            join = self._member.join()
+            join.process = self._process
+            await call.write(cluster_pb2.NodeMessage(join=join))
             numbers = link_codec.Numbers()
             heartbeat = await self._welcome(call, numbers)
             async with asyncio.TaskGroup() as tasks:
@@ -159,7 +184,10 @@ class CoordinatorLink:
         if first is grpc.aio.EOF or first is None:
             raise TimeoutError
         if first.WhichOneof("message") == "refusal":
-            raise ConfigError(f"the coordinator refused this node: {first.refusal.error.message}")
+            reason, seconds = first.refusal.error.message, first.refusal.retry_seconds
+            if seconds > 0:
+                raise _NotYet(reason, seconds)
+            raise ConfigError(f"the coordinator refused this node: {reason}")
         if first.WhichOneof("message") != "welcome":
             self._log.warning("the welcome was lost: joining anew")
             raise TimeoutError

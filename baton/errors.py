@@ -7,7 +7,7 @@
      + HandoffFailed    a hand-off that did not commit: placed again, else 503
      |   PeerGone, LayoutMismatch, Incomplete, ChecksumMismatch, Stale, LeaseExpired, Unmappable
      + NodeFailed       a node could not go on: placed again, else 503
-     |   OutOfBlocks, OutOfMemory, Stalled, Preempted, NodeGone, Drained
+     |   OutOfBlocks, OutOfMemory, Stalled, Preempted, WrongModel, NodeGone, Drained
      + SlowReader       the client read too slowly; its stream was cut
      + DeadlineExceeded 504
      + Cancelled        499
@@ -213,6 +213,12 @@ class Preempted(NodeFailed):
     """It gave its blocks to other work."""
 
     code = "preempted"
+
+
+class WrongModel(NodeFailed):
+    """The request is bound to another model than the node serves."""
+
+    code = "wrong_model"
 
 
 class NodeGone(NodeFailed):

@@ -40,17 +40,24 @@ LOCAL_PREFILL_BURST = 8  # steps of a decode node whose share of prompts may be 
 
 @dataclass(frozen=True, slots=True)
 class ModelBounds:
-    """What the served model and the cluster's cache allow, and which model that is."""
+    """What the served model and the cluster's cache allow, and which model that is. Both lengths are those of one node,
+    the one that can hold the longest request, or could before it left a moment ago."""
 
     vocab_size: int
     max_model_len: int  # prompt plus output, tokens
-    cache_tokens: int  # tokens that the smallest node's cache can hold
+    cache_tokens: int  # tokens that its cache can hold
     model_digest: str = ""  # of its weights and architecture, in hex
     dtype: str = ""
+    present_context: int = 0  # the longest request that the nodes which are here can hold, tokens; 0: not known
 
     @property
     def max_context(self) -> int:
         return min(self.max_model_len, self.cache_tokens)
+
+    def output_room(self, prompt_tokens: int) -> int:
+        """Tokens of output that fit behind such a prompt now; if that is none, those that usually do."""
+        now = self.present_context - prompt_tokens
+        return now if now > 0 else self.max_context - prompt_tokens
 
 
 def check_prompt(prompt: tuple[int, ...], bounds: ModelBounds) -> None:

@@ -106,12 +106,14 @@ class Work:
     """One attempt as a node receives it. `emitted` are tokens that the client already has: they are part of the
     context, count towards max_tokens and are never sent again. `prefill_payer` is the class that the computing of the
     context is charged to, "" for the request's own: whoever preempted the attempt before pays for computing it again.
+    `model` is the digest of the identity that the request is bound to (baton/model_identity.py).
     """
 
     key: AttemptKey
     request: Request
     emitted: tuple[int, ...] = ()
     prefill_payer: str = ""
+    model: bytes = b""
 
     @property
     def context(self) -> tuple[int, ...]:

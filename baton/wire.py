@@ -25,7 +25,7 @@ from baton.types import (
     Work,
 )
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 FINISH_TO_PB = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
@@ -121,6 +121,7 @@ def work_to_pb(work: Work) -> cluster_pb2.Work:
         tenant_class=work.request.standing.tenant_class,
         level=work.request.standing.level,
         prefill_payer=work.prefill_payer,
+        model=work.model,
     )
 
 
@@ -135,7 +136,7 @@ def work_from_pb(message: cluster_pb2.Work) -> Work:
         choice=key.choice,
         standing=Standing(tenant_class=message.tenant_class, level=message.level),
     )
-    return Work(key, request, tuple(message.emitted.ids), message.prefill_payer)
+    return Work(key, request, tuple(message.emitted.ids), message.prefill_payer, message.model)
 
 
 def peer_to_pb(peer: PeerAddress) -> cluster_pb2.Peer:

@@ -90,7 +90,7 @@ def to_submission(
     the request does not say. Raises InvalidRequest or TooLong."""
     limits.check_prompt(prompt, bounds)
     sampling = SamplingParams(
-        max_tokens=_max_tokens(ask, bounds.max_context - len(prompt), defaults),
+        max_tokens=_max_tokens(ask, bounds.output_room(len(prompt)), defaults),
         temperature=_first(ask.temperature, defaults.temperature, 1.0),
         top_k=_or(ask.top_k, min(defaults.top_k or 0, bounds.vocab_size)),
         top_p=_first(ask.top_p, defaults.top_p, 1.0),

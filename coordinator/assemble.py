@@ -14,9 +14,11 @@ from baton.descriptors import descriptor_limit
 from baton.errors import ConfigError
 from baton.exposure import check_exposure
 from baton.generation_defaults import GenerationDefaults, load_generation_defaults
+from baton.model_files import read_model_files
 from coordinator import admin, tenants_file, tokenizer_files
 from coordinator.auth import AdminGate, Clients
 from coordinator.cluster_service import ClusterService
+from coordinator.core.identity import CoordinatorModel
 from coordinator.dispatcher import Dispatcher
 from coordinator.grpc_port import GrpcPort
 from coordinator.http import app
@@ -47,7 +49,7 @@ class Coordinator:
         tenants = tenants_file.load(config.tenants) if config.tenants else None
         self._who = Clients(config.api_key, tenants)
         self._state_file = _state_file(config.state_dir) if config.state_dir else None
-        self._dispatcher = Dispatcher(config)
+        self._dispatcher = Dispatcher(config, served=_served_model(config))
         if tenants is not None:
             self._dispatcher.reload_tenants(tenants)
         self._ledgers = Ledgers(self._dispatcher)
@@ -160,6 +162,16 @@ def _defaults(config: Config) -> GenerationDefaults:
     folder = Path(config.model)
     known = config.engine == "model" and config.model and folder.is_dir()
     return load_generation_defaults(folder) if known else GenerationDefaults()
+
+
+def _served_model(config: Config) -> CoordinatorModel:
+    """What nodes are compared with. Without a model's folder nothing is known of it but that it may be paced."""
+    if config.engine == "paced":
+        return CoordinatorModel(engine=config.engine)
+    folder = Path(config.model)
+    if not config.model or not folder.is_dir():
+        return CoordinatorModel()
+    return CoordinatorModel(config.engine, read_model_files(folder, dummy=config.load_format == "dummy"))
 
 
 def _state_file(folder: str) -> Path:

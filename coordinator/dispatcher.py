@@ -18,7 +18,7 @@ from baton.ratio import Split
 from baton.slo import Slo, parse_slo
 from baton.types import Incarnation, NodeName, Request, RequestId, Standing, mint_id
 from coordinator.core.brain import Brain
-from coordinator.core.identity import JoinInfo
+from coordinator.core.identity import CoordinatorModel, JoinInfo
 from coordinator.core.messages import (
     Admit,
     Degraded,
@@ -67,8 +67,8 @@ class Outbound(Protocol):
 class Dispatcher:
     """A `Generator` for the front doors and the member list for the node link. One event loop, no locks."""
 
-    def __init__(self, config: Config, clock: Clock = steady) -> None:
-        """Raises ConfigError."""
+    def __init__(self, config: Config, clock: Clock = steady, served: CoordinatorModel | None = None) -> None:
+        """`served`: what is known of the model, for nodes to be compared with. Raises ConfigError."""
         mode = config.mode if config.prefill else "colocated"
         settings = Settings(
             mode,
@@ -83,7 +83,7 @@ class Dispatcher:
             _objective(config.slo),
         )
         self._config = config
-        self.brain = Brain(Registry(config.silence, config.stall), POLICIES[config.placement](), settings)
+        self.brain = Brain(Registry(config.silence, config.stall, served), POLICIES[config.placement](), settings)
         self.clock = clock
         self.mode = mode
         self.links: dict[Incarnation, Outbound] = {}

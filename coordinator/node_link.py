@@ -18,8 +18,9 @@ from baton.errors import ConfigError, NodeGone
 from baton.limits import MAX_UNSENT
 from baton.link_dialer import PROOF_KEY, link_proof
 from baton.log_rate import LogRate
-from baton.pb.cluster_pb2 import CoordinatorMessage, NodeMessage, Ping, Refusal
+from baton.pb.cluster_pb2 import CoordinatorMessage, Join, NodeMessage, Ping, Refusal
 from baton.types import Incarnation
+from coordinator.core.identity import JoinInfo
 from coordinator.core.pools import ROLE
 from coordinator.dispatcher import Dispatcher
 from coordinator.ledgers import Ledgers
@@ -100,10 +101,11 @@ class NodeLink:
             if first.join.role == ROLE:
                 incarnation = self._dispatcher.join_pool(pool_from_pb(first.join), stream)
             else:
-                incarnation = self._dispatcher.join(join_from_pb(first.join), stream)
+                incarnation = self._dispatcher.join(self._announcement(first.join), stream)
         except ConfigError as error:
             _log.warning("join refused", node=first.join.name, reason=error.message)
-            await context.write(CoordinatorMessage(refusal=Refusal(error=wire.error_to_pb(error))))
+            refusal = Refusal(error=wire.error_to_pb(error), retry_seconds=error.retry_after or 0.0)
+            await context.write(CoordinatorMessage(refusal=refusal))
             return
         try:
             await self._until_one_ends(self._read(context, incarnation), stream.drain_to(context), stream.closed.wait())
@@ -112,6 +114,14 @@ class NodeLink:
         finally:
             stream.close()
             self._dispatcher.leave(incarnation, NodeGone(f"the stream of node {first.join.name} ended"))
+
+    def _announcement(self, join: Join) -> JoinInfo:
+        """Raises ConfigError, counted, for one that is no node's."""
+        try:
+            return join_from_pb(join)
+        except ConfigError:
+            self._dispatcher.brain.counters.joins["refused"] += 1
+            raise
 
     async def _authenticate(self, context: Context) -> None:
         """The certificate has shown already that the node has the token. This proof of it also holds where somebody in

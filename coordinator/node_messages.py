@@ -5,6 +5,7 @@ from typing import Any
 
 from baton import wire
 from baton.errors import ConfigError
+from baton.model_files import ModelFiles
 from baton.pb import cluster_pb2 as pb
 from baton.types import Incarnation, NodeName, Role
 from coordinator.core import messages as m
@@ -36,6 +37,11 @@ def join_from_pb(join: pb.Join) -> JoinInfo:
         eos_token_ids=tuple(join.eos_token_ids),
         engine=join.engine,
         rejoining=join.rejoining,
+        process=join.process,
+        implementation=join.implementation,
+        dtype=join.dtype,
+        quantization=join.quantization,
+        files=ModelFiles(join.config_digest, join.tokenizer_digest, join.weights_digest),
     )
 
 
@@ -49,6 +55,7 @@ def pool_from_pb(join: pb.Join) -> PoolInfo:
         model_digest=join.model_digest,
         layout=wire.layout_from_pb(join.layout),
         num_blocks=join.num_blocks,
+        process=join.process,
     )
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from baton.block_hash import BlockHash, root_hash
-from baton.errors import BatonError, Cancelled, Incomplete, NodeFailed, NodeGone, Stale
+from baton.errors import BatonError, Cancelled, Incomplete, NodeFailed, NodeGone, Stale, TooLong
 from baton.failpoints import FAILPOINTS
 from baton.pool_terms import PoolHit
 from baton.types import (
@@ -40,7 +40,7 @@ from node_engine.core.pooled import Pooled
 from node_engine.core.residency import Refusal
 from node_engine.core.sequence import Sequence
 from node_engine.core.step import StepBatch
-from node_engine.role import NodeParts, check_work
+from node_engine.role import NodeParts, check_work, refuse_too_long
 
 
 @dataclass(slots=True, eq=False)
@@ -173,6 +173,9 @@ class DecodeRole:
             else:
                 self._reserve(work, root, pooled, writer)
             FAILPOINTS.hit("decode.allocate.after")
+        except TooLong as error:
+            self._cancel(work.key, error)
+            refuse_too_long(work, self._pool, self._report)
         except BatonError as error:
             self._cancel(work.key, error)
             self._report.failed(work.key, error)

@@ -31,6 +31,7 @@ import numpy.typing as npt
 from baton.clock import Clock, steady
 from baton.errors import ConfigError
 from baton.kv_layout import KVLayout
+from baton.model_identity import PACED, UNQUANTIZED, ModelIdentity
 from baton.types import TokenScore
 from node_engine.core.step import Computed, OnLayer, SampleSpec, ScoreSpec, SequenceId, Slice, StepBatch
 
@@ -119,8 +120,13 @@ class PacedEngine:
 
     @property
     def model_digest(self) -> bytes:
-        spelled = f"paced 1 {self._vocab_size} {self._eos} {self._eos_probability} {self._max_model_len}"
+        spelled = f"paced 1 {self._vocab_size} {self._eos} {self._eos_probability}"
         return hashlib.sha256(spelled.encode()).digest()
+
+    @property
+    def identity(self) -> ModelIdentity:
+        digest, layout = self.model_digest.hex(), self._layout
+        return ModelIdentity(PACED, digest, layout.dtype, UNQUANTIZED, layout, self._vocab_size, self._eos)
 
     @property
     def reads_in_place(self) -> bool:

@@ -2,15 +2,17 @@
 hosts it (node_engine/host) knows no role; prefill_node and decode_node each bring one."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from baton.clock import Clock
 from baton.config import Config
+from baton.errors import WrongModel
 from baton.limits import ModelBounds, check_prompt, check_sampling
 from baton.segment import Segment
 from baton.types import NodeName, Work
 from node_engine.core.block_pool import BlockPool
+from node_engine.core.ledger import BlockState
 from node_engine.core.messages import Command
 from node_engine.core.outcome import Outcome
 from node_engine.core.scheduler import Scheduler
@@ -37,12 +39,30 @@ class NodeParts:
     emit: Callable[[object], None]  # puts an event of the role's own on the compute thread's inbox; thread-safe
 
 
-def check_work(work: Work, engine: Engine) -> None:
-    """Raises Rejected for ids and numbers that the model has no room for. The coordinator has checked them; but what
-    indexes a node's memory is checked by the node."""
+def check_work(work: Work, engine: Engine, *, context_only: bool = False) -> None:
+    """The coordinator has checked all of it; but what indexes a node's memory, and what no client would notice, is
+    checked by the node. With `context_only` another node gives the answer, and this one needs no room for it.
+
+    Raises WrongModel for a request that is bound to another model, whose tokens this node must not continue, TooLong
+    for one that is longer than this node serves, and InvalidRequest for what the model does not know."""
+    mine = engine.identity.digest()
+    if work.model != mine:
+        raise WrongModel(
+            f"{work.key} is bound to model {work.model.hex()[:16] or 'none'}, this node serves {mine.hex()[:16]}: it"
+            " must be placed on a node of its own model"
+        )
     bounds = ModelBounds(engine.vocab_size, engine.max_model_len + 1, 1 << 62)
     check_prompt(work.context, bounds)
+    if context_only:
+        bounds = replace(bounds, max_model_len=1 << 62)
     check_sampling(work.request.sampling, len(work.request.prompt), bounds)
+
+
+def refuse_too_long(work: Work, pool: BlockPool, report: Reporter) -> None:
+    """Answer that this node will never have room for a request that another one may well hold. It is no fault of the
+    client, so it must not end the request."""
+    counts = pool.counts()
+    report.refused(work.key, pool.total + 1, counts[BlockState.FREE] + counts[BlockState.CACHED])
 
 
 class RolePolicy(Protocol):

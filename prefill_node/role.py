@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from baton.block_hash import root_hash
-from baton.errors import BatonError, Cancelled, HandoffFailed, NodeFailed, Preempted, Stale
+from baton.errors import BatonError, Cancelled, HandoffFailed, NodeFailed, Preempted, Stale, TooLong
 from baton.failpoints import FAILPOINTS
 from baton.pb.common_pb2 import HandoffReport
 from baton.pool_terms import PoolHit
@@ -30,7 +30,7 @@ from node_engine.core.outcome import Dropped, Emitted, Failed, Outcome, PrefillC
 from node_engine.core.pooled import Pooled, PoolHold
 from node_engine.core.sequence import Sequence, pin_label
 from node_engine.core.step import OnLayer, StepBatch
-from node_engine.role import NodeParts, check_work
+from node_engine.role import NodeParts, check_work, refuse_too_long
 
 
 @dataclass(slots=True, eq=False)
@@ -205,7 +205,7 @@ class PrefillRole:
                 raise early
             FAILPOINTS.hit("prefill.allocate.before")
             engine = self._parts.engine
-            check_work(work, engine)
+            check_work(work, engine, context_only=not alone)
             root = root_hash(engine.model_digest, self._layout, work.request.cache_salt)
             self._scheduler.add(work, root, hand_off=True, pooled=pooled)
             if alone:
@@ -214,7 +214,10 @@ class PrefillRole:
         except BatonError as error:
             if early is not None or alone:
                 self._forget(handoff)
-            self._end_known(handoff, error, tell=True)
+            too_long = isinstance(error, TooLong)
+            if too_long:
+                refuse_too_long(work, self._pool, self._report)
+            self._end_known(handoff, error, tell=not too_long)
 
     def _prefilled(self, sequence: Sequence, outcome: PrefillCompleted) -> None:
         handoff = self._handoffs.get(sequence.key)

@@ -499,7 +499,7 @@ class Layout(_message.Message):
     def __init__(self, num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ...) -> None: ...
 
 class Join(_message.Message):
-    __slots__ = ("protocol_version", "name", "role", "host_id", "transfer_endpoint", "pid", "model_digest", "layout", "num_blocks", "max_num_seqs", "max_batched_tokens", "max_model_len", "vocab_size", "eos_token_ids", "engine", "rejoining")
+    __slots__ = ("protocol_version", "name", "role", "host_id", "transfer_endpoint", "pid", "model_digest", "layout", "num_blocks", "max_num_seqs", "max_batched_tokens", "max_model_len", "vocab_size", "eos_token_ids", "engine", "rejoining", "process", "implementation", "dtype", "quantization", "config_digest", "tokenizer_digest", "weights_digest")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -516,6 +516,13 @@ class Join(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     REJOINING_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    IMPLEMENTATION_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_DIGEST_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     name: str
     role: str
@@ -532,7 +539,14 @@ class Join(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     engine: str
     rejoining: str
-    def __init__(self, protocol_version: _Optional[int] = ..., name: _Optional[str] = ..., role: _Optional[str] = ..., host_id: _Optional[str] = ..., transfer_endpoint: _Optional[str] = ..., pid: _Optional[int] = ..., model_digest: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., engine: _Optional[str] = ..., rejoining: _Optional[str] = ...) -> None: ...
+    process: str
+    implementation: str
+    dtype: str
+    quantization: str
+    config_digest: str
+    tokenizer_digest: str
+    weights_digest: str
+    def __init__(self, protocol_version: _Optional[int] = ..., name: _Optional[str] = ..., role: _Optional[str] = ..., host_id: _Optional[str] = ..., transfer_endpoint: _Optional[str] = ..., pid: _Optional[int] = ..., model_digest: _Optional[str] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_batched_tokens: _Optional[int] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., engine: _Optional[str] = ..., rejoining: _Optional[str] = ..., process: _Optional[str] = ..., implementation: _Optional[str] = ..., dtype: _Optional[str] = ..., quantization: _Optional[str] = ..., config_digest: _Optional[str] = ..., tokenizer_digest: _Optional[str] = ..., weights_digest: _Optional[str] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("incarnation", "heartbeat_seconds", "silence_seconds")
@@ -597,7 +611,7 @@ class LogitBias(_message.Message):
     def __init__(self, token: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
 
 class Work(_message.Message):
-    __slots__ = ("key", "prompt", "emitted", "sampling", "timeout_seconds", "cache_salt", "tenant_class", "level", "prefill_payer")
+    __slots__ = ("key", "prompt", "emitted", "sampling", "timeout_seconds", "cache_salt", "tenant_class", "level", "prefill_payer", "model")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     EMITTED_FIELD_NUMBER: _ClassVar[int]
@@ -607,6 +621,7 @@ class Work(_message.Message):
     TENANT_CLASS_FIELD_NUMBER: _ClassVar[int]
     LEVEL_FIELD_NUMBER: _ClassVar[int]
     PREFILL_PAYER_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     key: AttemptKey
     prompt: _common_pb2.TokenIds
     emitted: _common_pb2.TokenIds
@@ -616,7 +631,8 @@ class Work(_message.Message):
     tenant_class: str
     level: int
     prefill_payer: str
-    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., prompt: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., emitted: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., cache_salt: _Optional[bytes] = ..., tenant_class: _Optional[str] = ..., level: _Optional[int] = ..., prefill_payer: _Optional[str] = ...) -> None: ...
+    model: bytes
+    def __init__(self, key: _Optional[_Union[AttemptKey, _Mapping]] = ..., prompt: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., emitted: _Optional[_Union[_common_pb2.TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., timeout_seconds: _Optional[float] = ..., cache_salt: _Optional[bytes] = ..., tenant_class: _Optional[str] = ..., level: _Optional[int] = ..., prefill_payer: _Optional[str] = ..., model: _Optional[bytes] = ...) -> None: ...
 
 class Peer(_message.Message):
     __slots__ = ("name", "incarnation", "host_id", "transfer_endpoint")
@@ -731,10 +747,12 @@ class SetRole(_message.Message):
     def __init__(self, role: _Optional[str] = ...) -> None: ...
 
 class Refusal(_message.Message):
-    __slots__ = ("error",)
+    __slots__ = ("error", "retry_seconds")
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    RETRY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     error: _common_pb2.Error
-    def __init__(self, error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ...) -> None: ...
+    retry_seconds: float
+    def __init__(self, error: _Optional[_Union[_common_pb2.Error, _Mapping]] = ..., retry_seconds: _Optional[float] = ...) -> None: ...
 
 class Ping(_message.Message):
     __slots__ = ()

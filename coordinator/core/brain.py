@@ -39,7 +39,7 @@ class Brain:
     def __init__(self, registry: Registry, placement: Placement, settings: Settings) -> None:
         self.registry = registry
         self._table = RequestTable(registry, placement, settings)
-        self._reception = Reception(registry, self._table, settings)
+        self._reception = Reception(self._table, settings)
         self._reports = Reports(registry, self._table)
         self.switches = Switches(registry, self._table, settings.mode, self._drop)
         self.pilot = Pilot(registry, self._table, self.switches, settings.slo)
@@ -75,15 +75,17 @@ class Brain:
         return self._effects(now)
 
     def join(self, info: JoinInfo, incarnation: Incarnation, now: float) -> list[Effect]:
-        """A node joins as `incarnation`; an older one of its name is gone. Raises ConfigError, counted."""
+        """A node joins as `incarnation`; an older one of its process is gone. Raises ConfigError, counted: see
+        `Registry.check`."""
         try:
-            replaced = self.registry.check(info)
+            replaced = self.registry.check(info, now, len(self._table.records))
         except BatonError:
             self.counters.joins["refused"] += 1
             raise
         if replaced is not None:
             self._drop(replaced, NodeGone(f"node {info.name} has joined anew"), now)
         node = self.registry.add(info, incarnation, now)
+        self._table.capacity.node_joined(info)
         self._table.knowledge.joined(node)
         self._table.loads.add_node(incarnation)
         self.switches.joined(node, now)
@@ -174,6 +176,7 @@ class Brain:
         """Whatever time alone has made due: silent and stuck nodes, deadlines, patience."""
         for node, error in self.registry.expired(now, self._table.loads.busy()):
             self._drop(node, error, now)
+        self._table.capacity.expire(now)
         self._pool_desk.expire(now)
         for name in self.registry.drains.due(now):
             drained = self.registry.called(name)
@@ -322,6 +325,7 @@ class Brain:
 
     def _drop(self, node: Node, error: BatonError, now: float) -> None:
         self.registry.remove(node.incarnation)
+        self._table.capacity.node_left(node.info, now)
         self._table.knowledge.left(node.incarnation)
         expected = self.switches.expects_end_of(node)
         if not expected:

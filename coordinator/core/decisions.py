@@ -115,6 +115,7 @@ class Decisions:
             reserve=self._admission.reserve_against(record.request.standing),
             headroom=headroom,
             output=max(1.0, self._knowledge.output_of(record.request) - len(record.emitted)),
+            length=record.length,
         )
 
     def book(self, record: Record, key: AttemptKey, decision: Decision, now: float) -> None:

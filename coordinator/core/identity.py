@@ -1,16 +1,20 @@
 """What a node says of itself when it joins, and what of that must be equal across the cluster."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Protocol
 
 from baton.errors import ConfigError
 from baton.kv_layout import KVLayout
+from baton.model_files import ModelFiles
+from baton.model_identity import UNQUANTIZED, ModelIdentity
 from baton.types import NodeName, Role
 from baton.wire import PROTOCOL_VERSION
 
 
 @dataclass(frozen=True, slots=True)
 class JoinInfo:
-    """One node's announcement. `num_blocks` in KV blocks, `max_model_len` in tokens, `model_digest` in hex."""
+    """One node's announcement. `num_blocks` in KV blocks, `max_model_len` in tokens, `model_digest` in hex. `process`
+    is random and the process's own: a rejoin has the same one, another process of the same name has not."""
 
     protocol_version: int
     name: NodeName
@@ -28,33 +32,52 @@ class JoinInfo:
     eos_token_ids: tuple[int, ...]
     engine: str
     rejoining: str = ""
+    process: str = ""
+    implementation: str = ""
+    dtype: str = ""
+    quantization: str = UNQUANTIZED
+    files: ModelFiles = ModelFiles()
 
     @property
-    def digest(self) -> bytes:
-        """Of the model, as it goes into BlockHashes."""
-        return bytes.fromhex(self.model_digest)
+    def model(self) -> ModelIdentity:
+        return ModelIdentity(
+            implementation=self.implementation,
+            model_digest=self.model_digest,
+            dtype=self.dtype,
+            quantization=self.quantization,
+            layout=self.layout,
+            vocab_size=self.vocab_size,
+            eos_token_ids=self.eos_token_ids,
+        )
+
+    @property
+    def context(self) -> int:
+        """The longest prompt and output that it can hold, in tokens."""
+        return min(self.max_model_len, self.num_blocks * self.layout.block_size)
 
 
-_EQUAL = ("engine", "model_digest", "vocab_size", "eos_token_ids")
+@dataclass(frozen=True, slots=True)
+class CoordinatorModel:
+    """What the coordinator knows of the model that it is to serve, "" for what it does not know: such facts are not
+    compared."""
+
+    engine: str = ""
+    files: ModelFiles = ModelFiles()
+
+
 _POSITIVE = ("num_blocks", "max_num_seqs", "max_batched_tokens", "max_model_len", "vocab_size")
 _POSITIVE_OF_LAYOUT = ("num_layers", "num_kv_heads", "head_dim", "block_size")
 MAX_NAME = 128
+_SOONEST_RETRY = 0.1  # seconds
 _HEX = frozenset("0123456789abcdef")
-
-
-def identity(info: JoinInfo) -> dict[str, object]:
-    """The facts that every node of a cluster shares, by field name, in the order in which they are compared."""
-    shared: dict[str, object] = {name: getattr(info, name) for name in _EQUAL}
-    shared["eos_token_ids"] = tuple(sorted(set(info.eos_token_ids)))
-    for field in fields(info.layout):
-        shared[f"layout.{field.name}"] = getattr(info.layout, field.name)
-    return shared
+_SAME = "start every node of a cluster with the same version, model and settings"
+_SAME_MODEL = "start the coordinator and its nodes with the same --model, --engine and --load-format"
 
 
 def require_sane(info: JoinInfo) -> None:
     """Raises ConfigError for another protocol version, a bad name or a size below 1."""
     if info.protocol_version != PROTOCOL_VERSION:
-        raise _mismatch(info, "protocol_version", info.protocol_version, PROTOCOL_VERSION)
+        raise _mismatch(info, "protocol_version", info.protocol_version, f"the cluster has {PROTOCOL_VERSION}")
     if not 0 < len(info.name) <= MAX_NAME or not info.name.isprintable():
         raise ConfigError(f"node name {info.name!r} must be 1 to {MAX_NAME} printable characters: set --name")
     if len(info.model_digest) % 2 or set(info.model_digest) - _HEX:
@@ -66,16 +89,60 @@ def require_sane(info: JoinInfo) -> None:
             raise ConfigError(f"node {info.name!r} has {name} {size}: it must be at least 1", param=name)
 
 
-def require_equal(info: JoinInfo, cluster: dict[str, object]) -> None:
-    """Raises ConfigError naming the first field that differs from the cluster's identity, and both values."""
-    for name, mine in identity(info).items():
-        if mine != cluster[name]:
-            raise _mismatch(info, name, mine, cluster[name])
+def require_equal(info: JoinInfo, cluster: ModelIdentity, live_requests: int) -> None:
+    """Raises ConfigError naming the first field that differs from the cluster's identity, both values and what to do.
+    `live_requests`: so many are bound to that identity and nobody else is a member."""
+    remedy = _SAME
+    if live_requests:
+        remedy = (
+            f"{live_requests} requests of that model have not ended: bring a node of it back, or wait until they have"
+            " ended (--request-timeout)"
+        )
+    theirs = cluster.fields()
+    for name, mine in info.model.fields().items():
+        if mine != theirs[name]:
+            raise _mismatch(info, name, mine, f"the cluster has {theirs[name]!r}", remedy)
 
 
-def _mismatch(info: JoinInfo, field: str, mine: object, theirs: object) -> ConfigError:
-    return ConfigError(
-        f"node {info.name!r} has {field} {mine!r}, the cluster has {theirs!r}: start every node of a cluster with the "
-        "same version, model and settings",
-        param=field,
+def require_served(info: JoinInfo, served: CoordinatorModel) -> None:
+    """Raises ConfigError unless the node's model is the one that the coordinator encodes prompts for and serves under
+    its name. What either side does not know is not compared."""
+    files = info.files
+    compared = (
+        ("engine", info.engine, served.engine),
+        ("config_digest", files.config, served.files.config),
+        ("tokenizer_digest", files.tokenizer, served.files.tokenizer),
+        ("weights_digest", files.weights, served.files.weights),
     )
+    for name, mine, ours in compared:
+        if mine and ours and mine != ours:
+            raise _mismatch(info, name, mine, f"the coordinator's --model has {ours!r}", _SAME_MODEL)
+
+
+class NameHolder(Protocol):
+    """A process that is a member, or wants to be one: a node or a pool."""
+
+    @property
+    def name(self) -> NodeName: ...
+    @property
+    def process(self) -> str: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def host_id(self) -> str: ...
+
+
+def require_free_name(info: NameHolder, held_by: NameHolder, free_in: float) -> None:
+    """Raises ConfigError unless the member `held_by` is an earlier stream of the same process. `free_in`: seconds until
+    that member counts as silent if nothing more is heard of it."""
+    if info.process != held_by.process:
+        raise ConfigError(
+            f"the name {info.name!r} is in use by process {held_by.pid} of host {held_by.host_id[:16]!r}, which is alive:"
+            " give one of the two another --name, or stop one",
+            param="name",
+            retry_after=max(free_in, _SOONEST_RETRY),
+        )
+
+
+def _mismatch(info: JoinInfo, field: str, mine: object, theirs: str, remedy: str = _SAME) -> ConfigError:
+    return ConfigError(f"node {info.name!r} has {field} {mine!r}, {theirs}: {remedy}", param=field)

@@ -48,10 +48,11 @@ class Knowledge:
     # what is known of a prompt
 
     def names_of(self, request: Request) -> PromptNames:
-        """Only while nodes are here."""
-        info = next(iter(self._registry.nodes.values())).info
-        root = root_hash(info.digest, info.layout, request.cache_salt)
-        return PromptNames(HashChain(root, request.prompt, info.layout.block_size))
+        """Only after the first join."""
+        model = self._registry.model
+        assert model is not None, "no node has joined"
+        root = root_hash(bytes.fromhex(model.model_digest), model.layout, request.cache_salt)
+        return PromptNames(HashChain(root, request.prompt, model.layout.block_size))
 
     def held(self, names: PromptNames) -> dict[Incarnation, int]:
         """Tokens of the prompt that each node's cache, or the pool of its host, seems to have."""

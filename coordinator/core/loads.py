@@ -204,6 +204,7 @@ class Loads:
             running=len(load.legs) - len(waiting),
             resident_tokens=sum(leg.resident for leg in load.legs.values()),
             recent_work=self._recent.of(node.incarnation),
+            context=info.context,
         )
 
     @staticmethod

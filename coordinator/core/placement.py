@@ -14,6 +14,7 @@ from baton.types import Incarnation, NodeName, Role
 from coordinator.core.cost_model import CostModel
 
 _NO_NAME = NodeName("")
+_UNLIMITED = 1 << 62  # tokens
 _WINDOW = 2  # prompts, or steps: one is computed, the next is there when it ends
 
 
@@ -23,7 +24,8 @@ class Demand:
     follow. `avoid`: nodes of its last failed attempt, taken only if there is no other. `holder`: a decode node whose
     cache has the whole context, so that there it needs no prefill. `reserve`: share of a node's blocks and places that
     this demand must leave to the first class, `headroom`: to other tenants of its class, with half of the window.
-    `held`: how many tokens of the context other caches seem to have, by the prefix directory."""
+    `held`: how many tokens of the context other caches seem to have, by the prefix directory. `length`: tokens of the
+    prompt and of the longest output that was asked for."""
 
     tokens: int
     blocks: int
@@ -35,6 +37,7 @@ class Demand:
     held: Mapping[Incarnation, int] = field(default_factory=dict)
     output: float = 1.0
     headroom: float = 0.0
+    length: int = 0
 
     def held_by(self, node: Incarnation) -> int:
         """At least the last token of a context is computed anew."""
@@ -56,7 +59,7 @@ class NodeView:
     By the coordinator's books: `queued_seconds` of computing are placed there and not done, `head_seconds` of them of
     the prompt that it has been at since `head_since`; `running` of its attempts have had their first token;
     `resident_tokens` will be in the caches of its sequences;
-    `recent_work`: see `RecentWork`."""
+    `recent_work`: see `RecentWork`. `context`: the longest prompt and output that it can hold, in tokens."""
 
     incarnation: Incarnation
     role: Role
@@ -80,16 +83,24 @@ class NodeView:
     running: int = 0
     resident_tokens: float = 0.0
     recent_work: float = 0.0
+    context: int = _UNLIMITED
+
+    def can_hold(self, demand: Demand) -> bool:
+        """Whether it could serve the request if it were idle: all of it on a decode node, the context and one token on
+        a prefill node."""
+        return (demand.tokens + 1 if self.role is Role.PREFILL else demand.length) <= self.context
 
     def takes_prefill(self, demand: Demand) -> bool:
         """Blocks are the node's to refuse: what it keeps until a hand-off has committed is not in the coordinator's
         books."""
-        return not self.is_closed_to(demand) and self.computing < self.max_num_seqs and self._has_window(demand)
+        if not self.can_hold(demand) or self.is_closed_to(demand):
+            return False
+        return self.computing < self.max_num_seqs and self._has_window(demand)
 
     def takes_decode(self, demand: Demand) -> bool:
         """If it is to compute the prompt as well, bursts come to it no faster than to a prefill node: whoever comes in
         between may still pass what waits."""
-        if self.attempts >= self.max_num_seqs or self.is_closed_to(demand):
+        if self.attempts >= self.max_num_seqs or not self.can_hold(demand) or self.is_closed_to(demand):
             return False
         if not demand.prefill and not self._has_window(demand):
             return False

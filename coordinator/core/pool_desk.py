@@ -20,9 +20,9 @@ class PoolDesk:
     def join(self, info: PoolInfo, incarnation: Incarnation, now: float) -> None:
         """Raises ConfigError, counted."""
         joins = self._table.counters.joins
-        node = next(iter(self._registry.nodes.values()), None)
+        model = self._registry.model if self._registry.nodes else None
         try:
-            replaced = self._pools.check(info, node.info if node else None)
+            replaced = self._pools.check(info, model, now)
         except BatonError:
             joins["refused"] += 1
             raise

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError, NodeGone
 from baton.kv_layout import KVLayout
+from baton.model_identity import ModelIdentity
 from baton.pb.cluster_pb2 import NodeStats
 from baton.types import Incarnation, NodeName, PeerAddress
 from baton.wire import PROTOCOL_VERSION
-from coordinator.core.identity import MAX_NAME, JoinInfo
+from coordinator.core.identity import MAX_NAME, require_free_name
 
 ROLE = "pool"
 
@@ -25,6 +26,7 @@ class PoolInfo:
     model_digest: str
     layout: KVLayout
     num_blocks: int
+    process: str = ""
 
 
 @dataclass(slots=True)
@@ -49,18 +51,22 @@ class Pools:
         self.members: dict[Incarnation, PoolMember] = {}
         self._silence = silence
 
-    def check(self, info: PoolInfo, node: JoinInfo | None) -> PoolMember | None:
-        """May it join, beside `node`, one of the cluster's? Returns the member of its name that it would replace.
-        Raises ConfigError naming the first field that differs."""
+    def check(self, info: PoolInfo, model: ModelIdentity | None, now: float) -> PoolMember | None:
+        """May it join, if nodes are here that serve `model`? Returns the member of the same process that it would
+        replace. Raises ConfigError naming the first field that differs; one with `retry_after` may be cured by waiting.
+        """
         _require(info, "protocol_version", info.protocol_version, PROTOCOL_VERSION)
         if not 0 < len(info.name) <= MAX_NAME or not info.name.isprintable():
             raise ConfigError(f"pool name {info.name!r} must be 1 to {MAX_NAME} printable characters: set --name")
         if info.num_blocks < 1:
             raise ConfigError(f"pool {info.name!r} has num_blocks {info.num_blocks}: it must be at least 1")
-        if node is not None:
-            _require(info, "model_digest", info.model_digest, node.model_digest)
-            _require(info, "layout", info.layout, node.layout)
-        return next((one for one in self.members.values() if one.info.name == info.name), None)
+        if model is not None:
+            _require(info, "model_digest", info.model_digest, model.model_digest)
+            _require(info, "layout", info.layout, model.layout)
+        holder = next((one for one in self.members.values() if one.info.name == info.name), None)
+        if holder is not None:
+            require_free_name(info, holder.info, free_in=holder.heard_at + self._silence - now)
+        return holder
 
     def add(self, info: PoolInfo, incarnation: Incarnation, now: float) -> None:
         self.members[incarnation] = PoolMember(info, incarnation, joined_at=now, heard_at=now)

@@ -9,7 +9,6 @@ from baton.types import Request, RequestId, Standing
 from coordinator.core.admission import Bid
 from coordinator.core.counters import INTERNAL
 from coordinator.core.degradation import Step
-from coordinator.core.registry import Registry
 from coordinator.core.requests import UNSERVED_PATIENCE, RequestTable
 from coordinator.core.settings import Settings
 
@@ -26,9 +25,8 @@ class Arrival:
 class Reception:
     """While `draining`, nobody is let in."""
 
-    def __init__(self, registry: Registry, table: RequestTable, settings: Settings) -> None:
+    def __init__(self, table: RequestTable, settings: Settings) -> None:
         self.draining = False
-        self._registry = registry
         self._table = table
         self._settings = settings
 
@@ -68,7 +66,7 @@ class Reception:
 
     def bounds(self) -> ModelBounds:
         """Raises Unavailable before the first join."""
-        bounds = self._registry.bounds()
+        bounds = self._table.capacity.bounds()
         if bounds is None:
             raise Unavailable("no node has joined the cluster yet", retry_after=UNSERVED_PATIENCE)
         return bounds

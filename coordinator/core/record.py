@@ -111,6 +111,7 @@ class Record:
     held_back: float = 0.0  # seconds, by the retry budget, since its last attempt
     pin: Incarnation | None = None
     names: PromptNames | None = None  # of the prompt's blocks, once placement has been tried
+    model: bytes = b""  # digest of the identity that it was admitted under: nothing else may answer it
 
     @property
     def tenant_class(self) -> str:
@@ -124,6 +125,11 @@ class Record:
     @property
     def context_tokens(self) -> int:
         return len(self.request.prompt) + len(self.emitted)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the prompt and of the longest output that was asked for."""
+        return len(self.request.prompt) + self.request.sampling.max_tokens
 
     @property
     def awaits_scores(self) -> bool:
@@ -149,7 +155,7 @@ class Record:
         if sampling.prompt_logprobs is not None and not self.awaits_scores:
             sampling = replace(sampling, prompt_logprobs=None)  # so that it may use caches
         left = replace(self.request, sampling=sampling, timeout=self.deadline - now)
-        return Work(key, left, tuple(self.emitted), self.prefill_payer)
+        return Work(key, left, tuple(self.emitted), self.prefill_payer, self.model)
 
     def to(self, state: RequestState) -> None:
         if state not in _NEXT[self.state]:

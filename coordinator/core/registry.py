@@ -1,7 +1,7 @@
 """The nodes that have joined: who they are, when they were last heard, what they last reported.
 
-The cluster's identity is that of the nodes in it: fixed by the first, gone with the last. Its bounds are remembered, so
-that a request that comes while the last node restarts can wait for it.
+The cluster's identity is that of its nodes: fixed by the first of them, and kept as long as a node is a member or a
+request that is bound to it lives. A name belongs to one process as long as that is heard.
 """
 
 import math
@@ -10,11 +10,18 @@ from dataclasses import dataclass
 
 from baton.errors import NodeFailed, NodeGone, Stalled
 from baton.kv_layout import KVLayout
-from baton.limits import ModelBounds
+from baton.model_identity import ModelIdentity
 from baton.pb.cluster_pb2 import NodeStats
 from baton.types import Incarnation, NodeName, PeerAddress, Role
 from coordinator.core.drains import Drains
-from coordinator.core.identity import JoinInfo, identity, require_equal, require_sane
+from coordinator.core.identity import (
+    CoordinatorModel,
+    JoinInfo,
+    require_equal,
+    require_free_name,
+    require_sane,
+    require_served,
+)
 
 
 @dataclass(slots=True)
@@ -38,45 +45,47 @@ class Node:
 class Registry:
     """`silence` and `stall` in seconds."""
 
-    def __init__(self, silence: float, stall: float) -> None:
+    def __init__(self, silence: float, stall: float, served: CoordinatorModel | None = None) -> None:
+        """`served`: what the coordinator knows of the model that it serves."""
         self.nodes: dict[Incarnation, Node] = {}
         self.drains = Drains()  # by operators
         self.switching = Drains()  # on their way to another role: nobody else's business
         self.silence = silence
         self._stall = stall
-        self._bounds: ModelBounds | None = None
+        self.model: ModelIdentity | None = None  # the cluster's; None before the first join
+        self.model_digest = b""  # what requests are bound to
+        self._served = served or CoordinatorModel()
         self._silent_at = math.inf  # nobody counts as silent before
 
-    def check(self, info: JoinInfo) -> Node | None:
-        """May this node join? Returns the incarnation of the same name that it would replace. Raises ConfigError."""
+    def check(self, info: JoinInfo, now: float, live_requests: int = 0) -> Node | None:
+        """May this node join, while so many requests have not ended? Returns the incarnation of the same process that
+        it would replace. Raises ConfigError; one with `retry_after` may be cured by waiting."""
         require_sane(info)
-        others = [node for node in self.nodes.values() if node.info.name != info.name]
-        if others:
-            require_equal(info, identity(others[0].info))
-        return self.called(info.name)
+        require_served(info, self._served)
+        others = any(node.info.name != info.name for node in self.nodes.values())
+        if self.model is not None and (others or live_requests):
+            require_equal(info, self.model, 0 if others else live_requests)
+        holder = self.called(info.name)
+        if holder is not None:
+            require_free_name(info, holder.info, free_in=holder.heard_at + self.silence - now)
+        return holder
 
     def add(self, info: JoinInfo, incarnation: Incarnation, now: float) -> Node:
         """Checked before, and what it replaces removed."""
         node = Node(info, incarnation, joined_at=now, heard_at=now)
         self.nodes[incarnation] = node
+        self.model = info.model
+        self.model_digest = info.model.digest()
         self._silent_at = min(self._silent_at, now + self.silence)
-        self._recompute_bounds()
         return node
 
     def remove(self, incarnation: Incarnation) -> Node | None:
-        node = self.nodes.pop(incarnation, None)
-        if node is not None and self.nodes:
-            self._recompute_bounds()
-        return node
+        return self.nodes.pop(incarnation, None)
 
     def report(self, node: Node, stats: NodeStats) -> None:
         """A heartbeat."""
         node.stats = stats
         node.stands_still = stats.progress_age_seconds > self._stall
-
-    def bounds(self) -> ModelBounds | None:
-        """Of the nodes that are here, or of the last that were. None before the first join."""
-        return self._bounds
 
     def serves(self, role: Role) -> bool:
         """Is there a node of the role that may be given new work?"""
@@ -132,16 +141,8 @@ class Registry:
             return not node.leaving and not node.info.rejoining
         return not node.leaving and not node.stands_still
 
-    def _recompute_bounds(self) -> None:
-        infos = [node.info for node in self.nodes.values()]
-        self._bounds = ModelBounds(
-            vocab_size=infos[0].vocab_size,
-            max_model_len=min(info.max_model_len for info in infos),
-            cache_tokens=min(info.num_blocks * info.layout.block_size for info in infos),
-            model_digest=infos[0].model_digest,
-            dtype=infos[0].layout.dtype,
-        )
-
     def layout(self) -> KVLayout:
-        """The cluster's. Only while nodes are here."""
-        return next(iter(self.nodes.values())).info.layout
+        """The cluster's. Only after the first join."""
+        assert self.model is not None, "no node has joined"
+        return self.model.layout
+

@@ -272,8 +272,8 @@ class Reports:
 
     @property
     def _vocab_size(self) -> int:
-        bounds = self._registry.bounds()
-        return bounds.vocab_size if bounds is not None else 0
+        model = self._registry.model
+        return model.vocab_size if model is not None else 0
 
     def _unexpected(self) -> None:
         self._table.counters.dropped_messages["unexpected"] += 1

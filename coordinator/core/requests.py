@@ -4,19 +4,11 @@ Three rules hold whatever arrives: a request ends in `end` and nowhere else; wha
 nowhere else; a leg that was placed is closed in `close_leg` and nowhere else (or falls with its node in `lose_node`).
 """
 
-from baton.errors import (
-    BatonError,
-    Cancelled,
-    DeadlineExceeded,
-    Drained,
-    NodeGone,
-    Preempted,
-    Stalled,
-    Unavailable,
-)
+from baton.errors import BatonError, Cancelled, Drained, NodeGone, Preempted, Stalled, Unavailable
 from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, TokenScore
 from coordinator.core.admission import Admission
 from coordinator.core.breakers import Breakers, Pair
+from coordinator.core.capacity import Capacity, TooLongToPlace
 from coordinator.core.counters import Counters
 from coordinator.core.counting import count_sources
 from coordinator.core.decisions import Decisions
@@ -68,6 +60,8 @@ class RequestTable:
         self.last_progress = 0.0  # when a request got further than it had been, or the first of those here came
         self.placeable = False  # something has changed since placement was last tried
         self.knowledge = Knowledge(registry)
+        self.capacity = Capacity(registry, settings.roles)
+        self.too_long = TooLongToPlace(self.records, self.queue, self.capacity)
         self.endings = Endings(self.counters, self.knowledge.workload, settings.explain_keep)
         self.prospects = Prospects(registry, self.loads, self.knowledge.costs, self.knowledge.answers)
         self.degradation = Degradation()
@@ -98,7 +92,7 @@ class RequestTable:
         return self.timers.next(), self.breakers.next(), self.retries.next(), degradation
 
     def add(self, request: Request, now: float, *, internal: bool, after: RequestId | None = None) -> Record:
-        record = Record(request, now + request.timeout, Marks(now), internal)
+        record = Record(request, now + request.timeout, Marks(now), internal, model=self._registry.model_digest)
         if len(request.prompt) == 1:
             record.prompt_scores = ()
         if not self.records:
@@ -121,6 +115,7 @@ class RequestTable:
         """A request of our own that goes through `node`, which need not be in service, and through nodes of the other
         role that are: at once, once, and before all others. How it ends is in `probed`."""
         record = Record(request, now + request.timeout, Marks(now), internal=True, prompt_scores=(), pin=node)
+        record.model = self._registry.model_digest
         if not self.records:
             self.last_progress = now
         self.records[request.id] = record
@@ -154,14 +149,16 @@ class RequestTable:
         if not self.placeable:
             return
         self.placeable = False
+        self.too_long.release()
         if self._unadmitted and not self.missing():
             self._admit_all()
         while self.queue and self._place_one(now):
             pass
 
     def _admit_all(self) -> None:
-        for request in [request for request in self.records if request in self._unadmitted]:
-            self._admit(self.records[request])
+        for record in [record for request, record in self.records.items() if request in self._unadmitted]:
+            if not self.capacity.why_too_long(record):
+                self._admit(record)
 
     def _admit(self, record: Record) -> None:
         request = record.request.id
@@ -173,11 +170,14 @@ class RequestTable:
     def _place_one(self, now: float) -> bool:
         views = self.decisions.views(now)
         full, passed_over = self.prospects.decode_full(), set[tuple[int, str]]()  # by class and tenant
+        smallest = min((view.context for view in views), default=0)
         for request in self.queue.candidates() if self._registry.nodes else ():
             record = self.records[request]
             if (late := self.decisions.too_late(record, now, wanted=len(self.queue) > 1)) is not None:
                 self.end(record, late, now)
                 return True
+            if record.length > smallest and record.pin is None and self.too_long.hold(record):
+                continue
             if full and record.remaining > 1 and record.pin is None:
                 continue  # as it is most of the time under load
             standing, headroom = record.request.standing, self.admission.headroom(request, now)
@@ -335,6 +335,7 @@ class RequestTable:
         self.timers.clear(request)
         self.placeable |= self._followers.release(request, None)
         self._unadmitted.discard(request)
+        self.too_long.forget(request)
         self.retries.forget(request)
         if record.pin is not None:
             self.probed.append((request, result))
@@ -368,17 +369,13 @@ class RequestTable:
         record = self.records[request]
         attempt = record.attempt
         if now >= record.deadline:
-            given = f"{record.request.timeout:g} s"
-            why = f"the request took longer than the {given} that its client or --request-timeout gave it"
-            self.end(record, DeadlineExceeded(why), now)
+            self.end(record, self.too_long.deadline_error(record), now)
         elif record.not_before is not None and now >= record.not_before:
             self.placeable |= self.retries.rested(record)
         elif record.admit_by is not None and now >= record.admit_by:
-            error = Unavailable(
-                f"no node could serve the request for {UNSERVED_PATIENCE:g} s: {self.missing()}",
-                retry_after=UNSERVED_PATIENCE,
-            )
-            self.end(record, error, now)
+            why = self.missing() or self.capacity.why_too_long(record)
+            waited = f"no node could serve the request for {UNSERVED_PATIENCE:g} s: {why}"
+            self.end(record, Unavailable(waited, retry_after=UNSERVED_PATIENCE), now)
         elif attempt is not None and attempt.answer_by is not None and now >= attempt.answer_by:
             silent = self.name(attempt.decode)
             waited = f"{self._settings.answer_timeout:g} s"

@@ -242,11 +242,12 @@ class Switches:
         """A prompt of more than a block, salted so that no cache has it: it must be computed, and handed off if the
         mode has hand-offs. A new prefill node answers alone where no decode node has room: it is needed all the same,
         and there is nobody to hand off to."""
-        bounds = self._registry.bounds()
-        assert bounds is not None, "a node has joined"
+        model = self._registry.model
+        assert model is not None, "a node has joined"
+        smallest = min(node.info.context for node in self._registry.nodes.values())
         request = RequestId(f"probe-{flip.incarnation}-{flip.probes}")
-        length = max(1, min(self._registry.layout().block_size + 1, bounds.max_context - _OUTPUT_TOKENS))
-        prompt = tuple(token % bounds.vocab_size for token in range(1, length + 1))
+        length = max(1, min(model.layout.block_size + 1, smallest - _OUTPUT_TOKENS))
+        prompt = tuple(token % model.vocab_size for token in range(1, length + 1))
         alone = flip.to is Role.PREFILL and self._table.prospects.decode_full(blocks=_PROBE_BLOCKS)
         sampling = SamplingParams(1 if alone else _OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
         flip.begin_probe(request)

@@ -109,7 +109,7 @@ def _later(demand: Demand, local: Decision, views: Sequence[NodeView], outlook: 
     for node in views:
         kept_apart = (node.incarnation, local.choice.decode) in local.apart
         if node.role is Role.PREFILL and not (
-            node.is_closed_to(demand) or node.incarnation in demand.avoid or kept_apart
+            node.is_closed_to(demand) or not node.can_hold(demand) or node.incarnation in demand.avoid or kept_apart
         ):
             held = demand.held_by(node.incarnation)
             compute = outlook.costs.node(node.name).prefill(demand.tokens - held, held)

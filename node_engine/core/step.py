@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, NewType, Protocol
 
 from baton.kv_layout import KVLayout
+from baton.model_identity import ModelIdentity
 from baton.types import BlockIndex, SamplingParams, TokenScore
 from node_engine.core.token_counts import TokenCounts
 
@@ -98,6 +99,11 @@ class Engine(Protocol):
     @property
     def model_digest(self) -> bytes:
         """Digest of weights, architecture and revision: two nodes may exchange KV only if it is equal."""
+        ...
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """All that tokens and KV depend on: two nodes may serve one request only if it is equal."""
         ...
 
     @property

@@ -3,11 +3,13 @@
 import os
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 from baton import log
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.memory_size import parse_memory
+from baton.model_files import ModelFiles, read_model_files
 from node_engine.core.step import Engine
 
 _PACED_MODEL_LEN = 8192
@@ -41,6 +43,13 @@ def build_engine(config: Config) -> Engine:
         threads=compute_threads(config),
         load_format=config.load_format,
     )
+
+
+def model_files(config: Config) -> ModelFiles:
+    """Digests of the files that the engine was built from. Reads from disk."""
+    if config.engine == "paced":
+        return ModelFiles()
+    return read_model_files(Path(config.model), dummy=config.load_format == "dummy")
 
 
 def compute_threads(config: Config) -> int:

@@ -21,6 +21,7 @@ from baton.coordinator_link import CoordinatorLink
 from baton.errors import ConfigError, NodeFailed
 from baton.exposure import host_part, require_key
 from baton.health_port import HealthPort
+from baton.model_files import ModelFiles
 from baton.pb import cluster_pb2
 from baton.segment import Segment
 from baton.types import Incarnation, NodeName, Role, mint_id
@@ -32,7 +33,7 @@ from node_engine.core.step import DeviceLost, Engine
 from node_engine.core.victims import POLICIES
 from node_engine.host.commands import command_from_pb
 from node_engine.host.compute import ComputeThread, WhenIdle
-from node_engine.host.engines import build_engine, cache_blocks
+from node_engine.host.engines import build_engine, cache_blocks, model_files
 from node_engine.host.inbox import Inbox
 from node_engine.host.lookups import Lookups
 from node_engine.host.roles import MakeRole, RoleSwitch
@@ -68,7 +69,8 @@ async def host_node(
         await asyncio.to_thread(_prepare, engine, reach, num_blocks, config.max_batched_tokens, stop)
         if stop.is_set():
             return
-        node = _Node(config, role, name, engine, arena, num_blocks, makers, memory, make_pool)
+        files = await asyncio.to_thread(model_files, config)
+        node = _Node(config, role, name, engine, files, arena, num_blocks, makers, memory, make_pool)
         await node.run(stop)
     finally:
         arena.close()
@@ -94,6 +96,7 @@ class _Node:
         role: Role,
         name: NodeName,
         engine: Engine,
+        files: ModelFiles,
         arena: Segment,
         num_blocks: int,
         makers: Mapping[Role, MakeRole],
@@ -102,6 +105,7 @@ class _Node:
     ) -> None:
         loop = asyncio.get_running_loop()
         self._config, self._name, self._engine = config, name, engine
+        self._files = files
         self._host_id = config.host_id or segments.host_id(Path(config.segment_dir))
         self._inbox: Inbox[Command | object] = Inbox()
         self._pool = BlockPool(num_blocks, engine.layout.block_size, steady)
@@ -206,6 +210,7 @@ class _Node:
         self._lookups.take(command)
 
     def join(self) -> cluster_pb2.Join:
+        identity = self._engine.identity
         return cluster_pb2.Join(
             protocol_version=wire.PROTOCOL_VERSION,
             name=self._name,
@@ -222,6 +227,12 @@ class _Node:
             vocab_size=self._engine.vocab_size,
             eos_token_ids=self._engine.eos_token_ids,
             engine=self._config.engine,
+            implementation=identity.implementation,
+            dtype=identity.dtype,
+            quantization=identity.quantization,
+            config_digest=self._files.config,
+            tokenizer_digest=self._files.tokenizer,
+            weights_digest=self._files.weights,
             rejoining=self._parts.report.incarnation,
         )
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 import torch
 import xxhash
 
+from baton.model_identity import NATIVE, UNQUANTIZED
 from node_engine.model.config import ModelConfig
 
 # What the arithmetic does not depend on.
@@ -16,6 +17,8 @@ _LEFT_OUT = ("stored_dtype", "eos_token_ids", "max_position_embeddings")
 class ModelDigest:
     """SHA-256 over the architecture and, by name, each tensor's dtype, shape and XXH3-128 of its bytes.
 
+    The names of blocks descend from it and from the layout, which has the dtype of KV. So what else their contents
+    depend on is part of it: the implementation of the model and the quantization of its weights.
     Of shards and file order it is independent. XXH3 reads at memory speed and finds accidents (another
     revision, a damaged download). It is no defence against weights forged on purpose, and need not be:
     whoever may join the cluster holds its token.
@@ -34,5 +37,11 @@ class ModelDigest:
 
     def finish(self) -> bytes:
         """32 bytes."""
-        named = {"origin": self._origin, "architecture": self._architecture, "tensors": self._tensors}
+        named = {
+            "implementation": NATIVE,
+            "quantization": UNQUANTIZED,
+            "origin": self._origin,
+            "architecture": self._architecture,
+            "tensors": self._tensors,
+        }
         return hashlib.sha256(json.dumps(named, sort_keys=True).encode()).digest()

@@ -9,6 +9,7 @@ import torch
 
 from baton.errors import ConfigError, OutOfMemory
 from baton.kv_layout import KVLayout
+from baton.model_identity import NATIVE, UNQUANTIZED, ModelIdentity
 from baton.segment import DEFAULT_FOLDER
 from baton.types import TokenScore
 from kv_kernels.dispatch import kernels_for
@@ -108,6 +109,12 @@ class ModelEngine:
     @property
     def model_digest(self) -> bytes:
         return self._digest
+
+    @property
+    def identity(self) -> ModelIdentity:
+        config, dtype = self._config, self._layout.dtype
+        digest = self._digest.hex()
+        return ModelIdentity(NATIVE, digest, dtype, UNQUANTIZED, self._layout, config.vocab_size, config.eos_token_ids)
 
     @property
     def device(self) -> str:

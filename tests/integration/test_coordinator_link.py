@@ -61,6 +61,7 @@ class Rig:
     between: FaultyLink
     delivered: asyncio.Queue[object]
     running: asyncio.Task[None]
+    joins: list[pb.Join]
 
     async def joined(self) -> str:
         """The next incarnation."""
@@ -74,12 +75,14 @@ class Rig:
 
 @asynccontextmanager
 async def linked(attach: Attach) -> AsyncIterator[Rig]:
-    streams = 0
+    streams, joins = 0, list[pb.Join]()
 
     async def serve(_: object, context: Any) -> None:
         nonlocal streams
         streams += 1
-        await context.read()
+        first = await context.read()
+        if first:  # else it was damaged
+            joins.append(first.join)
         await attach(streams, context)
 
     server = grpc.aio.server()
@@ -92,7 +95,7 @@ async def linked(attach: Attach) -> AsyncIterator[Rig]:
     link = CoordinatorLink(Node(delivered.put_nowait), address=address, token="", silence=SILENCE)
     running = asyncio.create_task(link.run())
     try:
-        yield Rig(link, between, delivered, running)
+        yield Rig(link, between, delivered, running, joins)
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -236,6 +239,27 @@ async def test_who_was_a_member_goes_on_trying() -> None:
         assert not rig.running.done()
 
 
-def refusal() -> CoordinatorMessage:
+async def test_a_refusal_that_names_a_time_is_said_once_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a node that was never a member, too: the holder of its name may go. All of its joins are one process's."""
+    said: list[tuple[str, str]] = []
+
+    async def attach(number: int, context: Any) -> None:
+        if number <= 3:
+            await context.write(refusal(retry_seconds=0.01))
+            return
+        await context.write(welcome(number))
+        await asyncio.Event().wait()
+
+    async with linked(attach) as rig:
+        monkeypatch.setattr(rig.link._log, "error", lambda what, *, reason: said.append((what, reason)))
+        await rig.joined()
+        assert not rig.running.done()
+        assert len(rig.joins) >= 4
+        (process,) = {join.process for join in rig.joins}
+        assert process
+    assert said == [("may not join yet", refusal().refusal.error.message)]
+
+
+def refusal(retry_seconds: float = 0.0) -> CoordinatorMessage:
     error = ConfigError("dtype is bfloat16 here and float32 in the cluster")
-    return CoordinatorMessage(refusal=pb.Refusal(error=wire.error_to_pb(error)))
+    return CoordinatorMessage(refusal=pb.Refusal(error=wire.error_to_pb(error), retry_seconds=retry_seconds))

@@ -195,6 +195,7 @@ async def test_a_mismatch_is_refused_with_its_reason(bench: Bench) -> None:
             await other.join()
         with pytest.raises(ConfigError, match="role 'cook'"):
             await bench.node("d0", "cook").join()
+        assert bench.dispatcher.brain.counters.joins == {"joined": 1, "refused": 2}
 
 
 async def test_the_first_message_must_be_join_and_come_soon(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,7 +240,7 @@ def test_decode_publishes_what_it_writes_and_a_resumed_request_finds_it(host: Ho
         host.settle()
     shown = node.output(job.key)
     assert shown == reference(job)[: len(shown)]
-    resumed = Work(AttemptKey(RequestId("a"), 1, 0), job.request, tuple(shown))
+    resumed = Work(AttemptKey(RequestId("a"), 1, 0), job.request, tuple(shown), model=job.model)
     other = host.decode[1]
     other.tell(Submit(resumed, None))
     while other.step():

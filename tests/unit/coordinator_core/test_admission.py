@@ -22,7 +22,7 @@ def test_too_long_is_refused_with_nothing_allocated(world: World, p0: Incarnatio
     assert world.brain.counters.rejected == {("context_length_exceeded", "default"): 1}
 
 
-def test_the_smallest_cache_is_the_limit(world: World, p0: Incarnation, d0: Incarnation) -> None:
+def test_the_cache_is_the_limit(world: World, p0: Incarnation) -> None:
     world.join("d1", DECODE, num_blocks=4)
     with pytest.raises(TooLong, match=r"the limit is 64 .*: raise --kv-memory"):
         world.submit(prompt=64, max_tokens=1)

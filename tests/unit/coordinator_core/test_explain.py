@@ -94,7 +94,7 @@ def test_refused_then_failed_then_served(world: World, p0: Incarnation, d0: Inca
 
 
 def test_one_that_was_cancelled_and_one_that_waits(world: World) -> None:
-    waiting = world.submit() if world.brain.registry.bounds() else None
+    waiting = world.submit() if world.brain.registry.model else None
     assert waiting is None
     world.join("p0", PREFILL)
     world.join("d0", DECODE)

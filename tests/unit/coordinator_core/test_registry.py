@@ -5,16 +5,13 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError, NodeGone, Stalled, Unavailable
+from baton.errors import ConfigError, NodeGone, Stalled
 from baton.kv_layout import KVLayout
-from baton.limits import ModelBounds
 from baton.types import AttemptKey, Incarnation, RequestId
 from baton.wire import PROTOCOL_VERSION
 from coordinator.core import messages as m
 from coordinator.core.record import RequestState
 from tests.unit.coordinator_core.world import DECODE, LAYOUT, PREFILL, SILENCE, STALL, World, join_info
-
-MODEL = {"model_digest": "ab", "dtype": "float32"}
 
 
 def layout(**changes: Any) -> KVLayout:
@@ -24,7 +21,9 @@ def layout(**changes: Any) -> KVLayout:
 
 MISMATCHES: dict[str, tuple[dict[str, Any], str, str]] = {
     "protocol_version": ({"protocol_version": PROTOCOL_VERSION + 1}, str(PROTOCOL_VERSION + 1), str(PROTOCOL_VERSION)),
-    "engine": ({"engine": "model"}, "'model'", "'paced'"),
+    "implementation": ({"implementation": "native"}, "'native'", "'paced'"),
+    "dtype": ({"dtype": "bfloat16"}, "'bfloat16'", "'float32'"),
+    "quantization": ({"quantization": "int8"}, "'int8'", "'none'"),
     "model_digest": ({"model_digest": "cd"}, "'cd'", "'ab'"),
     "vocab_size": ({"vocab_size": 999}, "999", "1000"),
     "eos_token_ids": ({"eos_token_ids": (2, 3)}, "(2, 3)", "(2,)"),
@@ -36,9 +35,11 @@ MISMATCHES: dict[str, tuple[dict[str, Any], str, str]] = {
 }
 
 
-def test_every_field_of_the_layout_is_compared() -> None:
-    compared = {name.removeprefix("layout.") for name in MISMATCHES if name.startswith("layout.")}
-    assert compared == set(KVLayout.__slots__)
+def test_every_field_of_the_identity_is_compared_and_part_of_the_digest() -> None:
+    info = join_info("p0", PREFILL)
+    assert MISMATCHES.keys() - {"protocol_version"} == info.model.fields().keys()
+    others = [replace(info, **changes).model.digest() for field, (changes, *_) in MISMATCHES.items()]
+    assert len({info.model.digest(), *others}) == len(MISMATCHES)  # the version of the protocol is no part of it
 
 
 @pytest.mark.parametrize("field", MISMATCHES)
@@ -82,7 +83,7 @@ def test_the_identity_goes_with_the_last_node() -> None:
         world.join("d0", DECODE)
 
 
-def test_a_lone_node_may_come_back_with_another_model() -> None:
+def test_a_lone_process_may_come_back_with_another_model() -> None:
     world = World()
     old = world.join("p0", PREFILL)
     world.join("p0", PREFILL, model_digest="cd")
@@ -108,18 +109,6 @@ def test_a_refused_node_replaces_nobody() -> None:
     with pytest.raises(ConfigError):
         world.join("d0", DECODE, model_digest="cd")
     assert d0 in world.brain.registry.nodes
-
-
-def test_bounds_are_those_of_the_smallest_node_and_outlive_the_last() -> None:
-    world = World()
-    with pytest.raises(Unavailable):
-        world.brain.bounds()
-    nodes = [world.join("p0", PREFILL, max_model_len=100), world.join("d0", DECODE, num_blocks=5)]
-    assert world.brain.bounds() == ModelBounds(vocab_size=1000, max_model_len=100, cache_tokens=80, **MODEL)
-    world.gone(nodes[1])
-    assert world.brain.bounds() == ModelBounds(vocab_size=1000, max_model_len=100, cache_tokens=512, **MODEL)
-    world.gone(nodes[0])
-    assert world.brain.bounds().max_model_len == 100
 
 
 def test_a_silent_node_is_given_up_when_its_time_has_come() -> None:

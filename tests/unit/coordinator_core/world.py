@@ -57,6 +57,9 @@ def join_info(name: str, role: Role, **changes: Any) -> JoinInfo:
         vocab_size=1000,
         eos_token_ids=(2,),
         engine="paced",
+        process=name,
+        implementation="paced",
+        dtype="float32",
     )
     return replace(info, **changes)
 

@@ -39,6 +39,8 @@ from node_engine.role import NodeParts, RolePolicy
 from node_engine.sharing import Published, Sharing
 from tests.pool.in_process import PoolInProcess, Port
 
+VOCAB = 1000
+MODEL = PacedEngine(FREE_OF_COST, vocab_size=VOCAB).identity.digest()  # what requests are bound to
 INCARNATION = Incarnation("me")
 NOBODY = Incarnation("")
 WRITER = PeerAddress(NodeName("prefill-0"), Incarnation("writer"), "host", "tcp://127.0.0.1:1")
@@ -139,7 +141,7 @@ class Bench:
     ) -> None:
         """`shared`: the pool of the node's host; with `in_place` its blocks are read where they are."""
         self.clock = FakeClock()
-        self.engine = PacedEngine(FREE_OF_COST, vocab_size=1000, max_model_len=4096)
+        self.engine = PacedEngine(FREE_OF_COST, vocab_size=VOCAB, max_model_len=4096)
         self.port: Port | None = None
         copy_in = None
         if shared is None:
@@ -244,7 +246,8 @@ def work(
 ) -> Work:
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **sampled)
     key = AttemptKey(RequestId(request), attempt, choice)
-    return Work(key, Request(key.request, tuple(prompt), sampling, 60.0, choice=choice), tuple(emitted))
+    asked = Request(key.request, tuple(prompt), sampling, 60.0, choice=choice)
+    return Work(key, asked, tuple(emitted), model=MODEL)
 
 
 def tokens_of(message: Any) -> list[tuple[int, int]]:

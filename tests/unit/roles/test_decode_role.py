@@ -1,11 +1,12 @@
 """The memory-bound role with everything real but the plane: tickets, commits, and every end of every attempt."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from baton.errors import Cancelled, ChecksumMismatch, LeaseExpired
-from baton.types import Incarnation, Ticket, TicketId, Work
+from baton.types import Incarnation, PeerAddress, Ticket, TicketId, Work
 from decode_node.role import DecodeRole
 from kv_transfer.plane import Fenced, Lost, Sealed, SealInfo, Started
 from node_engine.core.ledger import BlockState
@@ -105,6 +106,26 @@ def test_a_full_hit_computes_its_last_token_here() -> None:
     assert run(node, job) == paced_reference(whole, 4, 1000)
     admitted = node.take("admitted")[0]
     assert (admitted.computed_tokens, admitted.cached_tokens, admitted.received_tokens) == (1, 31, 0)
+    assert node.held() == {}
+
+
+@pytest.mark.parametrize("writer", [None, WRITER])
+@pytest.mark.parametrize("bound_to", [b"", b"x" * 32])
+def test_a_request_that_is_bound_to_another_model_is_not_continued(writer: PeerAddress | None, bound_to: bytes) -> None:
+    node, job = Node(), replace(work([1, 2, 3], emitted=(4,)), model=bound_to)
+    node.tell(Submit(job, writer))
+    assert node.take("failed")[0].error.code == "wrong_model"
+    assert not node.step()
+    assert node.held() == {}
+
+
+@pytest.mark.parametrize("writer", [None, WRITER])
+def test_a_request_that_is_too_long_is_refused_and_no_error(writer: PeerAddress | None) -> None:
+    node, job = Node(), work(range(1, 101), max_tokens=4096)
+    node.tell(Submit(job, writer))
+    (refused,) = node.take("refused")
+    assert (refused.needed, refused.free) == (33, 32)
+    assert node.take("failed") == []
     assert node.held() == {}
 
 

@@ -1,6 +1,7 @@
 """The compute-bound role with everything real but the plane: every end of every attempt returns every block."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -198,6 +199,33 @@ def test_a_token_out_of_range_is_refused() -> None:
     assert node.take("failed")[0].error.code == "invalid_request"
     node.answer_aborts()
     assert node.held() == {}
+
+
+@pytest.mark.parametrize("bound_to", [b"", b"x" * 32])
+def test_a_request_that_is_bound_to_another_model_is_not_computed(bound_to: bytes) -> None:
+    node, job = Node(), replace(work([1, 2, 3]), model=bound_to)
+    node.tell(Prefill(job, alone=False))
+    assert node.take("failed")[0].error.code == "wrong_model"
+    node.answer_aborts()
+    assert not node.step()
+    assert node.held() == {}
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_context_that_is_too_long_is_refused_and_no_error(alone: bool) -> None:
+    node, job = Node(num_blocks=300), work([1] * 4096, max_tokens=1)
+    node.tell(Prefill(job, alone=alone))
+    (refused,) = node.take("refused")
+    assert (refused.needed, refused.free) == (301, 300)
+    assert node.take("failed") == []
+    node.answer_aborts()
+    assert node.held() == {}
+
+
+def test_room_for_the_output_is_no_matter_of_the_prefill_node() -> None:
+    node = Node()
+    node.tell(Prefill(work([1, 2, 3], max_tokens=5000), alone=False))
+    assert node.take("refused") == node.take("failed") == []
 
 
 def test_a_repeated_message_changes_nothing() -> None:

@@ -1,0 +1,134 @@
+"""Digests of a model folder's files, cheap enough for a process that never loads the model.
+
+The coordinator compares them with those of each node, so that no node serves another model under its name and no
+prompt is encoded with another tokenizer's ids. Two folders of equal files have equal digests wherever they lie.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+DUMMY_WEIGHTS = "dummy"  # instead of a digest: the weights were made up (--load-format dummy)
+_CONFIG = "config.json"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
+_TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
+# What says where a file came from, or words a conversation, changes no token id and no arithmetic.
+_IGNORED_KEYS = frozenset({"_name_or_path", "name_or_path", "transformers_version", "chat_template"})
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100 << 20  # the bound that the safetensors library has
+_SAMPLE_BYTES = 256  # of each tensor, at its beginning, in its middle and at its end
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """Digests in hex, "" for what is not there or cannot be read.
+
+    `config` is over config.json. `tokenizer` is over the files that map text to token ids, chat templates left out.
+    `weights` is over the name, dtype and shape of every stored tensor and samples of its bytes.
+    """
+
+    config: str = ""
+    tokenizer: str = ""
+    weights: str = ""
+
+
+def read_model_files(folder: Path, *, dummy: bool = False) -> ModelFiles:
+    """Reads a few kilobytes a tensor at most, and none of them for `dummy` weights."""
+    return ModelFiles(
+        config=_config_digest(folder),
+        tokenizer=_tokenizer_digest(folder),
+        weights=DUMMY_WEIGHTS if dummy else _weights_digest(folder),
+    )
+
+
+def _config_digest(folder: Path) -> str:
+    spelled = _canonical_json(folder / _CONFIG)
+    return hashlib.sha256(spelled).hexdigest() if spelled is not None else ""
+
+
+def _tokenizer_digest(folder: Path) -> str:
+    parts = {name: _contents(folder / name) for name in _TOKENIZER_FILES}
+    parts |= {name: _canonical_json(folder / name) for name in _TOKENIZER_SETTINGS}
+    if all(parts[name] is None for name in _TOKENIZER_FILES):
+        return ""
+    digest = hashlib.sha256()
+    for name, content in parts.items():
+        if content is not None:
+            digest.update(f"{name} {len(content)}\n".encode())
+            digest.update(content)
+    return digest.hexdigest()
+
+
+def _canonical_json(path: Path) -> bytes | None:
+    content = _contents(path)
+    if content is None:
+        return None
+    try:
+        read = json.loads(content)
+    except ValueError:  # whoever uses the file says what is wrong with it
+        return content
+    if isinstance(read, dict):
+        read = {key: value for key, value in read.items() if key not in _IGNORED_KEYS}
+    return json.dumps(read, sort_keys=True).encode()
+
+
+def _contents(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+def _weights_digest(folder: Path) -> str:
+    """The same for every cut of the tensors into files. "" unless all of them are there and whole."""
+    tensors: dict[str, str] = {}
+    try:
+        for name in _weight_files(folder):
+            tensors.update(_sampled_tensors(folder / name))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return ""
+    return hashlib.sha256(json.dumps(tensors, sort_keys=True).encode()).hexdigest()
+
+
+def _weight_files(folder: Path) -> list[str]:
+    if (folder / _INDEX).exists():
+        names = sorted(set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values()))
+        if any(Path(name).name != name for name in names):
+            raise ValueError(f"{folder / _INDEX} names files of other folders")
+        return names
+    return [_SINGLE]
+
+
+def _sampled_tensors(path: Path) -> Iterator[tuple[str, str]]:
+    """The tensors of one safetensors file. Raises ValueError or OSError for one that is no such file."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        length = int.from_bytes(_read_exactly(descriptor, 8, 0), "little")
+        if length > _MAX_HEADER_BYTES:
+            raise ValueError(f"{path}: header of {length} bytes")
+        header: dict[str, Any] = json.loads(_read_exactly(descriptor, length, 8))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin, end = (8 + length + offset for offset in entry["data_offsets"])
+                sample = hashlib.sha256(_sample(descriptor, begin, end)).hexdigest()
+                yield name, f"{entry['dtype']} {entry['shape']} {sample}"
+    finally:
+        os.close(descriptor)
+
+
+def _sample(descriptor: int, begin: int, end: int) -> bytes:
+    if end - begin <= 3 * _SAMPLE_BYTES:
+        return _read_exactly(descriptor, end - begin, begin)
+    places = (begin, (begin + end - _SAMPLE_BYTES) // 2, end - _SAMPLE_BYTES)
+    return b"".join(_read_exactly(descriptor, _SAMPLE_BYTES, place) for place in places)
+
+
+def _read_exactly(descriptor: int, size: int, offset: int) -> bytes:
+    found = os.pread(descriptor, size, offset)
+    if len(found) != size:
+        raise ValueError("the file is cut short")
+    return found

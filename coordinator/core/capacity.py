@@ -1,0 +1,128 @@
+"""How long a request may be: what at least one node of every role that it needs can hold.
+
+A node that joins with a smaller cache or `--max-model-len` takes nothing away from others: requests that it cannot hold
+are placed elsewhere. A node that left still counts for a while, so that its restart does not turn what clients may ask
+for into their fault. What no node that is here can hold waits, and nobody waits behind it.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from baton.errors import BatonError, DeadlineExceeded, Unavailable
+from baton.limits import ModelBounds
+from baton.types import NodeName, RequestId, Role
+from coordinator.core.identity import JoinInfo
+from coordinator.core.queue import WaitingQueue
+from coordinator.core.record import Record
+from coordinator.core.registry import Registry
+
+REMEMBERED = 600.0  # seconds: within them a node that restarts has loaded its model again
+_RETRY = 1.0  # seconds that a client is told to wait
+
+
+class Capacity:
+    """`roles`: nobody is served without a node of each."""
+
+    def __init__(self, registry: Registry, roles: Sequence[Role]) -> None:
+        self._registry = registry
+        self._roles = roles
+        self._left: dict[NodeName, tuple[JoinInfo, float]] = {}  # and until when it is remembered
+        self._bounds: ModelBounds | None = None
+
+    def node_joined(self, info: JoinInfo) -> None:
+        """Called after it was added to the registry."""
+        self._left = {
+            name: one for name, one in self._left.items() if name != info.name and one[0].model == self._registry.model
+        }
+        self._compute_bounds()
+
+    def node_left(self, info: JoinInfo, now: float) -> None:
+        """Called after it was removed from the registry."""
+        self._left[info.name] = (info, now + REMEMBERED)
+        self._compute_bounds()
+
+    def expire(self, now: float) -> None:
+        """Forget who left too long ago, if others are here."""
+        gone = [name for name, (_, until) in self._left.items() if until <= now]
+        if gone and self._registry.nodes:
+            for name in gone:
+                del self._left[name]
+            self._compute_bounds()
+
+    def bounds(self) -> ModelBounds | None:
+        """None before the first join."""
+        return self._bounds
+
+    def why_too_long(self, record: Record) -> str:
+        """Why no node that may be given work can hold the request, "" if one can or if a role has no node at all."""
+        for role in self._roles:
+            if role is Role.DECODE and record.remaining <= 1 and Role.PREFILL in self._roles:
+                continue  # a prefill node answers alone
+            length = record.context_tokens + 1 if role is Role.PREFILL else record.length
+            largest = max((node.info.context for node in self._registry.in_service(role)), default=length)
+            if largest < length:
+                return (
+                    f"no {role.value} node that is here can hold its {length} tokens, the largest holds {largest}"
+                    " (--max-model-len, --kv-memory)"
+                )
+        return ""
+
+    def _compute_bounds(self) -> None:
+        here = [node.info for node in self._registry.nodes.values()]
+        limiting = self._limiting([*here, *(info for info, _ in self._left.values())])
+        self._bounds = ModelBounds(
+            vocab_size=limiting.vocab_size,
+            max_model_len=limiting.max_model_len,
+            cache_tokens=limiting.num_blocks * limiting.layout.block_size,
+            model_digest=limiting.model_digest,
+            dtype=limiting.layout.dtype,
+            present_context=self._limiting(here).context if here else 0,
+        )
+
+    def _limiting(self, infos: Collection[JoinInfo]) -> JoinInfo:
+        """Of the largest nodes of the roles that are needed, the smallest."""
+        by_role = ([info for info in infos if info.role is role] for role in self._roles)
+        largest = [max(of_role, key=_context) for of_role in by_role if of_role]
+        return min(largest or infos, key=_context)
+
+
+class TooLongToPlace:
+    """Requests that no node which is here can hold, because one that could has left. They are out of the queue's way
+    until another comes, or until their deadline."""
+
+    def __init__(self, records: Mapping[RequestId, Record], queue: WaitingQueue, capacity: Capacity) -> None:
+        self._records = records
+        self._queue = queue
+        self._capacity = capacity
+        self._held: set[RequestId] = set()
+
+    def hold(self, record: Record) -> bool:
+        """Whether it has to wait for a larger node."""
+        if not self._capacity.why_too_long(record):
+            return False
+        self._held.add(record.request.id)
+        self._queue.hold(record.request.id)
+        return True
+
+    def release(self) -> None:
+        """Those that can be held by now are offered again."""
+        for request in self._fitting():
+            self._held.discard(request)
+            self._queue.release(request)
+
+    def forget(self, request: RequestId) -> None:
+        """It has ended. Idempotent."""
+        self._held.discard(request)
+
+    def deadline_error(self, record: Record) -> BatonError:
+        """What the request ends with when its time is over. That no node could hold it is not its client's fault."""
+        given = f"{record.request.timeout:g} s that its client or --request-timeout gave it"
+        if record.request.id in self._held and (why := self._capacity.why_too_long(record)):
+            return Unavailable(f"{why}, and no larger one came in the {given}", retry_after=_RETRY)
+        return DeadlineExceeded(f"the request took longer than the {given}")
+
+    def _fitting(self) -> Iterable[RequestId]:
+        return [request for request in self._held if not self._capacity.why_too_long(self._records[request])]
+
+
+def _context(info: JoinInfo) -> int:
+    return info.context

@@ -1,0 +1,90 @@
+"""Which differences between two model folders are seen without loading either."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.model_files import ModelFiles, read_model_files
+from tests.models import build_model
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model("qwen2", tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture
+def folder(original: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(original, tmp_path / "elsewhere"))
+
+
+def edit(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes, indent=7))
+
+
+def nudge(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor + 0.01 for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def halve(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, folder / "model.safetensors")
+
+
+def into_shards(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    names = sorted(tensors)
+    homes = {name: f"model-{number % 2}.safetensors" for number, name in enumerate(names)}
+    for file in set(homes.values()):
+        save_file({name: tensors[name] for name in names if homes[name] == file}, folder / file)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
+
+
+def test_equal_files_are_equal_wherever_they_lie(original: Path, folder: Path) -> None:
+    found = read_model_files(folder)
+    assert found == read_model_files(original)
+    assert found.config and found.tokenizer and found.weights
+    assert "" not in (found.config, found.tokenizer, found.weights)
+
+
+@pytest.mark.parametrize(
+    ("change", "seen"),
+    [
+        (lambda folder: edit(folder / "config.json", rope_theta=7.0), "config"),
+        (lambda folder: edit(folder / "tokenizer.json", truncation={"max_length": 5}), "tokenizer"),
+        (lambda folder: edit(folder / "tokenizer_config.json", add_bos_token=True), "tokenizer"),
+        (nudge, "weights"),
+        (halve, "weights"),
+        (lambda folder: edit(folder / "config.json", transformers_version="0"), ""),
+        (lambda folder: edit(folder / "tokenizer_config.json", chat_template="{{ x }}"), ""),
+        (lambda folder: (folder / "chat_template.jinja").write_text("{{ x }}"), ""),
+        (into_shards, ""),
+    ],
+)
+def test_what_changes_tokens_is_seen_and_nothing_else(
+    original: Path, folder: Path, change: Callable[[Path], object], seen: str
+) -> None:
+    before = read_model_files(original)
+    change(folder)
+    after = read_model_files(folder)
+    differing = [name for name in ModelFiles.__dataclass_fields__ if getattr(before, name) != getattr(after, name)]
+    assert differing == ([seen] if seen else [])
+
+
+def test_what_is_not_there_or_not_whole_is_not_known(folder: Path, tmp_path: Path) -> None:
+    assert read_model_files(tmp_path / "nowhere") == ModelFiles()
+    assert read_model_files(folder, dummy=True).weights == "dummy"
+    weights = folder / "model.safetensors"
+    for content in (b"", b"\xff" * 64, weights.read_bytes()[:-8]):
+        weights.write_bytes(content)
+        assert read_model_files(folder).weights == ""
+    into = folder / "model.safetensors.index.json"
+    into.write_text(json.dumps({"weight_map": {"x": "../elsewhere/model.safetensors"}}))
+    assert read_model_files(folder).weights == ""
