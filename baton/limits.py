@@ -28,6 +28,17 @@ MAX_TEMPLATE_ARGUMENTS = 32  # for the chat template of one conversation
 MAX_TEMPLATE_NAME = 64  # characters of the name of one
 MAX_TEMPLATE_TEXT = 4096  # characters of one that is a text
 MAX_TEMPLATE_NUMBER = 2**53  # either way, of one that is a number
+MAX_JSON_NAMES = 2**15  # of members of all objects of one JSON body
+MAX_JSON_STRINGS = 2**16  # of one JSON body, names too
+MAX_JSON_CONTAINERS = 2**15  # objects and arrays of one JSON body
+MAX_JSON_VALUES = 2**20  # of one JSON body: a prompt of a million tokens fits
+MAX_TOKENS_TOLD = 2**18  # that /tokenize counts and /detokenize takes, where the context is shorter
+MAX_TEXT_BYTES = 64 << 20  # of texts that wait to be tokenized or are being tokenized
+MAX_SMALL_BODY = 64 << 10  # bytes of a body that counts as small while it arrives
+MAX_SMALL_BODIES = 1024  # that arrive at once
+MAX_LARGE_BODIES_BYTES = 128 << 20  # of larger bodies that arrive at once
+MAX_GRPC_BODIES = 64  # requests over gRPC that arrive at once: how long they are is not known before
+BODY_SECONDS = 30.0  # from the head of a request to the end of its body
 MAX_LINK_MESSAGE_BYTES = 16 << 20  # between coordinator and node: a prompt of a million tokens fits
 MAX_UNSENT = 8192  # messages waiting on one internal stream before its reader is given up
 LINK_OPTIONS = (
@@ -60,28 +71,73 @@ class ModelBounds:
         return now if now > 0 else self.max_context - prompt_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class TextLimit:
+    """At most `tokens` of one text, because of `reason`. Checked before a text is worked on, and while it is."""
+
+    tokens: int
+    reason: str
+
+    def check_bytes(self, size: int, longest_token: int | None) -> None:
+        """Raises TooLong if no tokenizing can make `size` bytes fit. `longest_token` is in bytes, None if a token may
+        stand for any length."""
+        if longest_token is not None and size > self.tokens * longest_token:
+            raise TooLong(
+                f"prompt has {size} bytes of text: no token has more than {longest_token}, and the limit is "
+                f"{self.tokens} tokens ({self.reason})",
+                param="prompt",
+            )
+
+    def check_tokens(self, tokens: int) -> None:
+        """Raises TooLong."""
+        if tokens > self.tokens:
+            raise self.too_long(tokens)
+
+    def too_long(self, tokens: int, more: str = "") -> TooLong:
+        """`more` is "more than " if not all of them were counted."""
+        return TooLong(
+            f"prompt has {more}{tokens} tokens: the limit is {self.tokens} ({self.reason})", param="prompt"
+        )
+
+
+def prompt_limit(bounds: ModelBounds) -> TextLimit:
+    """Of a prompt, which leaves room for at least one token of output."""
+    return TextLimit(bounds.max_context - 1, _limit(bounds))
+
+
+def told_limit(bounds: ModelBounds) -> TextLimit:
+    """Of what /tokenize and /detokenize work on: what the context holds, or more."""
+    if bounds.max_context >= MAX_TOKENS_TOLD:
+        return TextLimit(bounds.max_context, _limit(bounds))
+    return TextLimit(MAX_TOKENS_TOLD, "of one call")
+
+
+def check_prompt_length(tokens: int, bounds: ModelBounds) -> None:
+    """Raises TooLong for a prompt that leaves no room for output."""
+    if tokens >= bounds.max_context:
+        raise TooLong(
+            f"prompt has {tokens} tokens: with at least one token of output the limit is "
+            f"{bounds.max_context - 1} ({_limit(bounds)})",
+            param="prompt",
+        )
+
+
 def check_prompt(prompt: tuple[int, ...], bounds: ModelBounds) -> None:
     """Raises InvalidRequest for an empty prompt or an id out of range, TooLong for one that leaves no room."""
     if not prompt:
         raise InvalidRequest("prompt is empty: it needs at least one token", param="prompt")
+    check_prompt_length(len(prompt), bounds)
     worst = max(prompt)
     if min(prompt) < 0 or worst >= bounds.vocab_size:
         bad = worst if worst >= bounds.vocab_size else min(prompt)
         raise InvalidRequest(f"prompt has token id {bad}: ids are 0 to {bounds.vocab_size - 1}", param="prompt")
-    if len(prompt) >= bounds.max_context:
-        raise TooLong(
-            f"prompt has {len(prompt)} tokens: with at least one token of output the limit is "
-            f"{bounds.max_context - 1} ({_limit(bounds)})",
-            param="prompt",
-        )
 
 
 def check_choices(n: int, first: int, prompts: int) -> None:
     """Raises InvalidRequest naming the field, the value and the bound."""
     _whole("n", n, 1, MAX_CHOICES)
     _whole("first_choice", first, 0, MAX_CHOICE_NUMBER - MAX_CHOICES)
-    if not 1 <= prompts <= MAX_PROMPTS:
-        raise InvalidRequest(f"prompt is a list of {prompts} prompts: it must be 1 to {MAX_PROMPTS}", param="prompt")
+    check_prompt_count(prompts)
     if n * prompts > MAX_ANSWERS:
         raise InvalidRequest(f"n is {n} for {prompts} prompts: together at most {MAX_ANSWERS} choices", param="n")
 
@@ -98,10 +154,36 @@ def check_prompt_scores(tokens: int, logprobs: int) -> None:
         )
 
 
+_COUNTED = {
+    "stop": ("strings", MAX_STOP_STRINGS),
+    "stop_token_ids": ("ids", MAX_STOP_TOKEN_IDS),
+    "logit_bias": ("entries", MAX_LOGIT_BIASES),
+    "chat_template_kwargs": ("entries", MAX_TEMPLATE_ARGUMENTS),
+}
+
+
+def check_count(field: str, count: int) -> None:
+    """Of one of the fields that have many entries, before anything is done for each of them. Raises InvalidRequest."""
+    unit, most = _COUNTED[field]
+    if count > most:
+        raise InvalidRequest(f"{field} has {count} {unit}: at most {most}", param=field)
+
+
+def check_message_count(count: int) -> None:
+    """Raises InvalidRequest."""
+    if not 1 <= count <= MAX_MESSAGES:
+        raise InvalidRequest(f"messages has {count} messages: it must have 1 to {MAX_MESSAGES}", param="messages")
+
+
+def check_prompt_count(prompts: int) -> None:
+    """Raises InvalidRequest."""
+    if not 1 <= prompts <= MAX_PROMPTS:
+        raise InvalidRequest(f"prompt is a list of {prompts} prompts: it must be 1 to {MAX_PROMPTS}", param="prompt")
+
+
 def check_stop(strings: Sequence[str]) -> None:
     """Raises InvalidRequest naming the value and the bound."""
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"stop has {len(strings)} strings: at most {MAX_STOP_STRINGS}", param="stop")
+    check_count("stop", len(strings))
     for string in strings:
         if not 1 <= len(string) <= MAX_STOP_CHARACTERS:
             raise InvalidRequest(
@@ -112,9 +194,9 @@ def check_stop(strings: Sequence[str]) -> None:
 
 def check_ids(field: str, ids: Sequence[int], bounds: ModelBounds) -> None:
     """Raises InvalidRequest for a token id out of range."""
-    for token in ids:
-        if not 0 <= token < bounds.vocab_size:
-            raise InvalidRequest(f"{field} has {token}: ids are 0 to {bounds.vocab_size - 1}", param=field)
+    if ids and not (min(ids) >= 0 and max(ids) < bounds.vocab_size):
+        bad = next(token for token in ids if not 0 <= token < bounds.vocab_size)
+        raise InvalidRequest(f"{field} has {bad}: ids are 0 to {bounds.vocab_size - 1}", param=field)
 
 
 def check_length(prompt_tokens: int, max_tokens: int, bounds: ModelBounds) -> None:
@@ -144,11 +226,7 @@ def check_sampling(params: SamplingParams, prompt_tokens: int, bounds: ModelBoun
             f"min_tokens is {params.min_tokens}: it must be 0 to max_tokens ({params.max_tokens})",
             param="min_tokens",
         )
-    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest(
-            f"stop_token_ids has {len(params.stop_token_ids)} ids: at most {MAX_STOP_TOKEN_IDS}",
-            param="stop_token_ids",
-        )
+    check_count("stop_token_ids", len(params.stop_token_ids))
     check_ids("stop_token_ids", params.stop_token_ids, bounds)
     _within("min_p", params.min_p, 0.0, 1.0)
     _within("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
@@ -167,10 +245,7 @@ def check_sampling(params: SamplingParams, prompt_tokens: int, bounds: ModelBoun
 
 
 def _check_bias(params: SamplingParams, bounds: ModelBounds) -> None:
-    if len(params.logit_bias) > MAX_LOGIT_BIASES:
-        raise InvalidRequest(
-            f"logit_bias has {len(params.logit_bias)} entries: at most {MAX_LOGIT_BIASES}", param="logit_bias"
-        )
+    check_count("logit_bias", len(params.logit_bias))
     check_ids("logit_bias", [token for token, _ in params.logit_bias], bounds)
     for _, bias in params.logit_bias:
         _within("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)

@@ -70,12 +70,17 @@ def check(ask: Ask) -> None:
     """What can be said before the prompts are tokenized. Raises InvalidRequest."""
     if ask.prompts is None:
         raise InvalidRequest("prompt is missing: it must be text or token ids", param="prompt")
-    if not isinstance(ask.prompts, Conversation):
+    limits.check_choices(ask.n, ask.first_choice, prompts_of(ask))
+    for field in ("stop", "stop_token_ids", "logit_bias"):
+        limits.check_count(field, len(getattr(ask, field)))
+    if isinstance(ask.prompts, Conversation):
+        limits.check_message_count(len(ask.prompts.messages))
+        limits.check_count("chat_template_kwargs", len(ask.prompts.arguments))
+    else:
         for number, prompt in enumerate(ask.prompts):
             name = f"prompt[{number}]" if len(ask.prompts) > 1 else "prompt"
             if not prompt:  # also text, around which a tokenizer would put special tokens
                 raise InvalidRequest(f"{name} is empty: it needs at least one token", param="prompt")
-    limits.check_choices(ask.n, ask.first_choice, prompts_of(ask))
     limits.check_stop(ask.stop)
 
 

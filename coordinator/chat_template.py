@@ -20,11 +20,11 @@ from baton.clock import Clock, steady
 from baton.errors import ConfigError, InvalidRequest
 from baton.limits import (
     MAX_BODY_BYTES,
-    MAX_MESSAGES,
     MAX_TEMPLATE_ARGUMENTS,
     MAX_TEMPLATE_NAME,
     MAX_TEMPLATE_NUMBER,
     MAX_TEMPLATE_TEXT,
+    check_message_count,
 )
 
 ROLES = ("system", "developer", "user", "assistant", "tool")  # which of them a template takes is its own affair
@@ -49,9 +49,13 @@ class Conversation:
 
     @property
     def size(self) -> int:
-        """A measure of the work to render it: characters, and something for each message."""
+        """A measure of the work to render it: at least the bytes of its text, and something for each message."""
         arguments = sum(64 + len(str(value)) for value in self.arguments.values())
-        return arguments + sum(64 + len(str(message.get("content") or "")) for message in self.messages)
+        return arguments + sum(64 + _bytes_at_most(message.get("content")) for message in self.messages)
+
+
+def _bytes_at_most(content: object) -> int:
+    return len(content) * (1 if content.isascii() else 4) if isinstance(content, str) else 0
 
 
 class ChatTemplate:
@@ -119,9 +123,7 @@ def _refuse(reason: str) -> NoReturn:
 
 def check_messages(conversation: Conversation) -> None:
     """Raises InvalidRequest."""
-    count = len(conversation.messages)
-    if not 1 <= count <= MAX_MESSAGES:
-        raise InvalidRequest(f"messages has {count} messages: it must have 1 to {MAX_MESSAGES}", param="messages")
+    check_message_count(len(conversation.messages))
     for place, message in enumerate(conversation.messages):
         role = str(message["role"])
         if role not in ROLES:

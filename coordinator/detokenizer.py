@@ -6,16 +6,18 @@ continue a text, to what they add to its decoding. No step shows half a characte
 """
 
 import codecs
+import json
 import re
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import tokenizers
 from tokenizers.decoders import ByteLevel
 
+from coordinator.byte_alphabet import BYTE_OF_CHAR
+
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>$")
 _METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece spells a space
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(Protocol):
@@ -34,6 +36,7 @@ class Vocabulary:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self.backend = backend
         self.byte_level = isinstance(backend.decoder, ByteLevel)
+        self.pieces_are_bytes = _decodes_bytes(backend.decoder)
         self._special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str | None] = {}
@@ -105,15 +108,19 @@ class _ByteLevelDetokenizer:
 
 
 class _ChunkDetokenizer:
-    """For any other decoder: tokens are held until they end a character, then decoded together.
+    """For any other decoder: tokens are held until they end a character, then decoded together, each once.
 
     Byte-fallback tokens are held to the end of their run, because one bad byte turns the whole run into replacements.
+    Where pieces are bytes among other steps of decoding, a piece may end in the middle of a character: then it is held
+    until the next few have completed it, or have shown that they cannot. Any other piece is whole, also the one that is
+    the replacement character itself.
     """
 
     def __init__(self, vocabulary: Vocabulary, begun: bool) -> None:
         self._vocabulary = vocabulary
         self._held: list[int] = []
         self._begun = begun
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if vocabulary.pieces_are_bytes else None
 
     def add(self, tokens: Iterable[int]) -> str:
         return "".join(self._add_one(token) for token in tokens)
@@ -123,35 +130,37 @@ class _ChunkDetokenizer:
         if piece is None:
             return ""
         self._held.append(token)
-        if _BYTE_TOKEN.match(piece):
+        if _BYTE_TOKEN.match(piece) or self._ends_inside_character(token):
             return ""
-        text = self._decode()
-        return "" if text.endswith(_REPLACEMENT) else self._release(text)
+        return self._release()
+
+    def _ends_inside_character(self, token: int) -> bool:
+        if self._utf8 is None:
+            return False
+        self._utf8.decode(self._vocabulary.piece_bytes(token))
+        return bool(self._utf8.getstate()[0])
 
     def flush(self) -> str:
-        return self._release(self._decode()) if self._held else ""
+        return self._release() if self._held else ""
 
     def _decode(self) -> str:
         if self._begun:
             return self._vocabulary.decode_inner(self._held)
         return self._vocabulary.backend.decode(self._held, skip_special_tokens=True)
 
-    def _release(self, text: str) -> str:
+    def _release(self) -> str:
+        text = self._decode()
         self._held.clear()
         self._begun = True
         return text
 
 
-def _byte_of_char() -> dict[str, int]:
-    """GPT-2's printable stand-ins for bytes: printable Latin-1 stands for itself, the rest from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in set(printable))
-    table.update({chr(0x100 + place): byte for place, byte in enumerate(others)})
-    return table
-
-
-BYTE_OF_CHAR = _byte_of_char()
+def _decodes_bytes(decoder: Any) -> bool:
+    """Whether byte-level pieces are turned into text as one step of several."""
+    if decoder is None:
+        return False
+    steps = json.loads(decoder.__getstate__()).get("decoders", ())
+    return any(step["type"] == "ByteLevel" for step in steps)
 
 
 def _to_bytes(piece: str) -> bytes:

@@ -3,21 +3,21 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import replace
 
 from baton import limits, log
 from baton.clock import Clock, steady
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 from baton.generation_defaults import GenerationDefaults
+from baton.limits import TextLimit
 from coordinator.answer import Answer, Choice, Echo
 from coordinator.ask import Ask, Prompt, check, check_timeout, prompts_of, to_submission, worded
 from coordinator.chat_template import Conversation
-from coordinator.detokenizer import Detokenizer
 from coordinator.generation import Generator, Submission
 from coordinator.refusals import Refusals
 from coordinator.telling import Teller
-from coordinator.tokenizer import INLINE_TOKENS, Text
+from coordinator.tokenizer import Text
 from coordinator.unknown_fields import REFUSED, UnknownFields
 
 QUANTIZATION = "none"  # of weights, in this version
@@ -96,14 +96,19 @@ class Intake:
     async def tokenize(
         self, wording: Prompt | Conversation, special: bool | None, limit: float
     ) -> tuple[Text, tuple[int, ...]]:
-        """`special` None is as it is done for a request. Raises InvalidRequest, DeadlineExceeded."""
+        """`special` None is as it is done for a request. Raises InvalidRequest, TooLong, Overloaded, DeadlineExceeded;
+        Unavailable while no node has joined."""
+        most = limits.told_limit(self._generator.bounds())
         async with _within(limit):
             text = await self._loaded()
-            return text, await _encode(text, wording, special=special)
+            return text, await _encode(text, wording, most, special=special)
 
     async def detokenize(self, tokens: Sequence[int], limit: float) -> str:
-        """Raises InvalidRequest, DeadlineExceeded; Unavailable while no node has joined."""
-        limits.check_ids("tokens", tokens, self._generator.bounds())
+        """Raises InvalidRequest, TooLong, Overloaded, DeadlineExceeded; Unavailable while no node has joined."""
+        bounds = self._generator.bounds()
+        with worded({"prompt": "tokens"}):
+            limits.told_limit(bounds).check_tokens(len(tokens))
+        limits.check_ids("tokens", tokens, bounds)
         async with _within(limit):
             return await (await self._loaded()).decode(tokens)
 
@@ -121,17 +126,35 @@ class Intake:
             text = await self._loaded()
             if ask.stop and not text.shows_text:
                 raise InvalidRequest("stop is given, but tokens have no text here: use stop_token_ids", param="stop")
-            prompts = [await _encode(text, wording) for wording in wordings]
+            prompts = await self._encode_all(text, wordings)
         left, bounds = max(limit - (self._clock() - began), 0.0), self._generator.bounds()
         firsts = []
         for number, prompt in enumerate(prompts):
-            with worded({"prompt": f"prompt[{number}]"} if len(prompts) > 1 else {}):
+            with _numbered(number, prompts):
                 firsts.append(to_submission(ask, prompt, left, bounds, self._defaults))
+            await asyncio.sleep(0)  # a prompt can be long, and there can be many
         if ask.echo and ask.logprobs is not None:
             limits.check_prompt_scores(sum(map(len, prompts)), ask.logprobs)
         echoed = zip(wordings, prompts, strict=True) if ask.echo else ()
         scored = ask.logprobs is not None
         return text, firsts, [await _echo(text, wording, prompt, placed=scored) for wording, prompt in echoed]
+
+    async def _encode_all(self, text: Text, wordings: Sequence[Prompt | Conversation]) -> list[tuple[int, ...]]:
+        """One after another, so that others have their turn between two of many prompts."""
+        bounds = self._generator.bounds()
+        most, prompts = limits.prompt_limit(bounds), list[tuple[int, ...]]()
+        for number, wording in enumerate(wordings):
+            with _numbered(number, wordings):
+                if not isinstance(wording, str | Conversation):
+                    limits.check_prompt_length(len(wording), bounds)
+                prompts.append(await _encode(text, wording, most))
+            await asyncio.sleep(0)
+        return prompts
+
+
+def _numbered(number: int, all_of_them: Sequence[object]) -> AbstractContextManager[None]:
+    """A refusal inside says which of several prompts it is about."""
+    return worded({"prompt": f"prompt[{number}]"} if len(all_of_them) > 1 else {})
 
 
 def _choices(first: Submission, n: int) -> Iterator[Submission]:
@@ -142,29 +165,22 @@ def _choices(first: Submission, n: int) -> Iterator[Submission]:
         yield replace(first, sampling=sampling, choice=first.choice + number)
 
 
-async def _encode(text: Text, wording: Prompt | Conversation, *, special: bool | None = None) -> tuple[int, ...]:
+async def _encode(
+    text: Text, wording: Prompt | Conversation, limit: TextLimit, *, special: bool | None = None
+) -> tuple[int, ...]:
     """A chat template writes the special tokens itself; around any other text go those that its model expects."""
     if isinstance(wording, Conversation):
-        return await text.converse(wording, special=bool(special))
-    return await text.encode(wording, special=special is not False) if isinstance(wording, str) else tuple(wording)
+        return await text.converse(wording, special=bool(special), limit=limit)
+    if isinstance(wording, str):
+        return await text.encode(wording, special=special is not False, limit=limit)
+    return tuple(wording)
 
 
 async def _echo(text: Text, wording: Prompt | Conversation, tokens: tuple[int, ...], *, placed: bool) -> Echo:
     """`placed`: where each token begins is asked for."""
     if isinstance(wording, str):
         return Echo(wording, await text.starts(wording) if placed else ())
-    if len(tokens) <= INLINE_TOKENS:
-        return _decoded(text.detokenizer(), tokens)
-    return await asyncio.to_thread(_decoded, text.detokenizer(), tokens)
-
-
-def _decoded(detokenizer: Detokenizer, tokens: tuple[int, ...]) -> Echo:
-    texts, starts, length = list[str](), list[int](), 0
-    for token in tokens:
-        starts.append(length)
-        texts.append(detokenizer.add((token,)))
-        length += len(texts[-1])
-    return Echo("".join(texts) + detokenizer.flush(), starts)
+    return Echo(*await text.describe(tokens))
 
 
 def _teller(ask: Ask, text: Text, index: int) -> Teller:

@@ -6,76 +6,105 @@ replaced by a mark before the template runs, and the rendered text is encoded in
 usual, and for a mark the tokens of its spelling. A conversation that spells none is encoded as ever, in one piece.
 
 Turn marks that are no special tokens of the tokenizer, plain words of the template, are beyond this.
+
+A message can be as long as a body, so no single step here takes longer than to read it once.
 """
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 
 import tokenizers
 
 from baton.errors import InvalidRequest
+from baton.limits import TextLimit
+from coordinator.bounded_encoding import SLICE, BoundedEncoder, utf8_size
 from coordinator.chat_template import Conversation
 
 _MARKS = range(0xF0000, 0xFFFFE)  # characters for private use: no template writes any
+_FIRST_MARK = chr(_MARKS[0])
 Marks = Mapping[str, str]  # a mark to the special token that it stands for
 
 
 class SpelledTokens:
     """Of one tokenizer. Immutable once made, so threads may share it."""
 
-    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+    def __init__(self, backend: tokenizers.Tokenizer, encoder: BoundedEncoder) -> None:
         special = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
-        special.sort(key=len, reverse=True)  # the longest that fits counts
-        self._pattern = re.compile("|".join(map(re.escape, special))) if special else None
+        self._special = sorted(special, key=len, reverse=True)  # the longest that fits counts
+        self._encoder = encoder
         backend.encode_special_tokens = True  # recognises none, while it is ours alone
         self._plain = {content: backend.encode(content, add_special_tokens=False) for content in special}
         backend.encode_special_tokens = False
+        self._around = _around(backend)
 
     def hide(self, conversation: Conversation) -> tuple[Conversation, Marks]:
         """The conversation with marks for the special tokens that it spells. Raises InvalidRequest when it leaves no
         character for a mark."""
-        if self._pattern is None:
-            return conversation, {}
         texts = list(_texts(conversation))
-        spelled = {match[0] for text in texts for match in self._pattern.finditer(text)}
+        spelled = [content for content in self._special if any(content in text for text in texts)]
         if not spelled:
             return conversation, {}
-        used = set().union(*texts)
+        used = _marks_in(texts)
         marks = dict(zip(spelled, (mark for mark in map(chr, _MARKS) if mark not in used), strict=False))
         if len(marks) < len(spelled):
             raise InvalidRequest(
                 "messages spell special tokens and have every character that could stand for those", param="messages"
             )
-        return self._marked(conversation, marks), {mark: content for content, mark in marks.items()}
+        return _marked(conversation, marks), {mark: content for content, mark in marks.items()}
 
-    def _marked(self, conversation: Conversation, marks: Mapping[str, str]) -> Conversation:
-        def marked(words: Mapping[str, object]) -> dict[str, object]:
-            assert self._pattern is not None
-            return {
-                name: self._pattern.sub(lambda match: marks[match[0]], value) if isinstance(value, str) else value
-                for name, value in words.items()
-            }
-
-        return replace(
-            conversation,
-            messages=[marked(message) for message in conversation.messages],
-            arguments=marked(conversation.arguments),
-        )
-
-    def encode(
-        self, backend: tokenizers.Tokenizer, rendered: str, marks: Marks, *, special: bool
-    ) -> tokenizers.Encoding:
-        """A text with marks, as `backend.encode` would one without."""
+    def encode(self, rendered: str, marks: Marks, limit: TextLimit, *, special: bool) -> list[int]:
+        """The tokens of a text with marks, as of one without. Raises TooLong as soon as it is seen to be."""
+        self._encoder.check(utf8_size(rendered), limit)
         if not marks:
-            return backend.encode(rendered, add_special_tokens=special)
+            return self._encoder.encode(rendered, limit, special=special)
+        spelled = sum(rendered.count(mark) for mark in marks)
+        if spelled > limit.tokens:  # each is a token at least
+            raise limit.too_long(limit.tokens, "more than ")
         pieces = re.split(f"([{''.join(marks)}])", rendered)
-        encodings = [
-            self._plain[marks[piece]] if piece in marks else backend.encode(piece, add_special_tokens=False)
-            for piece in pieces
-            if piece
-        ]
-        return backend.post_process(tokenizers.Encoding.merge(encodings), None, special)
+        between = self._encoder.encode_all([piece for piece in pieces if piece and piece not in marks], limit)
+        inner = chain.from_iterable(
+            self._plain[marks[piece]].ids if piece in marks else next(between) for piece in pieces if piece
+        )
+        before, after = self._around if special else ((), ())
+        return [*before, *inner, *after]
+
+
+def _around(backend: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The tokens that belong before a text and after it."""
+    alone, within = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+    for place in range(len(within) - len(alone) + 1):
+        if within[place : place + len(alone)] == alone:
+            return tuple(within[:place]), tuple(within[place + len(alone) :])
+    return (), ()
+
+
+def _marked(conversation: Conversation, marks: Mapping[str, str]) -> Conversation:
+    def marked(words: Mapping[str, object]) -> dict[str, object]:
+        return {name: _with_marks(value, marks) if isinstance(value, str) else value for name, value in words.items()}
+
+    return replace(
+        conversation,
+        messages=[marked(message) for message in conversation.messages],
+        arguments=marked(conversation.arguments),
+    )
+
+
+def _with_marks(text: str, marks: Mapping[str, str]) -> str:
+    """`marks` has the longest first."""
+    for content, mark in marks.items():
+        text = text.replace(content, mark)
+    return text
+
+
+def _marks_in(texts: list[str]) -> set[str]:
+    """The characters for private use that are there."""
+    found = set[str]()
+    for text in texts:
+        for begin in range(0, len(text), SLICE):
+            found.update(char for char in set(text[begin : begin + SLICE]) if char >= _FIRST_MARK)
+    return found
 
 
 def _texts(conversation: Conversation) -> Iterator[str]:

@@ -4,25 +4,24 @@ A model without a tokenizer (or the paced engine) is served by token ids alone. 
 `tokenizer_files.py`.
 """
 
-import asyncio
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import count
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, Protocol
 
 import tokenizers
 from tokenizers import processors
 
 from baton.errors import InvalidRequest
+from baton.limits import TextLimit, check_message_count
+from coordinator.bounded_encoding import BoundedEncoder, utf8_size
 from coordinator.chat_template import ChatTemplate, Conversation
 from coordinator.detokenizer import Detokenizer, Vocabulary
 from coordinator.spelled_tokens import SpelledTokens
+from coordinator.text_workers import TextWorkers
 
-INLINE_BYTES = 8 << 10  # longer prompts are encoded off the event loop; this many take about a millisecond
-INLINE_TOKENS = 2048  # likewise for decoding them
-
-Result = TypeVar("Result")
+TOKEN_BYTES = 4  # that a token to be decoded counts for among the workers, as about so many bytes of text
+UNLIMITED = TextLimit(2**62, "none is set")
 
 
 class Text(Protocol):
@@ -33,9 +32,10 @@ class Text(Protocol):
         """False: tokens have no text here."""
         ...
 
-    async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+    async def encode(self, text: str, *, special: bool = True, limit: TextLimit = UNLIMITED) -> tuple[int, ...]:
         """With `special`, the tokens that the model expects around a text, as its files say. Raises InvalidRequest
-        when there is no tokenizer."""
+        when there is no tokenizer, TooLong as soon as the text is seen to be far beyond `limit`, Overloaded when too
+        much text waits."""
         ...
 
     async def starts(self, text: str) -> tuple[int, ...]:
@@ -46,10 +46,16 @@ class Text(Protocol):
         """All of it, special tokens too. Raises InvalidRequest when there is no tokenizer."""
         ...
 
-    async def converse(self, conversation: Conversation, *, special: bool = False) -> tuple[int, ...]:
+    async def converse(
+        self, conversation: Conversation, *, special: bool = False, limit: TextLimit = UNLIMITED
+    ) -> tuple[int, ...]:
         """The prompt of a conversation, in which special tokens are what its template writes and nothing that a message
         spells. `special` adds those around a text, which most templates write already. Raises InvalidRequest when there
-        is no chat template, or when it refuses."""
+        is no chat template, or when it refuses; TooLong and Overloaded as `encode`."""
+        ...
+
+    async def describe(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
+        """The text of tokens as it is shown in an answer, and the place in it where each token begins."""
         ...
 
     def detokenizer(self, *, continuing: bool = False) -> Detokenizer:
@@ -77,7 +83,7 @@ class NoTokenizer:
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
-    async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+    async def encode(self, text: str, *, special: bool = True, limit: TextLimit = UNLIMITED) -> tuple[int, ...]:
         self._refuse("prompt is text", "prompt", ": send token ids")
 
     async def starts(self, text: str) -> tuple[int, ...]:
@@ -86,8 +92,13 @@ class NoTokenizer:
     async def decode(self, tokens: Sequence[int]) -> str:
         self._refuse("tokens are to be text", "tokens")
 
-    async def converse(self, conversation: Conversation, *, special: bool = False) -> tuple[int, ...]:
+    async def converse(
+        self, conversation: Conversation, *, special: bool = False, limit: TextLimit = UNLIMITED
+    ) -> tuple[int, ...]:
         self._refuse("messages are text", "messages", ": send a prompt of token ids to /v1/completions")
+
+    async def describe(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
+        return "", [0] * len(tokens)
 
     def detokenizer(self, *, continuing: bool = False) -> Detokenizer:
         return _Silent()
@@ -119,38 +130,50 @@ class HfTokenizer:
 
     shows_text = True
 
-    def __init__(self, backend: tokenizers.Tokenizer, bos: int | None, template: ChatTemplate | None = None) -> None:
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        bos: int | None,
+        template: ChatTemplate | None = None,
+        workers: TextWorkers | None = None,
+    ) -> None:
         backend.no_truncation()
         backend.no_padding()
         _keep_spaces(backend.post_processor)
         self._backend = backend
         self._bos = bos
         self._template = template
-        self._spelled = SpelledTokens(backend)
+        self._encoder = BoundedEncoder(backend)
+        self._spelled = SpelledTokens(backend, self._encoder)
         self._vocabulary = Vocabulary(backend)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._workers = workers or TextWorkers()
 
-    async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+    async def encode(self, text: str, *, special: bool = True, limit: TextLimit = UNLIMITED) -> tuple[int, ...]:
         def encode() -> tuple[int, ...]:
-            encoding = self._backend.encode(text, add_special_tokens=special)
-            return tuple(encoding.ids[self._surplus(encoding.ids) :])
+            ids = self._encoder.encode(text, limit, special=special)
+            return tuple(ids[self._surplus(ids) :])
 
-        return await self._do(encode, inline=len(text) <= INLINE_BYTES)
+        size = utf8_size(text)
+        self._encoder.check(size, limit)
+        return await self._workers.run(encode, size)
 
     async def starts(self, text: str) -> tuple[int, ...]:
         def encode() -> tuple[int, ...]:
-            encoding = self._backend.encode(text, add_special_tokens=True)
+            (encoding,) = self._backend.encode_batch([text], add_special_tokens=True)
             return tuple(_starts(encoding.offsets[self._surplus(encoding.ids) :]))
 
-        return await self._do(encode, inline=len(text) <= INLINE_BYTES)
+        return await self._workers.run(encode, utf8_size(text))
 
     async def decode(self, tokens: Sequence[int]) -> str:
         def decode() -> str:
-            return self._backend.decode(list(tokens), skip_special_tokens=False)
+            (text,) = self._backend.decode_batch([list(tokens)], skip_special_tokens=False)
+            return text
 
-        return await self._do(decode, inline=len(tokens) <= INLINE_TOKENS)
+        return await self._workers.run(decode, TOKEN_BYTES * len(tokens))
 
-    async def converse(self, conversation: Conversation, *, special: bool = False) -> tuple[int, ...]:
+    async def converse(
+        self, conversation: Conversation, *, special: bool = False, limit: TextLimit = UNLIMITED
+    ) -> tuple[int, ...]:
         template = self._template
         if template is None:
             raise InvalidRequest(
@@ -160,10 +183,24 @@ class HfTokenizer:
 
         def encode() -> tuple[int, ...]:
             hidden, marks = self._spelled.hide(conversation)
-            encoding = self._spelled.encode(self._backend, template.render(hidden), marks, special=special)
-            return tuple(encoding.ids[self._surplus(encoding.ids) :])
+            ids = self._spelled.encode(template.render(hidden), marks, limit, special=special)
+            return tuple(ids[self._surplus(ids) :])
 
-        return await self._do(encode, inline=conversation.size <= INLINE_BYTES)
+        check_message_count(len(conversation.messages))
+        return await self._workers.run(encode, conversation.size)
+
+    async def describe(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
+        detokenizer = self.detokenizer()
+
+        def decode() -> tuple[str, list[int]]:
+            texts, starts, length = list[str](), list[int](), 0
+            for token in tokens:
+                starts.append(length)
+                texts.append(detokenizer.add((token,)))
+                length += len(texts[-1])
+            return "".join(texts) + detokenizer.flush(), starts
+
+        return await self._workers.run(decode, TOKEN_BYTES * len(tokens))
 
     def detokenizer(self, *, continuing: bool = False) -> Detokenizer:
         return self._vocabulary.detokenizer(continuing=continuing)
@@ -178,10 +215,7 @@ class HfTokenizer:
         def look_up() -> list[str]:
             return [self._backend.id_to_token(token) or _nameless(token) for token in tokens]
 
-        return await self._do(look_up, inline=len(tokens) <= INLINE_TOKENS)
-
-    async def _do(self, work: Callable[[], Result], *, inline: bool) -> Result:
-        return work() if inline else await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await self._workers.run(look_up, TOKEN_BYTES * len(tokens))
 
     def _surplus(self, ids: list[int]) -> int:
         """A text that begins with BOS by itself gets no second one."""

@@ -209,7 +209,7 @@ class GatedText(NoTokenizer):
         self.asked = asyncio.Event()
         self.abandoned = asyncio.Event()
 
-    async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+    async def encode(self, text: str, *, special: bool = True, limit: object = None) -> tuple[int, ...]:
         self.asked.set()
         try:
             await self.gate.wait()

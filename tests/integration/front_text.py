@@ -6,7 +6,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from coordinator.chat_template import ChatTemplate
-from coordinator.detokenizer import BYTE_OF_CHAR
+from coordinator.byte_alphabet import BYTE_OF_CHAR
 from coordinator.tokenizer import HfTokenizer
 
 EOS = "<|end|>"

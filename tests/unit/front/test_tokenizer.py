@@ -11,7 +11,8 @@ from tokenizers import processors
 
 from baton.errors import ConfigError, InvalidRequest
 from coordinator import tokenizer_files as tokenizer
-from coordinator.tokenizer import INLINE_BYTES, INLINE_TOKENS, HfTokenizer
+from coordinator.text_workers import INLINE_BYTES
+from coordinator.tokenizer import TOKEN_BYTES, HfTokenizer
 from tests.integration.front_text import EOS, byte_level
 
 
