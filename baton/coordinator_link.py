@@ -21,10 +21,12 @@ from baton.errors import ConfigError
 from baton.failpoints import FAILPOINTS
 from baton.limits import LINK_OPTIONS, MAX_UNSENT
 from baton.pb import cluster_pb2
+from baton.process.log_rate import RateLimitedLog
 from baton.types import Incarnation
 
 TOKEN_METADATA = "baton-cluster-token"
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between dials
+_REMINDERS = 1 / 30  # a second: of a coordinator that stays away
 # A pool of its own: else a new channel is given the connection of the last one, which may lead nowhere any more.
 _OPTIONS = (*LINK_OPTIONS, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
 _REFUSED_CODES = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED})
@@ -74,6 +76,7 @@ class CoordinatorLink:
         self._heard = 0.0  # when the coordinator last said anything, on the loop's clock
         self._lost: asyncio.TimerHandle | None = None
         self._log = log.get("link")
+        self._reminders = RateLimitedLog(burst=1, per_second=_REMINDERS)
 
     @property
     def joined(self) -> bool:
@@ -95,12 +98,13 @@ class CoordinatorLink:
     async def run(self) -> None:
         """Keep the stream until cancelled. Raises ConfigError when the coordinator refuses this node."""
         pause = _FIRST_PAUSE
+        self._heard = asyncio.get_running_loop().time()  # it has as long to come as to be silent
         while True:
             try:
                 async with grpc.aio.insecure_channel(self._address, options=_OPTIONS) as channel:
                     await self._session(link_codec.dial(channel, metadata=self._metadata))
             except grpc.aio.AioRpcError as error:
-                self._log.warning("coordinator unreachable", address=self._address, code=error.code().name)
+                self._tell_unreachable(error.code().name)
                 if error.code() in _REFUSED_CODES:
                     self._refused(f"coordinator {self._address}: {error.details()}: check --cluster-token")
             except ConfigError as error:
@@ -114,6 +118,15 @@ class CoordinatorLink:
                 pause = _FIRST_PAUSE
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # a redial's pause, not a poll
             pause = min(pause * 2, _LONGEST_PAUSE)
+
+    def _tell_unreachable(self, code: str) -> None:
+        """A coordinator that starts, is restarted or stops before us is away for a moment, which is no warning."""
+        away = asyncio.get_running_loop().time() - self._heard
+        if away < self._silence:
+            self._log.debug("coordinator not there", address=self._address, code=code)
+            return
+        fields = {"address": self._address, "code": code, "seconds": round(away, 1)}
+        self._reminders.write(self._log.warning, "coordinator unreachable", **fields)
 
     def _refused(self, reason: str) -> None:
         """A node that was a member once goes on trying: its coordinator may be being replaced, or the link be bad."""

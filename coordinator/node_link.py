@@ -17,6 +17,7 @@ from baton.config import Config
 from baton.errors import ConfigError, NodeGone
 from baton.limits import MAX_UNSENT
 from baton.pb.cluster_pb2 import CoordinatorMessage, NodeMessage, Ping, Refusal
+from baton.process.log_rate import RateLimitedLog
 from baton.types import Incarnation
 from coordinator.core.pools import ROLE
 from coordinator.dispatcher import Dispatcher
@@ -31,6 +32,7 @@ _FAILPOINT = "link.coordinator.send"
 Context = Any  # grpc.aio.ServicerContext, which ships without types
 
 _log = log.get("node_link")
+_limited = RateLimitedLog()  # of lines that whoever reaches the port can cause
 
 
 class NodeStream:
@@ -99,13 +101,13 @@ class NodeLink:
             else:
                 incarnation = self._dispatcher.join(join_from_pb(first.join), stream)
         except ConfigError as error:
-            _log.warning("join refused", node=first.join.name, reason=error.message)
+            _limited.write(_log.warning, "join refused", node=first.join.name, reason=error.message)
             await context.write(CoordinatorMessage(refusal=Refusal(error=wire.error_to_pb(error))))
             return
         try:
             await self._until_one_ends(self._read(context, incarnation), stream.drain_to(context), stream.closed.wait())
         except grpc.RpcError as error:
-            _log.info("stream broke", node=first.join.name, error=str(error))
+            _limited.write(_log.info, "stream broke", node=first.join.name, error=str(error))
         finally:
             stream.close()
             self._dispatcher.leave(incarnation, NodeGone(f"the stream of node {first.join.name} ended"))
@@ -115,7 +117,7 @@ class NodeLink:
         expected = self._config.cluster_token
         if expected and not hmac.compare_digest(str(given).encode(), expected.encode()):
             self._dispatcher.brain.counters.joins["unauthenticated"] += 1
-            _log.warning("a node came with a wrong cluster token", peer=context.peer())
+            _limited.write(_log.warning, "a node came with a wrong cluster token", peer=context.peer())
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"metadata {TOKEN_KEY} is missing or wrong")
 
     async def _first(self, context: Context) -> NodeMessage:
@@ -139,7 +141,7 @@ class NodeLink:
                     counters.dropped_messages["repeated"] += 1
                     continue
             except link_codec.MessagesLost as error:
-                _log.warning("messages lost", error=str(error))
+                _limited.write(_log.warning, "messages lost", error=str(error))
                 counters.dropped_messages["lost"] += 1
                 return
             if message.incarnation != incarnation:
@@ -148,7 +150,7 @@ class NodeLink:
             try:
                 report = input_from_pb(message)
             except ValueError as error:
-                _log.warning("a message makes no sense", error=str(error))
+                _limited.write(_log.warning, "a message makes no sense", error=str(error))
                 counters.dropped_messages["damaged"] += 1
                 return
             if report is not None:
