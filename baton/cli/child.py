@@ -73,8 +73,9 @@ class Child:
             self._signal(signal.SIGKILL)
 
     def end_if_unresponsive(self, looks: float, every: float) -> None:
-        """To be called every `every` seconds. A process that shows no sign of life any more is alive for the kernel only. SIGABRT lets it show where its
-        threads are; if that does not end it, the next look does. One sign is due between two looks."""
+        """To be called every `every` seconds, which is at least the period of a sign of life. A process that shows none
+        any more is alive for the kernel only. SIGABRT lets it show where its threads are; if that does not end it, the
+        next look does."""
         state = self._state()
         if self._process is None or not state:
             return
@@ -85,9 +86,8 @@ class Child:
             self._signal(signal.SIGKILL)
             return
         self._aborted = pid
-        self._tell(
-            f"{self.spec.name} has shown no sign of life for {looks * every:g} s (--liveness-timeout): ending it"
-        )
+        silence = f"{looks * every:g} s (--liveness-timeout)"
+        self._tell(f"{self.spec.name} has shown no sign of life for {silence}: ending it")
         self._signal(signal.SIGABRT)
 
     def _state(self) -> str:

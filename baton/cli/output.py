@@ -77,7 +77,7 @@ class Relay:
 
 
 class LogFiles(Relay):
-    """One file per child in `folder`, begun anew by this supervisor and rotated, each with a writer of its own: one that
+    """One file per child in `folder`, begun anew by this supervisor and rotated. Each has a writer of its own: one that
     blocks holds up no other."""
 
     tells_errors = True

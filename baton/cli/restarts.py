@@ -14,7 +14,7 @@ _STOPPED = frozenset("Tt")  # /proc/PID/stat: stopped by a signal, or by a trace
 
 
 def longest_stop(drain_timeout: float) -> float:
-    """Seconds in which a supervisor has ended everything: the coordinator drains, then the nodes, then the pool ends."""
+    """Seconds in which a supervisor has ended everything: the coordinator drains, the nodes drain, the pool ends."""
     return 2 * (drain_timeout + TERM_PATIENCE) + TERM_PATIENCE
 
 

@@ -1,6 +1,7 @@
 """A log file that does not grow without bound."""
 
 import contextlib
+import itertools
 import os
 from pathlib import Path
 
@@ -46,7 +47,7 @@ class RotatingFile:
     def _rotate(self) -> None:
         names = [self._path, *(Path(f"{self._path}.{number}") for number in range(1, self._backups + 1))]
         names[-1].unlink(missing_ok=True)
-        for old, new in reversed(list(zip(names, names[1:], strict=False))):
+        for old, new in reversed(list(itertools.pairwise(names))):
             with contextlib.suppress(FileNotFoundError):
                 old.rename(new)
         self._open()

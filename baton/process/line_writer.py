@@ -1,7 +1,7 @@
 """Writes lines on a thread of its own, so that a sink which blocks or fails holds nobody up.
 
-A caller never waits and never gets an error. What the sink does not take is dropped and counted, and the first line that
-it takes again is preceded by one that says how many are missing.
+A caller never waits and never gets an error. What the sink does not take is dropped and counted, and the first line
+that it takes again is preceded by one that says how many are missing.
 """
 
 import os

@@ -22,7 +22,7 @@ class RateLimitedLog:
         self._kinds: dict[str, _Bucket] = {}
 
     def write(self, say: Callable[..., Any], event: str, *, per: str = "", **fields: Any) -> None:
-        """Call `say(event, **fields)`, unless lines of this kind come too fast: of this event, and `per` such a word."""
+        """Call `say(event, **fields)`, unless lines of this kind come too fast. `per` divides an event into kinds."""
         left_out = self._admit(f"{event} {per}")
         if left_out is None:
             return

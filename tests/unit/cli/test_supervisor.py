@@ -249,7 +249,7 @@ async def test_a_child_without_a_sign_of_life_is_ended_and_replaced(
     play(decode=signs + hangs + goes_on)
     lines: list[str] = []
     patient = msgspec.structs.replace(config, liveness_timeout=1.0)
-    async with cluster(patient, Relay(lambda _, line: lines.append(line))) as (started, told):
+    async with cluster(patient, Relay(lambda _, line: lines.append(line))) as (_, told):
         await until(lambda: "goes on decode-0" in events())
         assert told == [
             "decode-0 has shown no sign of life for 1 s (--liveness-timeout): ending it",
@@ -292,10 +292,8 @@ async def test_a_child_goes_on_when_nobody_can_show_its_lines(play: Play, config
         async def follow(self, name: str, stream: asyncio.StreamReader) -> None:
             raise OSError("the terminal is gone")
 
-    play(
-        decode="for _ in range(20000): print('a line of the kind that fills a pipe', flush=False)\nnote('said')\n"
-        + WAIT
-    )
+    talks = "for _ in range(20000): print('a line of the kind that fills a pipe')\nnote('said')\n"
+    play(decode=talks + WAIT)
     async with cluster(config, Broken(lambda *_: None)) as (_, told):
         await until(lambda: "said decode-0" in events())
         assert "the lines of decode-0 are not shown any more (OSError)" in told
@@ -308,7 +306,7 @@ async def test_a_full_disk_holds_no_child_up_and_is_told_once_there_is_room(
     talks = "import time\nwhile not os.path.exists('quiet'):\n print('talking', flush=True)\n time.sleep(0.001)\n"
     play(decode=talks + "note('quiet')\n" + "print('enough', flush=True)\n" + WAIT)
     logs = LogFiles(tmp_path / "logs")
-    file = logs.path("decode-0")
+    file, quiet = logs.path("decode-0"), tmp_path / "quiet"
     async with cluster(config, logs) as (started, _):
         await started.ready()
         await until(lambda: file.exists() and "talking" in file.read_text())
@@ -318,14 +316,10 @@ async def test_a_full_disk_holds_no_child_up_and_is_told_once_there_is_room(
             await until(lambda: logs.lines_dropped("decode-0") > 20)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        Path("quiet").touch()
+        quiet.touch()
         await until(lambda: "enough" in file.read_text())
     logs.close()
     assert "log lines dropped" in file.read_text()
-    assert set(line.split()[0] for line in file.read_text().splitlines() if "dropped" not in line) >= {
-        "talking",
-        "enough",
-    }
 
 
 async def test_stopping_before_anything_is_ready_leaves_nothing(play: Play, config: Config) -> None:
