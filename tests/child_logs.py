@@ -25,7 +25,13 @@ class ChildLogs:
             self._open[name] = os.open(self.path(name), flags, 0o600)
         return self._open[name]
 
+    def redirect(self, name: str, descriptor: int) -> None:
+        """From now on a process of this name is started with this descriptor instead of a file. It is ours to close."""
+        self._open[name] = descriptor
+
     def last_words(self, name: str) -> list[str]:
+        if not self.path(name).exists():  # redirected
+            return []
         with self.path(name).open("rb") as file:
             file.seek(-min(_SHOWN, os.fstat(file.fileno()).st_size), os.SEEK_END)
             return file.read().decode(errors="replace").splitlines()[-_REMEMBERED:]
