@@ -4,6 +4,7 @@ Every field is `--field-name`, `BATON_FIELD_NAME` and a TOML key `field_name`; f
 `Config` is frozen: "auto" is resolved where it is used and logged there.
 """
 
+import difflib
 import os
 import tomllib
 from collections.abc import Mapping
@@ -172,6 +173,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         float, Meta(ge=0, le=1), _help("Share of the requests that come in that may be retries after a failure")
     ] = 0.2
     drain_timeout: Annotated[Seconds, _help("Seconds a stopping cluster waits for its requests")] = 30.0
+    liveness_timeout: Annotated[
+        Seconds, _help("Seconds without a sign of life after which `up` ends a process and starts it again")
+    ] = 30.0
     flip_timeout: Annotated[
         Seconds, _help("Seconds a node that changes its role may finish what it has; then it is placed again")
     ] = 30.0
@@ -185,6 +189,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _help("Least weight that is logged")] = "info"
     log_format: Annotated[Literal["auto", "json", "console"], _help("auto: console on a terminal, else json")] = "auto"
+    log_max_bytes: Annotated[
+        int, Meta(ge=4096), _help("Bytes after which `up --detach` begins a process's log file anew")
+    ] = 64 << 20
+    log_backups: Annotated[
+        int, Meta(ge=0, le=1000), _help("Full log files that are kept for each process, beside the one in use")
+    ] = 3
 
     @property
     def has_pool(self) -> bool:
@@ -197,6 +207,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 SECRETS = frozenset({"api_key", "cluster_token", "admin_token"})
+PREFIX = "BATON_"
+# Variables that are no settings: of commands, of tests, and between a supervisor and its children.
+OTHER_VARIABLES = frozenset(
+    {
+        *("BATON_CONFIG", "BATON_ENDPOINT", "BATON_URL", "BATON_FAILPOINTS", "BATON_FAILPOINTS_SEED"),
+        *("BATON_SUPERVISOR_PID", "BATON_LIVENESS_FD"),
+    }
+)
 _HINTS: dict[str, Any] = get_type_hints(Config, include_extras=True)
 
 
@@ -232,10 +250,23 @@ def resolve(flags: Mapping[str, object], *, environ: Mapping[str, str] = os.envi
             merged[key] = msgspec.convert(merged[key], _HINTS[key], strict=False)
         except msgspec.ValidationError as error:
             shown = "(secret)" if key in SECRETS else repr(merged[key])
-            raise ConfigError(f"{key} is {shown}: {error} ({sources[key]})", param=key) from None
+            reason = f"it must be one of {', '.join(words)}" if (words := choices(key)) else str(error)
+            raise ConfigError(f"{key} is {shown}: {reason} ({sources[key]})", param=key) from None
     for key in SECRETS & merged.keys():
         merged[key] = read_secret(str(merged[key]), key)
     return Config(**merged)  # type: ignore[arg-type]
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """One notice for each BATON_* variable that nothing reads, with the name it may have been meant as. They are no
+    error: other programs may set some, as Kubernetes does for a service that is called baton."""
+    known = {PREFIX + field.upper() for field in Config.__struct_fields__} | OTHER_VARIABLES
+    notices = []
+    for name in sorted(key for key in environ if key.startswith(PREFIX) and key not in known):
+        alike = difflib.get_close_matches(name, known - {"BATON_LIVENESS_FD", "BATON_SUPERVISOR_PID"}, n=1, cutoff=0.8)
+        hint = f": did you mean {alike[0]}?" if alike else ""
+        notices.append(f"{name} is set, and no setting is called so: it has no effect{hint}")
+    return notices
 
 
 def model_name(config: Config) -> str:

@@ -22,12 +22,13 @@ from baton.errors import ConfigError
 from baton.failpoints import FAILPOINTS
 from baton.limits import MAX_UNSENT
 from baton.link_dialer import LinkDialer, failure_reason, has_other_token
-from baton.log_rate import LogRate
 from baton.pb import cluster_pb2
+from baton.process.log_rate import RateLimitedLog
 from baton.types import Incarnation, mint_id
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between dials
 _REFUSED_PAUSE = 5.0  # seconds between dials to a coordinator that refuses this node, at most
+_REMINDERS = 1 / 30  # a second: of a coordinator that stays away or refuses this node
 _REFUSED_CODES = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED})
 
 
@@ -85,7 +86,7 @@ class CoordinatorLink:
         self._heard = 0.0  # when the coordinator last said anything, on the loop's clock
         self._lost: asyncio.TimerHandle | None = None
         self._log = log.get("link")
-        self._refusals = LogRate()
+        self._reminders = RateLimitedLog(burst=1, per_second=_REMINDERS)
 
     @property
     def joined(self) -> bool:
@@ -107,6 +108,7 @@ class CoordinatorLink:
     async def run(self) -> None:
         """Keep the stream until cancelled. Raises ConfigError when the coordinator refuses this node."""
         pause = _FIRST_PAUSE
+        self._heard = asyncio.get_running_loop().time()  # it has as long to come as to be silent
         while True:
             longest, least = _LONGEST_PAUSE, 0.0
             try:
@@ -139,7 +141,16 @@ class CoordinatorLink:
         elif error.code() in _REFUSED_CODES:
             self._refused(f"coordinator {self._address}: {error.details()}: check --cluster-token")
         else:
-            self._log.warning("coordinator unreachable", address=self._address, code=failure_reason(error))
+            self._tell_unreachable(failure_reason(error))
+
+    def _tell_unreachable(self, code: str) -> None:
+        """A coordinator that starts, is restarted or stops before us is away for a moment, which is no warning."""
+        away = asyncio.get_running_loop().time() - self._heard
+        if away < self._silence:
+            self._log.debug("coordinator not there", address=self._address, code=code)
+            return
+        fields = {"address": self._address, "code": code, "seconds": round(away, 1)}
+        self._reminders.write(self._log.warning, "coordinator unreachable", **fields)
 
     def _refused(self, reason: str) -> None:
         """A node that was a member once goes on trying: its coordinator may be being replaced, or the link be bad."""
@@ -149,9 +160,7 @@ class CoordinatorLink:
 
     def _say(self, what: str, reason: str) -> None:
         """Log a refusal at a bounded rate."""
-        withheld = self._refusals.admit()
-        if withheld is not None:
-            self._log.error(what, reason=reason, withheld=withheld)
+        self._reminders.write(self._log.error, what, reason=reason)
 
     def _disconnected(self) -> None:
         self._incarnation = Incarnation("")

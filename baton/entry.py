@@ -6,10 +6,13 @@ import sys
 from collections.abc import Awaitable, Callable
 
 from baton import log, runtime
-from baton.config import Config
+from baton.config import Config, unknown_variables
 from baton.descriptors import raise_descriptor_limit
 from baton.errors import ConfigError
 from baton.failpoints import arm_from_environment
+from baton.process import log_capture
+
+END_GRACE = 12.0  # seconds that a stop may take beyond --drain-timeout
 
 
 def enter(settings: Callable[[], Config], main: Callable[[Config, asyncio.Event], Awaitable[None]]) -> int:
@@ -24,7 +27,10 @@ def enter(settings: Callable[[], Config], main: Callable[[Config, asyncio.Event]
         sys.stderr.write(f"error: {error}\n")
         return runtime.EXIT_USAGE
     log.configure(config.log_level, config.log_format)
+    log_capture.install()
     raise_descriptor_limit()
     if not config.core_dumps:
         runtime.forbid_core_dumps()
-    return runtime.run(lambda stop: main(config, stop))
+    for notice in unknown_variables(os.environ):
+        log.get("settings").warning(notice)
+    return runtime.run(lambda stop: main(config, stop), longest_stop=config.drain_timeout + END_GRACE)

@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import faulthandler
 import gc
 import os
 import resource
@@ -13,22 +14,26 @@ import uvloop
 
 from baton import log
 from baton.errors import BatonError, ConfigError
+from baton.process import liveness, log_capture
 
 EXIT_OK, EXIT_BAD, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _SWITCH_INTERVAL = 0.001  # seconds: the event loop must not wait long for a thread that holds Python's lock
+_LAST_LINES = 0.2  # seconds to write them at a second signal
 
 
-def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
+def run(main: Callable[[asyncio.Event], Awaitable[None]], *, longest_stop: float | None = None) -> int:
     """Run `main(stop)` on uvloop until it returns. SIGTERM and SIGINT set `stop`; a second one exits at once.
 
-    A ConfigError becomes one line on standard error and exit code 2; any other BatonError, exit code 1.
+    A ConfigError becomes one line on standard error and exit code 2; any other BatonError, exit code 1. A process that
+    has not ended `longest_stop` seconds after `stop` was set is ended, with exit code 1 and the stacks of its threads
+    on standard error: whatever hangs in it, nobody has to kill it.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL)
     gc.freeze()
     code = EXIT_OK
     try:
-        uvloop.run(_with_signals(main))
+        uvloop.run(_with_signals(main, longest_stop))
     except* ConfigError as group:
         code = _complain(group, EXIT_USAGE)
     except* BatonError as group:
@@ -36,25 +41,36 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]]) -> int:
     return code
 
 
-async def _with_signals(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+async def _with_signals(main: Callable[[asyncio.Event], Awaitable[None]], longest_stop: float | None) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(log_capture.on_loop_error)
+    pipe = liveness.inherited_pipe()
+    signs = None if pipe is None else asyncio.create_task(liveness.show_signs_of_life(pipe))
 
     def on_signal(number: int) -> None:
         if stop.is_set():
+            log.flush(_LAST_LINES)
             os._exit(128 + number)
         log.get("runtime").info("stopping", signal=signal.Signals(number).name)
+        if longest_stop is not None:
+            faulthandler.dump_traceback_later(longest_stop, exit=True)
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-    await main(stop)
+    try:
+        await main(stop)
+    finally:
+        if signs is not None:
+            signs.cancel()
 
 
 def _complain(error: BaseException, code: int) -> int:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    sys.stderr.write(f"error: {error}\n")
+    log.write_line(f"error: {error}")
+    log.flush()
     return code
 
 

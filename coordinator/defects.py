@@ -2,12 +2,15 @@
 
 from baton import log
 from baton.errors import BatonError
+from baton.process.log_rate import RateLimitedLog
 
 _log = log.get("front")
+_limited = RateLimitedLog()
 
 
 def internal(error: Exception) -> BatonError:
     """What a client learns of a defect of ours: nothing. The log gets its kind and place, but not its message, which
     may quote a prompt."""
-    _log.error("internal error", kind=type(error).__name__, places=log.places(error))
+    described = log.describe_error(error)
+    _limited.write(_log.error, "internal error", per=described["kind"], **described)
     return BatonError("internal error: the coordinator's log has more")

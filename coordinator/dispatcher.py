@@ -93,6 +93,7 @@ class Dispatcher:
         self._streams: dict[RequestId, Stream] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_due = 0.0
+        self._closing = False  # the ends of the nodes' streams are our own doing
         self._pending: deque[Effect] = deque()
         self._carrying = False
         self._idle = asyncio.Event()
@@ -189,6 +190,7 @@ class Dispatcher:
 
     def close(self) -> None:
         """Give up every node; nothing runs any more."""
+        self._closing = True
         if self._timer is not None:
             self._timer.cancel()
         for link in list(self.links.values()):
@@ -285,6 +287,8 @@ class Dispatcher:
                 self._changed()
             case Lost(node, name, error, expected):
                 say, what = (_log.info, "node left to join anew") if expected else (_log.warning, "node lost")
+                if self._closing:
+                    say, what = _log.info, "node let go"
                 say(what, node=name, incarnation=node, reason=error.message)
                 link = self.links.pop(node, None)
                 if link is not None:

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from baton import log
 from baton.clock import Clock
 from baton.pb.cluster_pb2 import Latency, NodeStats
 from baton.types import Role
@@ -147,6 +148,7 @@ class BrainCollector(Collector):
             _counter("baton_degradation_changes_total", "Steps taken and taken back", ["step", "change"], steps),
             _counter("baton_role_switches_total", "Changes of role", ["role", "outcome"], self._brain.switches.counts),
             _counter("baton_ratio_moves_total", "Changes of the ratio by auto", [], {(): self._brain.pilot.moves}),
+            _counter("baton_log_lines_dropped_total", "Log lines that nobody took", [], {(): log.lines_dropped()}),
         ]
 
     def _gauges(self) -> list[Metric]:

@@ -17,8 +17,8 @@ from baton.config import Config
 from baton.errors import ConfigError, NodeGone
 from baton.limits import MAX_UNSENT
 from baton.link_dialer import PROOF_KEY, link_proof
-from baton.log_rate import LogRate
 from baton.pb.cluster_pb2 import CoordinatorMessage, Join, NodeMessage, Ping, Refusal
+from baton.process.log_rate import RateLimitedLog
 from baton.types import Incarnation
 from coordinator.core.identity import JoinInfo
 from coordinator.core.pools import ROLE
@@ -33,6 +33,7 @@ _FAILPOINT = "link.coordinator.send"
 Context = Any  # grpc.aio.ServicerContext, which ships without types
 
 _log = log.get("node_link")
+_limited = RateLimitedLog()  # of lines that whoever reaches the port can cause
 
 
 class NodeStream:
@@ -90,7 +91,6 @@ class NodeLink:
         self._dispatcher = dispatcher
         self._ledgers = ledgers
         self._proof = link_proof(config.cluster_token)
-        self._refusals = LogRate()
 
     async def Attach(self, _: object, context: Context) -> None:
         """One node's stream, from its Join to its end."""
@@ -103,14 +103,14 @@ class NodeLink:
             else:
                 incarnation = self._dispatcher.join(self._announcement(first.join), stream)
         except ConfigError as error:
-            _log.warning("join refused", node=first.join.name, reason=error.message)
+            _limited.write(_log.warning, "join refused", node=first.join.name, reason=error.message)
             refusal = Refusal(error=wire.error_to_pb(error), retry_seconds=error.retry_after or 0.0)
             await context.write(CoordinatorMessage(refusal=refusal))
             return
         try:
             await self._until_one_ends(self._read(context, incarnation), stream.drain_to(context), stream.closed.wait())
         except grpc.RpcError as error:
-            _log.info("stream broke", node=first.join.name, error=str(error))
+            _limited.write(_log.info, "stream broke", node=first.join.name, error=str(error))
         finally:
             stream.close()
             self._dispatcher.leave(incarnation, NodeGone(f"the stream of node {first.join.name} ended"))
@@ -130,9 +130,7 @@ class NodeLink:
         if hmac.compare_digest(given if isinstance(given, bytes) else b"", self._proof):
             return
         self._dispatcher.brain.counters.joins["unauthenticated"] += 1
-        withheld = self._refusals.admit()
-        if withheld is not None:
-            _log.warning("wrong cluster token: a node was refused", peer=context.peer(), withheld=withheld)
+        _limited.write(_log.warning, "wrong cluster token: a node was refused", peer=context.peer())
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"metadata {PROOF_KEY} is missing or wrong")
 
     async def _first(self, context: Context) -> NodeMessage:
@@ -156,7 +154,7 @@ class NodeLink:
                     counters.dropped_messages["repeated"] += 1
                     continue
             except link_codec.MessagesLost as error:
-                _log.warning("messages lost", error=str(error))
+                _limited.write(_log.warning, "messages lost", error=str(error))
                 counters.dropped_messages["lost"] += 1
                 return
             if message.incarnation != incarnation:
@@ -165,7 +163,7 @@ class NodeLink:
             try:
                 report = input_from_pb(message)
             except ValueError as error:
-                _log.warning("a message makes no sense", error=str(error))
+                _limited.write(_log.warning, "a message makes no sense", error=str(error))
                 counters.dropped_messages["damaged"] += 1
                 return
             if report is not None:

@@ -1,4 +1,4 @@
-"""Requests turned away at the front doors, before the brain saw them: one log line and one count each.
+"""Requests turned away at the front doors, before the brain saw them: one count each, and a log line at a bounded rate.
 
 The brain counts what it refuses itself, so this wraps only what comes before it.
 """
@@ -8,9 +8,11 @@ from contextlib import contextmanager
 
 from baton import log
 from baton.errors import Rejected
+from baton.process.log_rate import RateLimitedLog
 from coordinator.core.counters import CLASS
 
 _log = log.get("front")
+_limited = RateLimitedLog()
 
 
 class Refusals:
@@ -26,5 +28,6 @@ class Refusals:
             yield
         except Rejected as error:
             self._count(error, tenant_class)
-            _log.info("refused", code=error.code)  # not its message or field, which may be the client's own words
+            # not its message or field, which may be the client's own words
+            _limited.write(_log.info, "refused", per=error.code, code=error.code)
             raise

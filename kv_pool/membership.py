@@ -4,7 +4,7 @@ import asyncio
 import os
 from collections.abc import Iterable
 
-from baton import wire
+from baton import log, wire
 from baton.cache_journal import INTERVAL, CacheChange
 from baton.clock import Clock
 from baton.config import Config
@@ -65,7 +65,7 @@ class Membership:
     def stats(self) -> cluster_pb2.NodeStats:
         ledger = self._host.pool.ledger(self._clock())
         counts = {f"blocks_{state.value}": count for state, count in ledger.counts.items()}
-        counters = self._host.all_counters() | self._peers.counters()
+        counters = self._host.all_counters() | self._peers.counters() | log.counters()
         return cluster_pb2.NodeStats(blocks_total=ledger.total, counters=counters, **counts)
 
     def joined(self, incarnation: Incarnation) -> None:

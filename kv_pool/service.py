@@ -15,6 +15,7 @@ from baton.block_hash import BlockHash
 from baton.errors import BatonError, Draining, InvalidRequest
 from baton.pb import pool_pb2 as pb
 from baton.pb import pool_pb2_grpc
+from baton.process.log_rate import RateLimitedLog
 from kv_pool.core.chain import Chain
 from kv_pool.core.holders import Found
 from kv_pool.host import Applicant, Desk, PoolHost, Question
@@ -23,6 +24,8 @@ _FIRST_TIMEOUT = 5.0  # seconds until the first question
 _LAST_WORDS = 2.0  # seconds that a node has to take the last answers of a pool that stops
 _UNREAD = 4096  # answers; a node that leaves so many unread is given up
 _SLOW = 256  # answers that wait for something; a look-up that comes then waits for nothing
+
+_limited = RateLimitedLog()
 
 Context = Any  # grpc.aio.ServicerContext, which ships without types
 
@@ -41,7 +44,7 @@ class PoolService(pool_pb2_grpc.PoolLinkServicer):
                 raise Draining("the pool is stopping")
             desk = await self._host.attach(_applicant(first.attach))
         except BatonError as error:
-            log.get("pool").warning("attach refused", node=first.attach.node, reason=error.message)
+            _limited.write(log.get("pool").warning, "attach refused", node=first.attach.node, reason=error.message)
             await context.write(pb.PoolAnswer(id=first.id, error=wire.error_to_pb(error)))
             return
         stream = _Stream(self._host, desk, context)

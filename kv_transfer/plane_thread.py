@@ -46,6 +46,7 @@ class Turner(Protocol):
 
 def end_process() -> None:
     """A node whose transfer thread is gone would fail all that it is given: better gone itself, and started again."""
+    log.flush()
     os._exit(1)
 
 
@@ -99,8 +100,8 @@ class PlaneThread:
             self.run_posted()  # posted since
             self._turner.say_goodbye()
             self._turner.shut()
-        except Exception:
-            log.get("transfer").exception("transfer thread failed")
+        except Exception as error:
+            log.get("transfer").error("transfer thread failed", **log.describe_error(error))
             self._on_defect()
 
     def _say_goodbye(self) -> None:

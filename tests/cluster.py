@@ -29,11 +29,11 @@ from typing import Any, Self
 
 from baton.cli import health, plan
 from baton.cli.ledger_check import OWNED, faults
-from baton.cli.output import LogFiles
 from baton.cli.ports import Endpoints, endpoints, hold_all
 from baton.config import Config
 from baton.pb import cluster_pb2
 from tests.answers import Answer, Call, cluster_call, collect, streaming
+from tests.child_logs import ChildLogs
 from tests.processes import before_any_ends, environ_of, module_of, pids_with, wait_for_end
 
 UP = "up"  # the supervisor's name in pids() and logs
@@ -74,7 +74,7 @@ class Cluster:
         self.folder = folder
         self.segment_dir = Path(tempfile.mkdtemp(prefix="baton-test-", dir=_SHM if _SHM.is_dir() else None))
         self.config = _config(settings, folder, self.segment_dir)
-        self.logs = LogFiles(folder / "logs")
+        self.logs = ChildLogs(folder / "logs")
         self._held_ports: list[Any] = []
         self._supervised = supervised
         self.per_node = dict(per_node or {})

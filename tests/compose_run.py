@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.cli import health
-from baton.cli.output import LogFiles
 from baton.cli.ports import hold
+from tests.child_logs import ChildLogs
 from tests.compose_file import Compose, Service
 from tests.processes import before_any_ends
 
@@ -66,7 +66,7 @@ class ComposeRun:
         self.cwd = folder / "empty"
         self.cwd.mkdir()
         self._folder, self._volumes, self._paths = folder, volumes, paths
-        self.logs = LogFiles(folder / "logs")
+        self.logs = ChildLogs(folder / "logs")
         for container in self.containers:
             container.environ = self._environ_of(container, image)
 

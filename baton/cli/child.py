@@ -11,11 +11,14 @@ from pathlib import Path
 from baton import clock
 from baton.cli.output import Output, complaint
 from baton.cli.plan import ChildSpec
-from baton.cli.restarts import FROZEN_FOR, MAX_FAILED_STARTS, FrozenWatch, Restarts, state_of
+from baton.cli.restarts import FROZEN_FOR, MAX_FAILED_STARTS, FrozenWatch, LivenessWatch, Restarts, state_of
 from baton.errors import ConfigError, NodeFailed
+from baton.process import liveness
 
 _EXIT_CONFIG = 2
+_NOT_STARTED = 126  # what a shell says of a command that it cannot run
 _LAST_LINES_TIMEOUT = 1.0  # seconds to carry what a child wrote before it ended
+_CHUNK = 1 << 16
 
 
 class Child:
@@ -26,7 +29,9 @@ class Child:
         self._output = output
         self._tell = tell
         self._restarts = Restarts()
-        self._watch = FrozenWatch()
+        self._frozen = FrozenWatch()
+        self._liveness = LivenessWatch()
+        self._aborted: int | None = None  # the pid that was told to end because it showed no sign of life
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
         self._ended = asyncio.Event()
@@ -62,31 +67,56 @@ class Child:
 
     def kill_if_frozen(self, now: float) -> None:
         """A process that has been stopped for long holds blocks that nobody may reuse before it is proven gone."""
-        if self._process is None:
-            return
-        try:
-            stat = Path(f"/proc/{self._process.pid}/stat").read_text()
-        except OSError:  # it has just ended
-            return
-        if self._watch.frozen(self._process.pid, state_of(stat), now):
+        state = self._state()
+        if self._process is not None and state and self._frozen.frozen(self._process.pid, state, now):
             self._tell(f"{self.spec.name} has been stopped for {FROZEN_FOR:g} s: killing it")
             self._signal(signal.SIGKILL)
 
+    def end_if_unresponsive(self, looks: float, every: float) -> None:
+        """To be called every `every` seconds, which is at least the period of a sign of life. A process that shows none
+        any more is alive for the kernel only. SIGABRT lets it show where its threads are; if that does not end it, the
+        next look does."""
+        state = self._state()
+        if self._process is None or not state:
+            return
+        pid = self._process.pid
+        if not self._liveness.unresponsive(pid, state, looks):
+            return
+        if self._aborted == pid:
+            self._signal(signal.SIGKILL)
+            return
+        self._aborted = pid
+        silence = f"{looks * every:g} s (--liveness-timeout)"
+        self._tell(f"{self.spec.name} has shown no sign of life for {silence}: ending it")
+        self._signal(signal.SIGABRT)
+
+    def _state(self) -> str:
+        """The state letter of the running process, empty if there is none."""
+        if self._process is None:
+            return ""
+        try:
+            return state_of(Path(f"/proc/{self._process.pid}/stat").read_text())
+        except OSError:  # it has just ended
+            return ""
+
     async def _run(self) -> int:
         """One life of the process; its exit code, negative for a signal."""
-        process = self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            self.spec.module,
-            env=self.spec.environ,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=self._output.target(self.spec.name),
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is ours to handle: the coordinator ends first
-        )
+        receiver, sender = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            process = await self._start(sender)
+        except OSError as error:  # no memory, no descriptors: that passes
+            os.close(receiver)
+            self._tell(f"{self.spec.name} cannot be started: {error.strerror}")
+            return _NOT_STARTED
+        finally:
+            os.close(sender)
+        self._process = process
         if self._stopping.is_set():
             self._signal(signal.SIGTERM)
-        lines = asyncio.create_task(self._output.follow(self.spec.name, process.stdout))
+        loop = asyncio.get_running_loop()
+        loop.add_reader(receiver, self._hear, receiver, process.pid)
+        assert process.stdout is not None
+        lines = asyncio.create_task(self._carry(process.stdout))
         try:
             code = await process.wait()
             await asyncio.wait({lines}, timeout=_LAST_LINES_TIMEOUT)
@@ -97,7 +127,38 @@ class Child:
             raise
         finally:
             lines.cancel()
+            loop.remove_reader(receiver)
+            os.close(receiver)
             self._process = None
+
+    async def _start(self, sender: int) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            self.spec.module,
+            env={**self.spec.environ, liveness.VARIABLE: str(sender)},
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            pass_fds=(sender,),
+            start_new_session=True,  # Ctrl-C is ours to handle: the coordinator ends first
+        )
+
+    def _hear(self, receiver: int, pid: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            if os.read(receiver, _CHUNK):
+                self._liveness.hear(pid)
+            else:  # it has closed its end: it ends
+                asyncio.get_running_loop().remove_reader(receiver)
+
+    async def _carry(self, stream: asyncio.StreamReader) -> None:
+        """Carry the lines of one life. Whatever goes wrong with them, the child must not wait for a reader."""
+        try:
+            await self._output.follow(self.spec.name, stream)
+        except Exception as error:
+            self._tell(f"the lines of {self.spec.name} are not shown any more ({type(error).__name__})")
+            while await stream.read(_CHUNK):
+                pass
 
     async def _after(self, code: int, ran: float) -> None:
         """Judge a run that nobody asked to end, then wait for the moment of the next."""

@@ -31,9 +31,10 @@ def detach(log: Path) -> None:
 
 
 def announced() -> None:
-    """Let the parent go: standard output joins standard error in the log."""
-    sys.stdout.flush()
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    """Let the parent go: from now on nobody reads standard output."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.close(nothing)
 
 
 def _redirect(sender: int, log: Path) -> None:

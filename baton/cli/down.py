@@ -6,9 +6,10 @@ from typing import Annotated
 import typer
 
 from baton.cli.errors import Bad
+from baton.cli.restarts import longest_stop
 from baton.config import resolve
 
-_PATIENCE = 15.0  # seconds beyond what a drain may take
+_PATIENCE = 5.0  # seconds beyond what the supervisor may need
 
 
 def register(app: typer.Typer) -> None:
@@ -31,7 +32,7 @@ def down(
     flags = {"port": port, "state_dir": state_dir, "segment_dir": segment_dir}
     config = resolve({key: value for key, value in flags.items() if value is not None}, file=config_file)
     folder = state.folder_of(config)
-    by_itself = state.stop_running(folder, config.drain_timeout + _PATIENCE)
+    by_itself = state.stop_running(folder, longest_stop(config.drain_timeout) + _PATIENCE)
     sweep(Path(config.segment_dir))
     if not by_itself:
         raise Bad(f"the cluster of {folder} did not end by itself: it was killed")

@@ -1,73 +1,124 @@
-"""`up` after its checks: run the supervisor, show progress, announce, wait for a signal."""
+"""`up` after its checks: run the supervisor, show progress, announce, wait for a signal.
+
+Nothing here writes to a terminal, pipe or file by itself: whoever reads them may stop reading at any time.
+"""
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Iterator
+import json
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
 from baton import log, runtime
 from baton.cli import detach
 from baton.cli.output import LogFiles, Output, Relay
 from baton.cli.ports import Endpoints
+from baton.cli.rotating_file import RotatingFile
 from baton.cli.supervisor import running
 from baton.config import Config, model_name
+from baton.process import log_capture
+from baton.process.line_writer import Descriptor, LineWriter
+
+_STDOUT, _STDERR = 1, 2
+_ANNOUNCING = 10.0  # seconds for the caller of --detach to read the announcement
+_LAST_LINES = 1.0  # seconds to write the last lines of standard output
 
 
-def supervise(config: Config, logs: Path | None) -> int:
-    """Run the cluster until SIGTERM or SIGINT. With `logs` the children write files there, else to this terminal.
-    Returns the exit code."""
-    console = Console(stderr=True)
-    if console.is_terminal and config.log_format == "auto" and logs is None:
+def supervise(config: Config, logs: Path | None, notes: Sequence[str]) -> int:
+    """Run the cluster until SIGTERM or SIGINT. With `logs` the children's lines go to files there, else to this
+    terminal. `notes` are told at first. Returns the exit code."""
+    on_terminal = os.isatty(_STDERR) and logs is None
+    in_words = config.log_format == "console" or (config.log_format == "auto" and on_terminal)
+    announce_json = config.log_format == "json"
+    if in_words:
         config = msgspec.structs.replace(config, log_format="console")  # children see a pipe, we know the terminal
-    log.configure(config.log_level, config.log_format, node="up")
+    own = logs / "up.log" if logs else None
+    sink = RotatingFile(own, config.log_max_bytes, config.log_backups, descriptor=_STDERR) if own else None
+    log.configure(config.log_level, config.log_format, sink=sink, node="up")
+    log_capture.install()
     if not config.core_dumps:
         runtime.forbid_core_dumps()
+    tell = _tell_in_words if in_words else _tell_as_json
+    for note in notes if logs is None else ():  # else the caller's terminal has shown them
+        tell(note)
+    output: Output = _log_files(logs, config) if logs else Relay(_show_in_words if in_words else _show_as_json)
+    stdout = LineWriter(Descriptor(_STDOUT), log.describe_drops, name="stdout")
 
-    def write(name: str, line: str) -> None:
-        console.print(f"{name:<12} {line}", markup=False, highlight=False, soft_wrap=True)
+    def announce(where: Endpoints) -> None:
+        said = _as_json(config, where) if announce_json else announcement(config, where)
+        for line in said.splitlines():
+            stdout.write(line)
 
-    def tell(text: str) -> None:
-        write("up", text)
-
-    output: Output = LogFiles(logs) if logs else Relay(write)
-    return runtime.run(lambda stop: _run(config, output, tell, console, stop, detached=logs is not None))
+    try:
+        return runtime.run(lambda stop: _run(config, output, tell, announce, stdout, stop, detached=logs is not None))
+    finally:
+        if isinstance(output, LogFiles):
+            output.close()
+        stdout.flush(_LAST_LINES)
 
 
 async def _run(
     config: Config,
     output: Output,
     tell: Callable[[str], None],
-    console: Console,
+    announce: Callable[[Endpoints], None],
+    stdout: LineWriter,
     stop: asyncio.Event,
     *,
     detached: bool,
 ) -> None:
     async with running(config, output, tell) as cluster:
-        with _progress(console, config):
-            ready = asyncio.create_task(cluster.ready())
-            stopped = asyncio.create_task(stop.wait())
-            await asyncio.wait({ready, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            stopped.cancel()
+        log.get("up").info(f"starting {_shape(config)}: a warm-up token has to come through")
+        ready = asyncio.create_task(cluster.ready())
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait({ready, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
         if stop.is_set():
             ready.cancel()
         else:
             ready.result()
-            print(announcement(config, cluster.endpoints), flush=True)
+            announce(cluster.endpoints)
             if detached:
+                await asyncio.to_thread(stdout.flush, _ANNOUNCING)
                 detach.announced()
         await stop.wait()
 
 
-@contextlib.contextmanager
-def _progress(console: Console, config: Config) -> Iterator[None]:
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(f"starting {_shape(config)} (a warm-up token has to come through)"):
-        yield
+def _log_files(logs: Path, config: Config) -> LogFiles:
+    return LogFiles(logs, config.log_max_bytes, config.log_backups)
+
+
+def _show_in_words(name: str, line: str) -> None:
+    log.write_line(f"{name:<12} {line}")
+
+
+def _tell_in_words(text: str) -> None:
+    _show_in_words("up", text)
+
+
+def _show_as_json(name: str, line: str) -> None:
+    """Our processes' lines are JSON and name their node; what a library writes by itself becomes JSON here."""
+    if line.startswith("{") and line.endswith("}"):
+        log.write_line(line)
+    elif line.strip():
+        log.get("output").info(line, node=name)
+
+
+def _tell_as_json(text: str) -> None:
+    log.get("up").warning(text)
+
+
+def _as_json(config: Config, where: Endpoints) -> str:
+    facts = {"event": "ready", "model": model_name(config), "prefill": config.prefill, "decode": config.decode}
+    doors = {
+        "mode": config.mode,
+        "http": f"http://{where.http}/v1",
+        "grpc": where.grpc,
+        "admin": f"http://{where.admin}",
+    }
+    return json.dumps(facts | doors)
 
 
 def announcement(config: Config, where: Endpoints) -> str:

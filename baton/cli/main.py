@@ -5,6 +5,8 @@ answers at once.
 """
 
 import sys
+from importlib import metadata
+from typing import Annotated
 
 import typer
 
@@ -35,6 +37,23 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"baton {metadata.version('baton-serve')}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit")
+    ] = False,
+) -> None:
+    """Serve language models with prefill and decode on separate nodes."""
+
+
 for command in (up, down, generate, chat, status, top, ratio, explain, drain, audit, doctor, bench, tenants, unbuilt):
     command.register(app)
 

@@ -1,29 +1,34 @@
-"""Where the lines of child processes go: to log files (detached), or through us to the terminal with their names."""
+"""Where the lines of child processes go: to log files (detached), or to the terminal with their names.
+
+All of them pass through the supervisor, which never stops reading: a child does not wait for a disk or a terminal. What
+those do not take is dropped and counted by the LineWriter in front of them.
+"""
 
 import asyncio
-import os
 from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from baton import log
+from baton.cli.rotating_file import RotatingFile
+from baton.config import Config
 from baton.errors import ConfigError
+from baton.process.line_writer import LineWriter
 
 _CHUNK = 1 << 16
 _LONGEST_LINE = 1 << 16  # bytes; longer ones are broken
 _REMEMBERED = 20  # lines
 _ERROR = "error: "
+_LAST_LINES = 1.0  # seconds for all files together to take them
+_DEFAULTS = Config()
 
 
 class Output(Protocol):
     """The sink of all children of one supervisor."""
 
-    def target(self, name: str) -> int:
-        """What the child gets as standard output and error: a file descriptor, or subprocess.PIPE."""
-        ...
-
-    async def follow(self, name: str, stream: asyncio.StreamReader | None) -> None:
-        """Carry the child's lines until its end; nothing to do when it writes by itself."""
+    async def follow(self, name: str, stream: asyncio.StreamReader) -> None:
+        """Carry the child's lines until its end."""
         ...
 
     def last_words(self, name: str) -> list[str]:
@@ -39,53 +44,18 @@ def complaint(lines: list[str]) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-class LogFiles:
-    """One file per child in `folder`, begun anew by this supervisor. The child writes itself, so that a supervisor
-    which is stopped holds nobody up."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._open: dict[str, int] = {}
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"folder of logs {folder}: {error.strerror}: choose another with --state-dir") from None
-
-    def path(self, name: str) -> Path:
-        return self.folder / f"{name}.log"
-
-    def target(self, name: str) -> int:
-        if name not in self._open:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-            self._open[name] = os.open(self.path(name), flags, 0o600)
-        return self._open[name]
-
-    async def follow(self, name: str, stream: asyncio.StreamReader | None) -> None:
-        return
-
-    def last_words(self, name: str) -> list[str]:
-        with self.path(name).open("rb") as file:
-            file.seek(-min(_CHUNK, os.fstat(file.fileno()).st_size), os.SEEK_END)
-            return file.read().decode(errors="replace").splitlines()[-_REMEMBERED:]
-
-    def close(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
-
-
 class Relay:
-    """Lines pass through `write(name, line)`, and the last few of each child are remembered. An `error: ` line is what
-    a process of ours says last: the supervisor tells it, once, for all the children that may say the same."""
+    """Lines pass through `write(name, line)`, which neither blocks nor raises, and the last few of each child are
+    remembered. An `error: ` line is what a process of ours says last: the supervisor tells it, once, for all the
+    children that may say the same."""
+
+    tells_errors = False
 
     def __init__(self, write: Callable[[str, str], None]) -> None:
         self._write = write
         self._last: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=_REMEMBERED))
 
-    def target(self, name: str) -> int:
-        return asyncio.subprocess.PIPE
-
-    async def follow(self, name: str, stream: asyncio.StreamReader | None) -> None:
-        assert stream is not None
+    async def follow(self, name: str, stream: asyncio.StreamReader) -> None:
         pending = b""
         while chunk := await stream.read(_CHUNK):
             *whole, pending = (pending + chunk).split(b"\n")
@@ -102,5 +72,47 @@ class Relay:
     def _line(self, name: str, line: bytes) -> None:
         text = line.decode(errors="replace")
         self._last[name].append(text)
-        if not text.startswith(_ERROR):
+        if self.tells_errors or not text.startswith(_ERROR):
             self._write(name, text)
+
+
+class LogFiles(Relay):
+    """One file per child in `folder`, begun anew by this supervisor and rotated. Each has a writer of its own: one that
+    blocks holds up no other."""
+
+    tells_errors = True
+
+    def __init__(
+        self, folder: Path, max_bytes: int = _DEFAULTS.log_max_bytes, backups: int = _DEFAULTS.log_backups
+    ) -> None:
+        """Raises ConfigError when there is no such folder and none can be made."""
+        super().__init__(lambda name, line: self._writer(name).write(line))
+        self.folder = folder
+        self._max_bytes = max_bytes
+        self._backups = backups
+        self._writers: dict[str, LineWriter] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"folder of logs {folder}: {error.strerror}: choose another with --state-dir") from None
+
+    def path(self, name: str) -> Path:
+        return self.folder / f"{name}.log"
+
+    def lines_dropped(self, name: str) -> int:
+        """Lines of a child that its file did not take."""
+        return self._writers[name].dropped if name in self._writers else 0
+
+    def close(self) -> None:
+        """Write what is still to be written, if the files take it."""
+        patience = _LAST_LINES
+        while self._writers:
+            _, writer = self._writers.popitem()
+            if not writer.close(patience):
+                patience = 0.0
+
+    def _writer(self, name: str) -> LineWriter:
+        if name not in self._writers:
+            file = RotatingFile(self.path(name), self._max_bytes, self._backups, anew=True)
+            self._writers[name] = LineWriter(file, log.describe_drops, name=name)
+        return self._writers[name]

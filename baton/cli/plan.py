@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from baton.cli.ports import Endpoints
-from baton.config import Config
+from baton.config import OTHER_VARIABLES, PREFIX, SECRETS, Config
 from baton.errors import ConfigError
 from baton.exposure import check_exposure
 from baton.types import Role, mint_id
@@ -18,6 +18,7 @@ from baton.types import Role, mint_id
 COORDINATOR = "coordinator"
 POOL = "pool-0"
 _MODULES = {Role.PREFILL: "prefill_node", Role.DECODE: "decode_node"}
+_SECRETS_OF_NODES = frozenset({"cluster_token"})  # and of pools; the coordinator has every door, so every key
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ def children(
     base = _inherited(environ) | _settings(config) | {"BATON_SUPERVISOR_PID": str(supervisor)}
     base["OMP_WAIT_POLICY"] = environ.get("OMP_WAIT_POLICY", "passive")  # a spinning thread takes a neighbour's core
     base["GRPC_VERBOSITY"] = environ.get("GRPC_VERBOSITY", "ERROR")  # else it writes a line for each failed handshake
+    front = base | {"OMP_NUM_THREADS": "1"}
+    base = {key: value for key, value in base.items() if key not in map(_variable, SECRETS - _SECRETS_OF_NODES)}
     node = base | {
         "BATON_THREADS": threads,
         "BATON_COORDINATOR": where.cluster,
@@ -72,7 +75,7 @@ def children(
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", threads),
     }
     nodes = (ChildSpec(name, _MODULES[role], node | {"BATON_NAME": name}) for role, name in _names(roles))
-    return (ChildSpec(COORDINATOR, COORDINATOR, base | {"OMP_NUM_THREADS": "1"}), *_pool(base, where), *nodes)
+    return (ChildSpec(COORDINATOR, COORDINATOR, front), *_pool(base, where), *nodes)
 
 
 def _pool(base: Mapping[str, str], where: Endpoints) -> tuple[ChildSpec, ...]:
@@ -91,9 +94,10 @@ def _names(roles: list[tuple[Role, int]]) -> list[tuple[Role, str]]:
 
 
 def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
-    """The user's environment without settings: those were resolved once, and every one is passed on."""
-    settings = {_variable(field) for field in Config.__struct_fields__} | {"BATON_CONFIG"}
-    return {key: value for key, value in environ.items() if key not in settings}
+    """The user's environment without settings, which were resolved once and are passed on, and without what looks like
+    one: who started `up` has been told of it."""
+    passed = OTHER_VARIABLES - {"BATON_CONFIG"}
+    return {key: value for key, value in environ.items() if not key.startswith(PREFIX) or key in passed}
 
 
 def _settings(config: Config) -> dict[str, str]:

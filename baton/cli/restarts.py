@@ -1,12 +1,21 @@
-"""When a child that died is started again, and when a stopped one is given up. Pure; seconds of any steady clock."""
+"""When a child that died is started again, and when one that stands still is given up. Pure; seconds of any steady
+clock."""
+
+from collections.abc import Hashable
 
 FIRST_DELAY = 0.1  # seconds
 LONGEST_DELAY = 2.0
 SETTLED = 10.0  # a child that ran so long starts over with the first delay
 FROZEN_FOR = 10.0  # a child stopped for so long is killed: it may hold blocks that nobody may reuse
 MAX_FAILED_STARTS = 5  # before the cluster was ready for the first time
+TERM_PATIENCE = 15.0  # seconds from SIGTERM to SIGKILL, beyond what a drain may take
 
 _STOPPED = frozenset("Tt")  # /proc/PID/stat: stopped by a signal, or by a tracer
+
+
+def longest_stop(drain_timeout: float) -> float:
+    """Seconds in which a supervisor has ended everything: the coordinator drains, the nodes drain, the pool ends."""
+    return 2 * (drain_timeout + TERM_PATIENCE) + TERM_PATIENCE
 
 
 class Restarts:
@@ -35,6 +44,31 @@ class FrozenWatch:
         if self._since is None or self._since[0] != pid:
             self._since = (pid, now)
         return now - self._since[1] >= FROZEN_FOR
+
+
+class LivenessWatch:
+    """Notices that a process which has shown signs of life shows none any more.
+
+    It counts looks, not seconds: a supervisor that was itself stopped, or had no processor, has looked as seldom as it
+    has read signs. A process that was never heard of is still starting, which takes as long as it takes.
+    """
+
+    def __init__(self) -> None:
+        self._process: Hashable = None
+        self._heard = False
+        self._silent_looks = 0
+
+    def hear(self, process: Hashable) -> None:
+        """A sign of life of this process came."""
+        self._process, self._heard, self._silent_looks = process, True, 0
+
+    def unresponsive(self, process: Hashable, state: str, looks: float) -> bool:
+        """One look at it: whether this is at least the `looks`-th in a row without a sign. A stopped process shows none
+        and is FrozenWatch's to judge."""
+        if process != self._process or not self._heard:
+            return False
+        self._silent_looks = 0 if state in _STOPPED else self._silent_looks + 1
+        return self._silent_looks > looks
 
 
 def state_of(stat: str) -> str:

@@ -8,17 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from baton import clock
+from baton import clock, log
 from baton.cli.child import Child
 from baton.cli.health import serving
 from baton.cli.output import Output
 from baton.cli.plan import children
 from baton.cli.ports import Endpoints, endpoints
+from baton.cli.restarts import TERM_PATIENCE
 from baton.config import Config
 from baton.segment import sweep
 
-_LOOK_EVERY = 1.0  # seconds between looks for stopped children
-_TERM_PATIENCE = 5.0  # seconds from SIGTERM to SIGKILL, beyond what a drain may take
+_LOOK_EVERY = 1.0  # seconds between looks for children that stand still
 
 
 class Supervisor:
@@ -51,27 +51,30 @@ class Supervisor:
 
     async def keep(self) -> None:
         """Run all children until `stop()`. Raises what `Child.keep` raises, for the first that cannot start."""
-        watch = asyncio.create_task(self._watch())
-        try:
-            async with asyncio.TaskGroup() as group:
-                for child in self._children:
-                    group.create_task(child.keep())
-        finally:
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(self._watch())
+            await asyncio.wait([group.create_task(child.keep()) for child in self._children])
             watch.cancel()
 
     async def stop(self) -> None:
-        """The coordinator first: it refuses what is new and waits for what runs. Then the nodes, all at once, and the
-        pool that they use."""
+        """The coordinator first: it refuses what is new and waits for what runs. Then the nodes, all at once, each of
+        which may drain as long, and the pool that they use."""
         coordinator, *others = self._children
-        await coordinator.stop(self.config.drain_timeout + _TERM_PATIENCE)
-        for pools in (False, True):
-            await asyncio.gather(*(one.stop(_TERM_PATIENCE) for one in others if one.spec.optional is pools))
+        drain = self.config.drain_timeout + TERM_PATIENCE
+        await coordinator.stop(drain)
+        for pools, patience in ((False, drain), (True, TERM_PATIENCE)):
+            await asyncio.gather(*(one.stop(patience) for one in others if one.spec.optional is pools))
 
     async def _watch(self) -> None:
+        looks = self.config.liveness_timeout / _LOOK_EVERY
         while True:
             await asyncio.sleep(_LOOK_EVERY)
             for child in self._children:
-                child.kill_if_frozen(clock.steady())
+                try:
+                    child.kill_if_frozen(clock.steady())
+                    child.end_if_unresponsive(looks, _LOOK_EVERY)
+                except Exception as error:  # a look that fails must not be the last one
+                    log.get("up").error("a look at a child failed", child=child.spec.name, **log.describe_error(error))
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 
 from baton.cli.options import add_config_options
 from baton.cli.unbuilt import not_available
-from baton.config import Config
+from baton.config import Config, unknown_variables
 
 UNBUILT = ("quantize",)
 _Unbuilt = Annotated[str | None, typer.Option(hidden=True)]
@@ -43,8 +44,7 @@ def up(
     if not config.model and config.engine == "model":
         config = msgspec.structs.replace(config, model=str(default_model()))
     config = with_local_model(config)
-    for note in notes:
-        _note(note)
+    notes += unknown_variables(os.environ)
     config, held = ports.hold_all(config)
     folder = state.folder_of(config)
     pid_file = state.PidFile(folder)
@@ -52,10 +52,12 @@ def up(
     config = msgspec.structs.replace(config, state_dir=str(folder))
     if detach:
         logs.mkdir(exist_ok=True)
+        for note in notes:
+            sys.stderr.write(f"{note}\n")
         go_to_background(logs / "up.log")
     pid_file.write()
     try:
-        code = _supervise(config, logs if detach else None)
+        code = _supervise(config, logs if detach else None, notes)
     finally:
         pid_file.release()
         for one in held:
@@ -63,13 +65,9 @@ def up(
     raise typer.Exit(code)
 
 
-def _supervise(config: Config, logs: Path | None) -> int:
+def _supervise(config: Config, logs: Path | None, notes: Sequence[str]) -> int:
     # uvloop forks to start a child; gRPC would complain about that, and has nothing to do in a process that execs.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
     from baton.cli.foreground import supervise
 
-    return supervise(config, logs)
-
-
-def _note(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
+    return supervise(config, logs, notes)

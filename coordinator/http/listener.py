@@ -14,9 +14,11 @@ from starlette.types import ASGIApp
 
 from baton import log
 from baton.errors import ConfigError
+from baton.process.log_rate import RateLimitedLog
 from coordinator.http.connections import ConnectionTable
 from coordinator.http.protocol import BoundedProtocol
 
+_limited = RateLimitedLog()
 BACKLOG = 1024
 _SEND_BUFFER = 64 << 10  # bytes asked of the kernel for each connection: what a slow reader can make us hold
 _UNACKED_MS = 30_000  # the kernel cuts a peer that accepts no byte for so long
@@ -100,8 +102,9 @@ class _Structured(logging.Handler):
     """uvicorn's own lines in our format. Tracebacks are cut to their kind: a message may quote a prompt."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        kind = record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else None
-        log.get("uvicorn").log(record.levelno, record.getMessage().strip(), **({"kind": kind} if kind else {}))
+        error = record.exc_info[1] if record.exc_info else None
+        fields = log.describe_error(error) if error is not None else {}
+        _limited.write(partial(log.get("uvicorn").log, record.levelno), record.getMessage().strip(), **fields)
 
 
 def _route_logs() -> None:

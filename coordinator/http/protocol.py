@@ -8,6 +8,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from baton import log
 from baton.errors import InvalidRequest
 from baton.limits import MAX_BODY_BYTES
+from baton.process.log_rate import RateLimitedLog
 from coordinator.http import errors
 from coordinator.http.connections import ConnectionTable
 
@@ -18,6 +19,7 @@ WRITE_HIGH, WRITE_LOW = 64 << 10, 16 << 10  # bytes written and not yet taken by
 HEAD_SECONDS = 30.0
 
 _log = log.get("http")
+_limited = RateLimitedLog()
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -85,7 +87,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """Bytes that are not HTTP. In the middle of a response there is no way to say so but to close."""
-        _log.info("rejected", code=InvalidRequest.code, reason=msg)
+        _limited.write(_log.info, "rejected", code=InvalidRequest.code, reason=msg)
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             body = errors.body_of(InvalidRequest(msg))
             head = (

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -67,8 +66,9 @@ class ComputeThread:
     def _run(self) -> None:
         try:
             self._loop()
-        except BaseException:
-            self._log.error("compute thread failed", traceback=traceback.format_exc())
+        except BaseException as error:
+            self._log.error("compute thread failed", **log.describe_error(error))
+            log.flush()
             os._exit(1)
 
     def _loop(self) -> None:
@@ -137,7 +137,7 @@ class ComputeThread:
             FAILPOINTS.hit("decode.step.after")
         except (BatonError, RuntimeError) as error:
             self._account(batch, self._clock() - started)
-            self._log.error("step failed", error=str(error), kind=type(error).__name__)
+            self._log.error("step failed", **log.describe_error(error))
             self._role.step_failed(batch, error)
             return
         seconds = self._clock() - started

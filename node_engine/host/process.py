@@ -247,7 +247,7 @@ class _Node:
             running=live[SequenceState.RUNNING],
             queued_tokens=load.queued_tokens,
             progress_age_seconds=self._compute.progress_age,
-            counters=self._role.counters() | self._compute.device_seconds | self._pool_counters(),
+            counters=self._role.counters() | self._compute.device_seconds | self._pool_counters() | log.counters(),
             decode_steps=steps.steps,
             decode_step_seconds=steps.seconds,
             decode_step_sequences=steps.sequences,

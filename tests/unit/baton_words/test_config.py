@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.config import SECRETS, Config, choices, description, parse_assignment, resolve
+from baton.config import SECRETS, Config, choices, description, parse_assignment, resolve, unknown_variables
 from baton.errors import ConfigError
 
 
@@ -22,7 +22,8 @@ def test_precedence(tmp_path: Path) -> None:
     ("flags", "environ", "words"),
     [
         ({"port": "70000"}, {}, ["port", "70000", "65535", "command line"]),
-        ({"mode": "sideways"}, {}, ["mode", "sideways"]),
+        ({"mode": "sideways"}, {}, ["mode", "sideways", "disaggregated, colocated, auto"]),
+        ({"dtype": "float16"}, {}, ["dtype", "float16", "one of auto, float32, bfloat16", "command line"]),
         ({"heartbeat": "0"}, {}, ["heartbeat"]),
         ({"heartbeat": "inf"}, {}, ["heartbeat", "inf"]),
         ({"request_timeout": "nan"}, {}, ["request_timeout", "nan"]),
@@ -78,3 +79,25 @@ def test_the_table_describes_itself() -> None:
     with pytest.raises(AttributeError):
         Config().port = 1  # type: ignore[misc]
     assert msgspec.structs.asdict(Config())["mode"] == "disaggregated"
+
+
+def test_every_choice_names_its_values() -> None:
+    chosen = [field for field in Config.__struct_fields__ if choices(field)]
+    assert len(chosen) > 5
+    for field in chosen:
+        with pytest.raises(ConfigError) as caught:
+            resolve({}, environ={f"BATON_{field.upper()}": "no-such-word"})
+        assert f"it must be one of {', '.join(choices(field))}" in str(caught.value)
+
+
+def test_a_misspelt_variable_is_told_with_the_name_that_it_may_mean() -> None:
+    environ = {
+        "BATON_PREFIL": "2",
+        "BATON_SERVICE_HOST": "10.0.0.1",
+        "BATON_PORT": "1",
+        "BATON_ENDPOINT": "x",
+        "A": "b",
+    }
+    near, far = unknown_variables(environ)
+    assert near == "BATON_PREFIL is set, and no setting is called so: it has no effect: did you mean BATON_PREFILL?"
+    assert far == "BATON_SERVICE_HOST is set, and no setting is called so: it has no effect"

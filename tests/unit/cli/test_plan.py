@@ -1,3 +1,5 @@
+import dataclasses
+
 import msgspec
 import pytest
 
@@ -32,7 +34,7 @@ def test_a_child_reads_the_settings_that_up_resolved() -> None:
     )
     coordinator, node, *_ = children(config)
     assert resolve({}, environ=coordinator.environ) == config
-    for_node = msgspec.structs.replace(config, name="prefill-0", coordinator=WHERE.cluster, threads="1")
+    for_node = msgspec.structs.replace(config, name="prefill-0", coordinator=WHERE.cluster, threads="1", api_key="")
     assert resolve({}, environ=node.environ) == for_node
 
 
@@ -46,12 +48,21 @@ def test_a_setting_of_the_environment_or_a_file_cannot_overrule_the_resolved_one
     assert coordinator.environ["HOME"] == "/h"
 
 
-def test_no_secret_is_left_to_the_command_line() -> None:
+def test_each_child_gets_the_secrets_that_it_uses_and_none_on_its_command_line() -> None:
     """A child's command line is its interpreter, -m and the module; its secrets are in its environment."""
     config = Config(api_key="a-key", cluster_token="a-token", admin_token="an-admin")
-    for spec in children(config):
-        assert {spec.environ[f"BATON_{field.upper()}"] for field in SECRETS} == {"a-key", "a-token", "an-admin"}
+    where = dataclasses.replace(WHERE, pool="127.0.0.1:5")
+    for spec in plan.children(config, where, environ={"BATON_API_KEY": "a-key"}, cores=2, supervisor=77):
+        given = {spec.environ.get(f"BATON_{field.upper()}") for field in SECRETS} - {None}
+        assert given == ({"a-key", "a-token", "an-admin"} if spec.name == plan.COORDINATOR else {"a-token"})
+        assert not {"a-key", "an-admin"} & set(spec.environ.values()) or spec.name == plan.COORDINATOR
         assert "-" not in spec.module
+
+
+def test_a_variable_that_nothing_reads_is_not_passed_on() -> None:
+    for spec in children(Config(), BATON_PREFIL="2", BATON_ENDPOINT="h:1"):
+        assert "BATON_PREFIL" not in spec.environ
+        assert spec.environ["BATON_ENDPOINT"] == "h:1"
 
 
 @pytest.mark.parametrize(

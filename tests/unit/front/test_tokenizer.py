@@ -12,7 +12,7 @@ from tokenizers import processors
 from baton.errors import ConfigError, InvalidRequest
 from coordinator import tokenizer_files as tokenizer
 from coordinator.text_workers import INLINE_BYTES
-from coordinator.tokenizer import TOKEN_BYTES, HfTokenizer
+from coordinator.tokenizer import HfTokenizer
 from tests.integration.front_text import EOS, byte_level
 
 

@@ -1,0 +1,53 @@
+"""A log file that does not grow without bound."""
+
+import contextlib
+import itertools
+import os
+from pathlib import Path
+
+
+class RotatingFile:
+    """A sink of a LineWriter. Once the file has `max_bytes` it becomes FILE.1, FILE.1 becomes FILE.2, and so on up to
+    FILE.`backups`. Whatever fails, the next write tries again, so that a disk with room again is written to again."""
+
+    def __init__(
+        self, path: Path, max_bytes: int, backups: int, *, descriptor: int | None = None, anew: bool = False
+    ) -> None:
+        """`descriptor` always leads to the current file, for what writes to it directly. `anew`: what is in the file
+        now is dropped."""
+        self._path = path
+        self._max_bytes = max_bytes
+        self._backups = backups
+        self._descriptor = descriptor
+        self._open_flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if anew else 0)
+        self._file: int | None = None
+
+    def write(self, data: memoryview) -> int:
+        """Raises OSError."""
+        if self._file is None:
+            self._open()
+        assert self._file is not None
+        if os.fstat(self._file).st_size >= self._max_bytes:
+            self._rotate()
+        return os.write(self._file, data)
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _open(self) -> None:
+        opened = os.open(self._path, self._open_flags, 0o600)
+        self._open_flags &= ~os.O_TRUNC
+        if self._descriptor is not None:
+            os.dup2(opened, self._descriptor)
+        self.close()
+        self._file = opened
+
+    def _rotate(self) -> None:
+        names = [self._path, *(Path(f"{self._path}.{number}") for number in range(1, self._backups + 1))]
+        names[-1].unlink(missing_ok=True)
+        for old, new in reversed(list(itertools.pairwise(names))):
+            with contextlib.suppress(FileNotFoundError):
+                old.rename(new)
+        self._open()

@@ -1,0 +1,168 @@
+"""Writes lines on a thread of its own, so that a sink which blocks or fails holds nobody up.
+
+A caller never waits and never gets an error. What the sink does not take is dropped and counted, and the first line
+that it takes again is preceded by one that says how many are missing.
+"""
+
+import os
+import queue
+import select
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+MAX_LINES = 4096  # that wait for the sink
+MAX_LINE_BYTES = 16 << 10  # a longer line is cut
+_BATCH_LINES = 256
+_GATHERING = 0.005  # seconds that the first line of a batch waits for others: one write then carries them all
+
+_writers: "weakref.WeakSet[LineWriter]" = weakref.WeakSet()
+
+
+class Sink(Protocol):
+    """Where a LineWriter writes. Called on the writer's thread only."""
+
+    def write(self, data: memoryview) -> int:
+        """Write the beginning of `data`, at least a byte; returns how many bytes. May block. Raises OSError."""
+        ...
+
+
+class Descriptor:
+    """A file descriptor that somebody else opened. One that is full and does not block is waited for."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def write(self, data: memoryview) -> int:
+        while True:
+            try:
+                return os.write(self._number, data)
+            except BlockingIOError:
+                poll = select.poll()
+                poll.register(self._number, select.POLLOUT)
+                poll.poll()
+
+
+class LineWriter:
+    """`write` may be called by any thread, also in a finalizer. The thread starts with the first line, and again after
+    a fork. It is a daemon: a process ends while its sink blocks."""
+
+    def __init__(
+        self, sink: Sink, describe_drops: Callable[[int], str], *, name: str = "log", max_lines: int = MAX_LINES
+    ) -> None:
+        """`describe_drops` makes the line that says how many were dropped."""
+        self._sink = sink
+        self._describe_drops = describe_drops
+        self._name = name
+        self._max_lines = max_lines
+        self._dropped = 0
+        self._reported = 0  # of those dropped
+        self._torn = False  # the sink took the beginning of a line only
+        self._begin_anew()
+        _writers.add(self)
+
+    @property
+    def dropped(self) -> int:
+        """Lines that the sink never got."""
+        return self._dropped
+
+    def write(self, line: str) -> None:
+        """Queue a line, without its newline. Never blocks and never raises."""
+        try:
+            if self._lines.qsize() >= self._max_lines:
+                self._drop(1)
+                return
+            if self._thread is None:
+                self._start()
+            self._lines.put(_encoded(line))
+        except Exception:  # no thread can be started, no memory
+            self._drop(1)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until what was queued before has been written or dropped, for `timeout` seconds at most."""
+        if self._thread is None:
+            return True
+        reached = threading.Event()
+        self._lines.put(reached)
+        return reached.wait(timeout)
+
+    def close(self, timeout: float) -> bool:
+        """Flush, and end the thread. False if the sink blocks: then the thread stays, and hurts nobody."""
+        flushed = self.flush(timeout)
+        self._lines.put(None)
+        return flushed
+
+    def _begin_anew(self) -> None:
+        self._lines: queue.SimpleQueue[bytes | threading.Event | None] = queue.SimpleQueue()  # put() is reentrant
+        self._thread: threading.Thread | None = None
+        self._lock = threading.RLock()  # a finalizer may come between
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"{self._name}-writer", daemon=True)
+                self._thread.start()
+
+    def _drop(self, lines: int) -> None:
+        with self._lock:
+            self._dropped += lines
+
+    def _run(self) -> None:
+        ended = False
+        while not ended:
+            items = [self._lines.get()]
+            if isinstance(items[0], bytes):
+                time.sleep(_GATHERING)
+            while len(items) < _BATCH_LINES:
+                try:
+                    items.append(self._lines.get_nowait())
+                except queue.Empty:
+                    break
+            self._write_batch([item for item in items if isinstance(item, bytes)])
+            for item in items:
+                if isinstance(item, threading.Event):
+                    item.set()
+            ended = None in items
+
+    def _write_batch(self, lines: list[bytes]) -> None:
+        missing = self._dropped - self._reported
+        if not lines:
+            return
+        notice = [_encoded(self._describe_drops(missing))] if missing else []
+        mended = b"\n" if self._torn else b""
+        data = memoryview(mended + b"".join([*notice, *lines]))
+        sent = self._send(data)
+        whole = bytes(data[len(mended) : sent]).count(b"\n")
+        if notice and whole:
+            self._reported += missing
+        self._drop(len(lines) - max(0, whole - len(notice)))
+        if sent:
+            self._torn = data[sent - 1] != ord("\n")
+
+    def _send(self, data: memoryview) -> int:
+        """Write as much as the sink takes; returns how many bytes."""
+        sent = 0
+        try:
+            while sent < len(data):
+                sent += self._sink.write(data[sent:])
+        except Exception:  # most likely OSError: the disk is full, the reader is gone
+            return sent
+        return sent
+
+
+def _encoded(line: str) -> bytes:
+    data = line.encode(errors="backslashreplace").replace(b"\n", b"\\n")
+    if len(data) > MAX_LINE_BYTES:
+        data = data[:MAX_LINE_BYTES] + b"..."
+    return data + b"\n"
+
+
+def _forget_threads() -> None:
+    """In the child of a fork no thread lives on: what was queued is the parent's to write."""
+    for writer in _writers:
+        writer._begin_anew()
+
+
+os.register_at_fork(after_in_child=_forget_threads)

@@ -1,0 +1,64 @@
+"""What Python itself and libraries have to say goes the way of our own lines: through structlog, never blocking, and
+without the messages of exceptions, which may quote a prompt."""
+
+import asyncio
+import faulthandler
+import logging
+import sys
+import threading
+from types import TracebackType
+from typing import Any
+
+from baton import log
+
+_MAX_MESSAGE = 300  # characters of a library's line
+
+
+class _ToStructlog(logging.Handler):
+    """Lines of the standard library's loggers: their first line, since others quote what was being worked on."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            text = record.getMessage().strip().partition("\n")[0][:_MAX_MESSAGE]
+            error = record.exc_info[1] if record.exc_info else None
+            fields = log.describe_error(error) if error is not None else {}
+            log.get(record.name).log(record.levelno, text, **fields)
+        except Exception:  # arguments that do not fit the format
+            log.get(record.name).log(record.levelno, "a library's log line could not be rendered")
+
+
+def install() -> None:
+    """For the whole process, once its own logging is configured."""
+    logging.raiseExceptions = False
+    logging.basicConfig(level=logging.WARNING, handlers=[_ToStructlog()], force=True)
+    logging.captureWarnings(True)
+    sys.excepthook = _on_end
+    sys.unraisablehook = _on_unraisable
+    threading.excepthook = _on_thread_end
+    faulthandler.enable()  # its tracebacks show no values
+
+
+def on_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """The handler of an event loop for errors that nobody awaited."""
+    what = str(context.get("message", "an error in the event loop")).partition("\n")[0][:_MAX_MESSAGE]
+    error = context.get("exception")
+    log.get("asyncio").error(what, **(log.describe_error(error) if error is not None else {}))
+
+
+def _on_end(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        return
+    log.get("process").critical("ended by an error that nobody foresaw", **log.describe_error(error))
+    log.flush()
+
+
+def _on_unraisable(raised: "sys.UnraisableHookArgs") -> None:
+    fields = log.describe_error(raised.exc_value) if raised.exc_value is not None else {}
+    log.get("process").error(raised.err_msg or "an error in a finalizer or callback", **fields)
+
+
+def _on_thread_end(ended: threading.ExceptHookArgs) -> None:
+    if ended.exc_value is None:
+        return
+    thread = ended.thread.name if ended.thread is not None else ""
+    log.get("process").error("a thread ended by an error", thread=thread, **log.describe_error(ended.exc_value))

@@ -1,0 +1,57 @@
+"""Log lines that a stranger can cause are limited in their rate: a flood of refusals must not become one of lines."""
+
+from collections.abc import Callable
+from typing import Any
+
+from baton.clock import Clock, steady
+
+BURST = 10  # lines of one kind at once
+PER_SECOND = 1.0
+_MAX_KINDS = 128
+_OTHERS = "others"
+
+
+class RateLimitedLog:
+    """A token bucket for each kind of line. The next line of a kind that is let through says how many were left out
+    before it, as `left_out`."""
+
+    def __init__(self, clock: Clock = steady, *, burst: int = BURST, per_second: float = PER_SECOND) -> None:
+        self._clock = clock
+        self._burst = burst
+        self._per_second = per_second
+        self._kinds: dict[str, _Bucket] = {}
+
+    def write(self, say: Callable[..., Any], event: str, *, per: str = "", **fields: Any) -> None:
+        """Call `say(event, **fields)`, unless lines of this kind come too fast. `per` divides an event into kinds."""
+        left_out = self._admit(f"{event} {per}")
+        if left_out is None:
+            return
+        if left_out:
+            fields["left_out"] = left_out
+        say(event, **fields)
+
+    def _admit(self, kind: str) -> int | None:
+        """How many of this kind were left out since the last one; None to leave this one out too."""
+        now = self._clock()
+        bucket = self._kinds.get(kind)
+        if bucket is None:
+            if len(self._kinds) >= _MAX_KINDS:
+                kind = _OTHERS
+            bucket = self._kinds.setdefault(kind, _Bucket(float(self._burst), now))
+        bucket.level = min(self._burst, bucket.level + self._per_second * max(0.0, now - bucket.at))
+        bucket.at = now
+        if bucket.level < 1.0:
+            bucket.left_out += 1
+            return None
+        bucket.level -= 1.0
+        left_out, bucket.left_out = bucket.left_out, 0
+        return left_out
+
+
+class _Bucket:
+    __slots__ = ("at", "left_out", "level")
+
+    def __init__(self, level: float, at: float) -> None:
+        self.level = level
+        self.at = at
+        self.left_out = 0

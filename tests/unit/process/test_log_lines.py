@@ -1,0 +1,115 @@
+"""What a process of ours writes to standard error, whoever in it speaks: JSON lines without anybody's prompt."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+SECRET = "my-diagnosis"
+START = f"""
+import asyncio, logging, os, threading, warnings
+from baton import log, runtime
+from baton.process import log_capture
+log.configure("info", "json", node="n")
+log_capture.install()
+secret = {SECRET!r}
+def fail(): raise ValueError(secret)
+"""
+
+
+MAIN = "async def main(stop):\n"
+
+
+def lines_of(code: str, status: int = 0) -> list[dict[str, Any]]:
+    done = subprocess.run([sys.executable, "-c", START + code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == status, done.stderr
+    assert SECRET not in done.stderr
+    return [json.loads(line) for line in done.stderr.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("fail()", 1),
+        ("log.get('x').info('said', prompt=secret)", 0),
+        ("try: fail()\nexcept ValueError: log.get('x').exception('failed')", 0),
+        ("try: fail()\nexcept ValueError: logging.getLogger('grpc').exception('in a library')", 0),
+        ("logging.getLogger('asyncio').error('never retrieved\\nfuture: <%s>' % secret)", 0),
+        ("threading.Thread(target=fail).start()", 0),
+        (
+            MAIN + " asyncio.get_running_loop().call_soon(fail)\n await asyncio.sleep(0)\nruntime.run(main)",
+            0,
+        ),
+        (
+            MAIN
+            + " task = asyncio.create_task(asyncio.to_thread(fail))\n await asyncio.wait([task])\nruntime.run(main)",
+            0,
+        ),
+        ("async def main(stop): fail()\nruntime.run(main)", 1),
+        ("class Ends:\n def __del__(self): fail()\nEnds()", 0),
+        ("log.get('x').error('group', **log.describe_error(ExceptionGroup(secret, [ValueError(secret)])))", 0),
+        ("class Odd:\n def __repr__(self): fail()\nlog.get('x').info('odd', it=Odd())", 0),
+    ],
+)
+def test_an_error_tells_its_kind_and_place_only(code: str, status: int) -> None:
+    lines = lines_of(code + "\n", status)
+    assert lines
+    assert "ValueError" in json.dumps(lines) or "secret" in code
+
+
+def test_a_line_of_any_thread_names_its_node() -> None:
+    (line,) = lines_of("threading.Thread(target=lambda: log.get('x').info('said')).start()")
+    assert (line["node"], line["event"], line["part"]) == ("n", "said", "x")
+
+
+def test_a_warning_of_a_library_is_a_line() -> None:
+    (line,) = lines_of("warnings.warn('old words')")
+    assert "old words" in line["event"]
+
+
+def test_what_was_logged_before_an_exit_at_once_is_there() -> None:
+    (line,) = lines_of("log.get('x').info('said')\nlog.flush()\nos._exit(0)")
+    assert line["event"] == "said"
+
+
+def test_a_long_field_is_cut_and_the_line_still_json() -> None:
+    (line,) = lines_of("log.get('x').info('said', reason='y' * 100_000)")
+    assert line["reason"].endswith("(100000 characters)")
+
+
+@pytest.mark.parametrize("target", ["/dev/full", "a pipe that nobody reads"])
+def test_a_process_ends_in_time_though_nobody_takes_its_lines(target: str) -> None:
+    """The pipe holds 64 KiB, of which a thousand lines are more."""
+    code = START + "for _ in range(20_000): log.get('x').info('said', what='y' * 100)\nprint(log.lines_dropped() > 0)"
+    if target == "/dev/full":
+        with open(target, "wb") as full:
+            done = subprocess.run(
+                [sys.executable, "-c", code + "\nlog.flush(); print(log.lines_dropped())"],
+                stdout=subprocess.PIPE,
+                stderr=full,
+                timeout=60,
+                check=True,
+            )
+        assert done.stdout.split()[-1] == b"20000"
+        return
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.wait(60) == 0
+        assert process.stdout is not None
+        assert process.stdout.read() == b"True\n"
+
+
+def test_a_process_that_does_not_end_by_itself_ends_with_its_stacks() -> None:
+    code = START + (
+        "import signal, time\n"
+        "def stands_still(): time.sleep(600)\n"
+        "async def main(stop):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    await stop.wait()\n"
+        "    stands_still()\n"
+        "runtime.run(main, longest_stop=0.2)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "stands_still" in done.stderr

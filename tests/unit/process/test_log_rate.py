@@ -1,0 +1,31 @@
+from typing import Any
+
+from baton.process.log_rate import BURST, RateLimitedLog
+
+
+def test_a_flood_becomes_few_lines_and_the_next_one_says_how_many_are_missing() -> None:
+    now = 0.0
+    said: list[tuple[str, dict[str, Any]]] = []
+    log = RateLimitedLog(lambda: now)
+
+    def say(event: str, **fields: Any) -> None:
+        said.append((event, fields))
+
+    for _ in range(1000):
+        log.write(say, "refused", per="invalid_request", code="invalid_request")
+    assert said == [("refused", {"code": "invalid_request"})] * BURST
+    log.write(say, "refused", per="queue_full", code="queue_full")  # another kind has an allowance of its own
+    assert len(said) == BURST + 1
+    now = 1.5
+    for _ in range(3):
+        log.write(say, "refused", per="invalid_request", code="invalid_request")
+    assert said[BURST + 1 :] == [("refused", {"code": "invalid_request", "left_out": 1000 - BURST})]
+
+
+def test_kinds_are_bounded_too() -> None:
+    said: list[str] = []
+    log = RateLimitedLog(lambda: 0.0)
+    for number in range(100_000):
+        log.write(said.append, f"made up {number}")
+    assert len(said) < 1000
+    assert len(log._kinds) < 1000
