@@ -164,10 +164,11 @@ class PoolHost:
             raise Stale("the pool has no segment yet")
         return self._open
 
-    def names(self) -> Iterator[BlockHash]:
-        """Of all blocks in the index."""
+    def names(self, first: int, last: int) -> Iterator[BlockHash]:
+        """Of those of the blocks `first` to `last` that are in the index."""
         index = self.pool.memory.index
-        return (BlockHash(index.name(block)) for block in range(self.pool.memory.total) if block in index)
+        last = min(last, self.pool.memory.total)
+        return (BlockHash(index.name(block)) for block in range(first, last) if block in index)
 
     def all_counters(self) -> dict[str, float]:
         """And gauges: what is there now."""
