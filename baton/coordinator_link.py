@@ -101,6 +101,10 @@ class CoordinatorLink:
         except asyncio.QueueFull:
             self._overflow.set()
 
+    async def flushed(self) -> None:
+        """Return when all that was sent until now is written, or belongs to a stream that is over."""
+        await self._unsent.join()
+
     def join_anew(self) -> None:
         """This node has changed: end the stream, if there is one, and join again as what it is now."""
         self._changed.set()
@@ -204,6 +208,7 @@ class CoordinatorLink:
         numbers.is_new(first)
         while not self._unsent.empty():
             self._unsent.get_nowait()
+            self._unsent.task_done()
         if self._lost is not None:
             self._lost.cancel()
         self._overflow.clear()
@@ -244,6 +249,8 @@ class CoordinatorLink:
                 await link_codec.write(call.write, message, "link.node.send")
             except asyncio.InvalidStateError:  # the call has ended: the reader is told how
                 return
+            finally:
+                self._unsent.task_done()
 
     async def _until_overflow(self) -> None:
         await self._overflow.wait()

@@ -3,16 +3,27 @@
 import math
 
 from baton.errors import ConfigError
+from baton.memory_room import MemoryRoom
 
+AUTO = "auto"
+MOST_POOL_TOKENS = 1 << 17  # what a pool left to auto holds at most: a small model needs no gigabytes
 _UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
-_SHARE = 0.1  # of the segment folder's free space
+_SHARE = 0.1  # of the memory that is left for segments
 _MOST = {"kv_memory": 1 << 30, "pool_memory": 4 << 30}  # what auto takes at most
+
+
+def memory_of(text: str, room: MemoryRoom, field: str = "kv_memory") -> int:
+    """`text` where `room` is what there is: a share is one of what may be used, auto a tenth of what is left, and never
+    more than may be used."""
+    if text == AUTO:
+        return min(parse_memory(text, room.left, field), room.usable)
+    return parse_memory(text, room.usable, field)
 
 
 def parse_memory(text: str, free: int, field: str = "kv_memory") -> int:
     """`4GiB`, `512MiB`, a plain number of bytes, a share of `free` bytes such as 0.5, or auto: a tenth of them, and no
     more than what is usual for `field`."""
-    if text == "auto" and field in _MOST:
+    if text == AUTO and field in _MOST:
         return min(_MOST[field], int(_SHARE * free))
     unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
     try:

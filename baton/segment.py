@@ -4,6 +4,9 @@ life and maps, and that its peers on the same host map by name.
 A segment file is `flock`ed by its creator until the process ends, however it ends. So a file whose lock can
 be obtained belongs to nobody, and `sweep` removes it. Every byte is allocated before it is mapped, because a
 store to a page that a full tmpfs cannot provide is a SIGBUS, not an error.
+
+A segment's size is promised to it before it is filled in, one segment at a time: two processes that start at once do not
+both get the same room. While it is filled in, the memory that is left is looked at again before each piece.
 """
 
 import errno
@@ -19,6 +22,7 @@ from pathlib import Path
 
 from baton.errors import ConfigError, Draining, PeerGone
 from baton.memory_map import HUGE_PAGE, collapse_to_huge_pages, map_file, prefault, release, reserve, view
+from baton.memory_room import memory_room, no_room
 
 PREFIX = "baton-"
 FENCE_SUFFIX = ".fence"
@@ -74,16 +78,16 @@ def create(
     """Create a segment of `size` bytes (see `segment_bytes`), zeroed, private to this user, locked and
     pre-faulted. That takes seconds for each few GiB.
 
-    Raises ConfigError when the folder cannot hold it, naming `knob`, the setting that its size follows from, and
-    Draining once it is not `wanted` any more.
+    Raises ConfigError when the folder or the memory cannot hold it, naming `knob`, the setting that its size follows
+    from, and Draining once it is not `wanted` any more.
     """
     path, fd = _create_locked(folder, kind, knob)
     address, start, whole = reserve(size, HUGE_PAGE)
     try:
-        os.ftruncate(fd, size)
+        _promise(folder, fd, size, knob)
         map_file(address, size, fd)
-        huge = all([_fill(fd, address, piece, wanted) for piece in _pieces(size)])
-    except (OSError, Draining) as error:
+        huge = all([_fill(folder, fd, address, piece, knob, wanted) for piece in _pieces(size)])
+    except (OSError, ConfigError, Draining) as error:
         _unlink(path)
         os.close(fd)
         release(start, whole)
@@ -97,10 +101,40 @@ def _pieces(size: int) -> Iterator[range]:
     return (range(at, min(at + _PIECE, size)) for at in range(0, size, _PIECE))
 
 
-def _fill(fd: int, address: int, piece: range, wanted: Callable[[], bool]) -> bool:
-    """Whether it consists of huge pages."""
+def _promise(folder: Path, fd: int, size: int, knob: str) -> None:
+    """Give a new segment its size, if there is room for it beside what was promised to others. Raises ConfigError."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        promised = promised_bytes(folder)
+        room = memory_room(folder)
+        if size > room.usable - promised:
+            raise no_room(folder, size, room, knob, promised)
+        os.ftruncate(fd, size)
+    finally:
+        os.close(lock)
+
+
+def promised_bytes(folder: Path) -> int:
+    """What the segments there will still take: their sizes without what is filled in."""
+    promised = 0
+    for path in folder.glob(f"{PREFIX}*"):
+        if _NAME.fullmatch(path.name):
+            try:
+                stat = path.stat()
+            except FileNotFoundError:
+                continue
+            promised += max(0, stat.st_size - stat.st_blocks * 512)
+    return promised
+
+
+def _fill(folder: Path, fd: int, address: int, piece: range, knob: str, wanted: Callable[[], bool]) -> bool:
+    """Whether it consists of huge pages. Raises ConfigError if others have taken what was promised to it."""
     if not wanted():
         raise Draining("what the memory was for has ended")
+    room = memory_room(folder)
+    if len(piece) > room.left - room.reserved // 2:
+        raise no_room(folder, os.fstat(fd).st_size, room, knob)
     _touch_huge_pages(fd, piece)
     huge = collapse_to_huge_pages(address + piece.start, len(piece))
     os.posix_fallocate(fd, piece.start, len(piece))
@@ -136,16 +170,9 @@ def free_bytes(folder: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
-def no_room(folder: Path, size: int, knob: str) -> ConfigError:
-    return ConfigError(
-        f"segment folder {folder} cannot hold {size} bytes ({free_bytes(folder)} free): "
-        f"lower {knob}, enlarge the folder (docker: --shm-size) or choose another with --segment-dir"
-    )
-
-
 def _cannot_create(folder: Path, size: int, error: OSError, knob: str) -> ConfigError:
     if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
-        return no_room(folder, size, knob)
+        return no_room(folder, size, memory_room(folder), knob)
     return ConfigError(f"segment of {size} bytes in {folder}: {error.strerror}: choose another with --segment-dir")
 
 

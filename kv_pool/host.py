@@ -99,7 +99,7 @@ class _Open:
 
 
 class PoolHost:
-    """`size` of the segment in bytes; `host_id` is that of the folder by default; `disk`: none if None. `opened` is
+    """`size` of the segment in bytes, and at most that of `most_tokens` tokens; `host_id` is that of the folder by default; `disk`: none if None. `opened` is
     called when there is a segment, `changed` when the index has gained or lost blocks."""
 
     def __init__(
@@ -111,6 +111,7 @@ class PoolHost:
         *,
         host_id: str = "",
         disk: DiskTerms | None = None,
+        most_tokens: int | None = None,
         opened: Callable[[], None] = lambda: None,
         changed: Callable[[], None] = lambda: None,
     ) -> None:
@@ -121,6 +122,7 @@ class PoolHost:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._folder, self._size, self._eviction = folder, size, eviction
         self._disk_terms = disk
+        self._most_tokens = most_tokens
         self._clock = clock
         self._opened, self._changed = opened, changed
         self._opening = asyncio.Lock()
@@ -162,10 +164,11 @@ class PoolHost:
             raise Stale("the pool has no segment yet")
         return self._open
 
-    def names(self) -> Iterator[BlockHash]:
-        """Of all blocks in the index."""
+    def names(self, first: int, last: int) -> Iterator[BlockHash]:
+        """Of those of the blocks `first` to `last` that are in the index."""
         index = self.pool.memory.index
-        return (BlockHash(index.name(block)) for block in range(self.pool.memory.total) if block in index)
+        last = min(last, self.pool.memory.total)
+        return (BlockHash(index.name(block)) for block in range(first, last) if block in index)
 
     def all_counters(self) -> dict[str, float]:
         """And gauges: what is there now."""
@@ -305,8 +308,11 @@ class PoolHost:
         return self._it.arrivals.expect(asked.chain, found, most, asked.token_seconds, asked.elsewhere)
 
     async def _make(self, applicant: Applicant) -> None:
+        size, layout = self._size, applicant.layout
+        if self._most_tokens is not None:
+            size = min(size, self._most_tokens * layout.token_bytes)
         try:
-            store = await make(self._folder, self._size, applicant.layout, lambda: not self._closed)
+            store = await make(self._folder, size, layout, lambda: not self._closed)
         except ConfigError as error:
             if not self.failed.done():
                 self.failed.set_exception(error)

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable
 
 from baton import log, wire
-from baton.cache_journal import INTERVAL, CacheChange
+from baton.cache_journal import INTERVAL, MAX_NAMES, CacheChange
 from baton.clock import Clock
 from baton.config import Config
 from baton.coordinator_link import CoordinatorLink
@@ -29,13 +29,18 @@ class Membership:
         self._clock = clock
         self._incarnation = Incarnation("")
         self._telling: asyncio.TimerHandle | None = None
+        self._snapshot: asyncio.Task[None] | None = None
         self._link = CoordinatorLink(
             self, address=config.coordinator, token=config.cluster_token, silence=config.silence
         )
 
     async def run(self) -> None:
         """Until cancelled. Raises ConfigError when the coordinator refuses this pool."""
-        await self._link.run()
+        try:
+            await self._link.run()
+        finally:
+            if self._snapshot is not None:
+                self._snapshot.cancel()
 
     def leaving(self) -> None:
         leaving = cluster_pb2.Leaving(reason="stopping")
@@ -105,7 +110,20 @@ class Membership:
         self._send(self._host.journal.take(self._clock()))
 
     def _tell_all(self) -> None:
-        self._send(self._host.journal.take_snapshot(self._host.names(), self._clock()))
+        if self._snapshot is not None:
+            self._snapshot.cancel()
+        self._snapshot = asyncio.get_running_loop().create_task(self._tell_in_parts())
+
+    async def _tell_in_parts(self) -> None:
+        """A million names are half a second of work: others have the loop after each part, and no part is made before
+        the last one is on its way."""
+        journal, total = self._host.journal, self._host.pool.memory.total
+        journal.begin_snapshot()
+        for first in range(0, max(1, total), MAX_NAMES):
+            names = self._host.names(first, first + MAX_NAMES)
+            self._send([journal.take_part(names, self._clock(), first=first == 0)])
+            await self._link.flushed()
+        self._send(journal.end_snapshot(self._clock()))
 
     def _send(self, changes: Iterable[CacheChange]) -> None:
         for change in changes:

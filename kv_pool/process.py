@@ -17,7 +17,8 @@ from baton.descriptors import descriptor_limit
 from baton.errors import ConfigError
 from baton.exposure import host_part, require_key
 from baton.health_port import HealthPort
-from baton.memory_size import parse_memory
+from baton.memory_room import memory_room, no_room
+from baton.memory_size import AUTO, MOST_POOL_TOKENS, memory_of, parse_memory
 from baton.types import mint_id
 from kv_pool.core.policies import POLICIES
 from kv_pool.disk_file import FOLDER_KNOB, NAME
@@ -47,17 +48,18 @@ async def host_pool(config: Config, stop: asyncio.Event) -> None:
 
 
 def pool_bytes(config: Config) -> int:
-    """Raises ConfigError unless the segment folder can hold so much now."""
+    """Raises ConfigError unless the segment folder and the memory can hold so much now."""
     folder = Path(config.segment_dir)
     try:
-        free = segments.free_bytes(folder)
+        room = memory_room(folder)
+        promised = segments.promised_bytes(folder)
     except OSError as error:
         raise ConfigError(
             f"segment_dir {config.segment_dir!r} cannot be used ({error.strerror}): give --segment-dir a folder"
         ) from None
-    size = parse_memory(config.pool_memory, free, "pool_memory")
-    if size > free:
-        raise segments.no_room(folder, size, KNOB)
+    size = memory_of(config.pool_memory, room, "pool_memory")
+    if size > room.usable - promised:
+        raise no_room(folder, size, room, KNOB, promised)
     return size
 
 
@@ -94,6 +96,7 @@ class _Process:
             steady,
             host_id=config.host_id,
             disk=disk,
+            most_tokens=MOST_POOL_TOKENS if config.pool_memory == AUTO else None,
             opened=self._open.set,
             changed=self._changed,
         )

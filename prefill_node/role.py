@@ -11,8 +11,9 @@ A hand-off holds a reference of its own (a *pin*) on each source block from the 
 plane until the plane has said Committed or Aborted, and a use of the shared pool's pins if blocks are the pool's. So a
 sequence may end at any time: what the plane may still be reading stays whole.
 
-What the shared pool has of a prompt is not computed; what is computed is published there as soon as the last Write is
-announced, which delays nothing.
+What the shared pool has of a prompt is not computed. What is computed is published there as soon as the last Write is
+announced, which delays nothing, but not before the decode node has answered: its look-up for the same attempt would
+take the attempt's own computation for a hit.
 """
 
 from collections.abc import Iterable
@@ -46,6 +47,8 @@ class _Handoff:
     computed_tokens: int = 0
     cached_tokens: int = 0
     over: bool = False  # the coordinator knows how this attempt ended, or asked for its end itself
+    ticketed: bool = False  # the decode node has looked up what is cached, and promised room for the rest
+    unpublished: Sequence | None = None  # computed, and not given to the shared pool before the ticket is here
 
     @property
     def pin(self) -> str:
@@ -119,8 +122,7 @@ class PrefillRole:
             case Prefill(work, alone, hit):
                 self._begin(work, alone, hit)
             case GiveTicket(ticket):
-                if self._scheduler.get(ticket.key) is not None:
-                    self._scheduler.ticket_arrived(ticket.key)
+                self._ticketed(ticket.key)
             case Cancel(key, reason):
                 self._end(key, reason, tell=False)
             case Committed(key, report):
@@ -219,6 +221,20 @@ class PrefillRole:
                 refuse_too_long(work, self._pool, self._report)
             self._end_known(handoff, error, tell=not too_long)
 
+    def _ticketed(self, key: AttemptKey) -> None:
+        if self._scheduler.get(key) is not None:
+            self._scheduler.ticket_arrived(key)
+        handoff = self._handoffs.get(key)
+        if handoff is not None:
+            handoff.ticketed = True
+            self._publish(handoff)
+
+    def _publish(self, handoff: _Handoff) -> None:
+        """Give the shared pool what was computed, if that is still to be done."""
+        sequence, handoff.unpublished = handoff.unpublished, None
+        if sequence is not None:
+            self._sharing.publish(sequence)
+
     def _prefilled(self, sequence: Sequence, outcome: PrefillCompleted) -> None:
         handoff = self._handoffs.get(sequence.key)
         if handoff is None or handoff.over:
@@ -246,7 +262,9 @@ class PrefillRole:
         except BatonError as error:
             self._end(sequence.key, error, tell=True)
             return
-        self._sharing.publish(sequence)
+        handoff.unpublished = sequence
+        if handoff.ticketed:
+            self._publish(handoff)
         self._scheduler.release(sequence.key)  # the pins hold what the plane still reads
 
     def _committed(self, key: AttemptKey, report: OutboundReport) -> None:
@@ -296,6 +314,7 @@ class PrefillRole:
     def _forget(self, handoff: _Handoff) -> None:
         FAILPOINTS.hit("prefill.free.before")
         del self._handoffs[handoff.work.key]
+        self._publish(handoff)
         self._pool.release(handoff.pinned, handoff.pin)
         handoff.pinned.clear()
         for hold in handoff.holds:

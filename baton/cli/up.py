@@ -34,17 +34,20 @@ def up(
     for flag, value in zip(UNBUILT, (quantize,), strict=True):
         if value is not None:
             raise not_available("--" + flag.replace("_", "-"))
-    from baton.cli import plan, ports, state
+    from baton.cli import memory_plan, plan, ports, state
     from baton.cli.default_model import default_model
     from baton.cli.detach import detach as go_to_background
     from baton.model_source import with_local_model
+    from baton.segment import sweep
 
     plan.threads_per_node(settings.threads, 1, 1)  # a bad value is told before anything else happens
     config, notes = plan.complete(settings)
     if not config.model and config.engine == "model":
         config = msgspec.structs.replace(config, model=str(default_model()))
+    sweep(Path(config.segment_dir))  # what killed processes left counts for nobody
+    config, memory = memory_plan.with_memory(config)
     config = with_local_model(config)
-    notes += unknown_variables(os.environ)
+    notes += [memory, *unknown_variables(os.environ)]
     config, held = ports.hold_all(config)
     folder = state.folder_of(config)
     pid_file = state.PidFile(folder)

@@ -1,6 +1,7 @@
 """The whole brain behind one door: inputs with the time, effects in order. Its shell is `coordinator/dispatcher.py`;
 a simulator is another."""
 
+import math
 from collections.abc import Sequence
 
 from baton.errors import BatonError, Drained, NodeGone, NotFound, Rejected
@@ -173,7 +174,9 @@ class Brain:
         self.pilot.manual()
 
     def tick(self, now: float) -> list[Effect]:
-        """Whatever time alone has made due: silent and stuck nodes, deadlines, patience."""
+        """Whatever time alone has made due: silent and stuck nodes, deadlines, patience; and a slice of what is to be
+        tidied up."""
+        self.knowledge.directory.sweep()
         for node, error in self.registry.expired(now, self._table.loads.busy()):
             self._drop(node, error, now)
         self._table.capacity.expire(now)
@@ -195,7 +198,8 @@ class Brain:
     def next_due(self) -> float | None:
         """When `tick` is to be called next if nothing else happens."""
         members = self.registry.next_silence(), self.registry.drains.next(), self.knowledge.pools.next_silence()
-        times = (*members, self.switches.next(), self.pilot.next(), *self._table.next_due())
+        tidying = -math.inf if self.knowledge.directory.is_to_sweep else None  # as soon as others have had their turn
+        times = (*members, self.switches.next(), self.pilot.next(), tidying, *self._table.next_due())
         return min((time for time in times if time is not None), default=None)
 
     # views

@@ -14,6 +14,9 @@ def count_sources(record: Record, attempt: Attempt, counters: Counters, *, last:
     attempt.counted = True
     if record.sources is None:
         record.sources = sources.split(attempt.ended, attempt.admitted)
+        if attempt.key.attempt > 1:
+            by_prefill = attempt.prefill is not None
+            record.sources = sources.without_own(record.sources, record.cached_before, prefill=by_prefill)
         for source, tokens in record.sources._asdict().items() if not record.internal else ():
             counters.prompt_tokens[source] += tokens
     else:

@@ -121,6 +121,8 @@ class Decisions:
     def book(self, record: Record, key: AttemptKey, decision: Decision, now: float) -> None:
         """Write the legs into the books. Who computes the prompt has its tokens and seconds."""
         demand, choice, prediction = decision.demand, decision.choice, decision.prediction
+        if key.attempt == 1:
+            record.cached_before = max(demand.held.values(), default=0)
         for node in _legs(choice):
             computes = node == (choice.prefill or choice.decode)
             self._loads.place(

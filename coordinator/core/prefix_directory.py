@@ -7,14 +7,20 @@ has dropped out. An event costs O(1) a name, a look-up O(blocks found + nodes), 
 
 Events of a node are numbered. When one is missing, what is known of the node is kept (stale, as it may be), events are
 left aside, and the caller is told to ask for a snapshot; it is told again if none has come after `PATIENCE`.
+
+A node that leaves, or tells anew all that it has, gives up its bit at once. The entries with that bit mean nothing from
+then on, and are swept a slice at a time: a pool's million of them would hold the event loop for a third of a second.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from baton.types import Incarnation
 
 PATIENCE = 1.0  # seconds
+SLICE = 4096  # names that are swept at a time
+_SWEPT = Incarnation("")  # has a slot whose bit is still in entries
 
 
 @dataclass(slots=True)
@@ -36,9 +42,10 @@ class PrefixDirectory:
         self._caches: dict[Incarnation, _Cache] = {}
         self._by_slot: list[Incarnation | None] = []
         self._all = 0  # the bits of all nodes
+        self._given_up: deque[tuple[int, set[int]]] = deque()  # slots, and the names that still have their bits
 
     def __len__(self) -> int:
-        """Different blocks."""
+        """Different blocks, those that are to be swept included."""
         return len(self._holders)
 
     def blocks_of(self, node: Incarnation) -> frozenset[int]:
@@ -46,17 +53,29 @@ class PrefixDirectory:
 
     def join(self, node: Incarnation, capacity: int) -> None:
         """`capacity` in blocks: more than so many are not believed."""
-        slot = self._by_slot.index(None) if None in self._by_slot else len(self._by_slot)
-        self._by_slot[slot : slot + 1] = [node]
-        self._caches[node] = _Cache(slot, capacity)
-        self._all |= 1 << slot
+        self._caches[node] = _Cache(self._take_slot(node), capacity)
 
     def leave(self, node: Incarnation) -> None:
         cache = self._caches.pop(node, None)
         if cache is not None:
-            self._evict(cache, cache.names)
-            self._by_slot[cache.slot] = None
-            self._all &= ~(1 << cache.slot)
+            self._give_up(cache)
+
+    def sweep(self) -> bool:
+        """Take up to SLICE entries of those who have left, or told anew, away. Whether there are more."""
+        left = SLICE
+        while self._given_up and left:
+            slot, names = self._given_up[0]
+            for _ in range(min(left, len(names))):
+                self._drop(names.pop(), 1 << slot)
+                left -= 1
+            if not names:
+                self._given_up.popleft()
+                self._by_slot[slot] = None
+        return bool(self._given_up)
+
+    @property
+    def is_to_sweep(self) -> bool:
+        return bool(self._given_up)
 
     def events(
         self, node: Incarnation, sequence: int, inserted: Iterable[int], evicted: Iterable[int], now: float
@@ -74,13 +93,14 @@ class PrefixDirectory:
         return False
 
     def snapshot(self, node: Incarnation, sequence: int, names: Iterable[int]) -> None:
-        """All that the node has; late ones are dropped."""
+        """All that the node has, or the first part of it; late ones are dropped."""
         cache = self._caches[node]
         if sequence <= cache.last:
             return
         cache.last, cache.in_step, cache.asked_at = sequence, True, None
-        self._evict(cache, cache.names)
-        cache.names = set()
+        if cache.names:
+            self._give_up(cache)
+            cache.names, cache.slot = set(), self._take_slot(node)
         self._insert(cache, names)
 
     def match(self, names: Iterable[int]) -> dict[Incarnation, int]:
@@ -116,17 +136,33 @@ class PrefixDirectory:
             mine.add(name)
             holders[name] = holders.get(name, 0) | bit
 
-    def _evict(self, cache: _Cache, names: Iterable[int]) -> None:
-        """`names` are the node's; a set of its own, or `cache.names` when that is given up."""
-        bit, holders = 1 << cache.slot, self._holders
+    def _evict(self, cache: _Cache, names: set[int]) -> None:
+        """`names` are some of the node's."""
         for name in names:
-            left = holders[name] & ~bit
-            if left:
-                holders[name] = left
-            else:
-                del holders[name]
-        if names is not cache.names:
-            cache.names.difference_update(names)
+            self._drop(name, 1 << cache.slot)
+        cache.names.difference_update(names)
+
+    def _drop(self, name: int, bit: int) -> None:
+        left = self._holders[name] & ~bit
+        if left:
+            self._holders[name] = left
+        else:
+            del self._holders[name]
+
+    def _take_slot(self, node: Incarnation) -> int:
+        slot = self._by_slot.index(None) if None in self._by_slot else len(self._by_slot)
+        self._by_slot[slot : slot + 1] = [node]
+        self._all |= 1 << slot
+        return slot
+
+    def _give_up(self, cache: _Cache) -> None:
+        """What the node has told means nothing any more. A few entries are swept at once."""
+        self._all &= ~(1 << cache.slot)
+        self._by_slot[cache.slot] = _SWEPT
+        few = len(cache.names) <= SLICE and not self._given_up
+        self._given_up.append((cache.slot, cache.names))
+        if few:
+            self.sweep()
 
     def _is_to_ask(self, cache: _Cache, now: float) -> bool:
         if cache.asked_at is not None and now - cache.asked_at < PATIENCE:

@@ -110,6 +110,7 @@ class Record:
     prefill_payer: str = ""  # class that pays for computing the context again: who preempted the last attempt
     held_back: float = 0.0  # seconds, by the retry budget, since its last attempt
     pin: Incarnation | None = None
+    cached_before: int = 0  # tokens of its prompt that some cache seemed to have when it was first placed
     names: PromptNames | None = None  # of the prompt's blocks, once placement has been tried
     model: bytes = b""  # digest of the identity that it was admitted under: nothing else may answer it
 

@@ -43,6 +43,20 @@ def split(ended: PrefillEnded | None, admitted: Admitted | None) -> Sources:
     )
 
 
+def without_own(found: Sources, known: int, *, prefill: bool) -> Sources:
+    """The sources of a request that was placed before, when caches had `known` tokens of its prompt. What was found
+    beyond them may be what an earlier attempt of the same request computed: it counts as computed, by a prefill node if
+    `prefill`, and never as a hit."""
+    beyond = max(0, found.cached - known)
+    counts = found._asdict()
+    for source in ("remote_pool", "pool", "local_cache"):  # a prefix begins in the cache and ends in the pool
+        own = min(beyond, counts[source])
+        counts[source] -= own
+        beyond -= own
+        counts["computed_prefill" if prefill else "computed_decode"] += own
+    return Sources(**counts)
+
+
 def computed(ended: PrefillEnded | None, admitted: Admitted | None) -> int:
     """Tokens that any node computed."""
     return (ended.computed_tokens if ended else 0) + (admitted.computed_tokens if admitted else 0)

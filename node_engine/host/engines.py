@@ -1,15 +1,16 @@
 """Which engine a node runs, and how much memory its cache gets. torch is imported only where a model needs it."""
 
 import os
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
 from baton import log
 from baton.config import Config
 from baton.errors import ConfigError
-from baton.memory_size import parse_memory
+from baton.memory_room import memory_room, no_room
+from baton.memory_size import AUTO, memory_of
 from baton.model_files import ModelFiles, read_model_files
+from baton.segment import promised_bytes
 from node_engine.core.step import Engine
 
 _PACED_MODEL_LEN = 8192
@@ -61,17 +62,32 @@ def compute_threads(config: Config) -> int:
     return int(config.threads)
 
 
-def cache_blocks(config: Config, block_bytes: int) -> int:
-    """How many blocks fit in --kv-memory. Raises ConfigError when not even a few do."""
+def cache_memory(config: Config) -> int:
+    """Bytes that --kv-memory is. Raises ConfigError when it is more than there is here now."""
+    folder = Path(config.segment_dir)
     try:
-        free = shutil.disk_usage(config.segment_dir).free
+        room = memory_room(folder)
+        promised = promised_bytes(folder)
     except OSError as error:
         raise ConfigError(
             f"segment_dir {config.segment_dir!r} cannot be used ({error.strerror}): give --segment-dir a folder"
         ) from None
-    memory = parse_memory(config.kv_memory, free)
+    memory = memory_of(config.kv_memory, room)
+    if config.kv_memory == AUTO:
+        memory = min(memory, max(0, room.usable - promised))
+    if memory > room.usable - promised:
+        raise no_room(folder, memory, room, "--kv-memory", promised)
+    return memory
+
+
+def cache_blocks(config: Config, block_bytes: int, max_model_len: int) -> int:
+    """How many blocks fit in --kv-memory; left to auto, no more than --max-num-seqs sequences of full length need.
+    Raises ConfigError when not even a few do, or there is less memory than that."""
+    memory = cache_memory(config)
     blocks = memory // block_bytes
+    if config.kv_memory == AUTO:
+        blocks = min(blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
     if blocks < 4:
         raise ConfigError(f"kv_memory {config.kv_memory!r} holds {blocks} blocks of {block_bytes} bytes: give it more")
-    log.get("engine").info("cache sized", bytes=memory, blocks=blocks)
+    log.get("engine").info("cache sized", bytes=blocks * block_bytes, blocks=blocks)
     return blocks

@@ -33,7 +33,7 @@ from node_engine.core.step import DeviceLost, Engine
 from node_engine.core.victims import POLICIES
 from node_engine.host.commands import command_from_pb
 from node_engine.host.compute import ComputeThread, WhenIdle
-from node_engine.host.engines import build_engine, cache_blocks, model_files
+from node_engine.host.engines import build_engine, cache_blocks, cache_memory, model_files
 from node_engine.host.inbox import Inbox
 from node_engine.host.lookups import Lookups
 from node_engine.host.roles import MakeRole, RoleSwitch
@@ -54,13 +54,15 @@ async def host_node(
     require_key("--listen", host_part(config.listen), "cluster_token", config.cluster_token, insecure=config.insecure)
     name = NodeName(config.name or f"{role.value}-{mint_id(32)}")
     log.configure(config.log_level, config.log_format, node=name)
+    folder = Path(config.segment_dir)
+    segments.sweep(folder)
+    cache_memory(config)  # refused before a model is loaded for it
     engine = await asyncio.to_thread(build_engine, config)
     config = await advertised(config, stop)
     if stop.is_set():
         return
-    folder, block_bytes = Path(config.segment_dir), engine.layout.block_bytes
-    segments.sweep(folder)
-    size = segments.segment_bytes(cache_blocks(config, block_bytes) * block_bytes, block_bytes)
+    block_bytes = engine.layout.block_bytes
+    size = segments.segment_bytes(cache_blocks(config, block_bytes, engine.max_model_len) * block_bytes, block_bytes)
     num_blocks = size // block_bytes
     arena = await asyncio.to_thread(segments.create, folder, "arena", size)
     try:

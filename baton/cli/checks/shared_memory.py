@@ -9,10 +9,11 @@ from pathlib import Path
 
 from baton import segment
 from baton.cli.checks.finding import Finding, bad, ok, warning
+from baton.cli.memory_plan import plan_memory, too_much
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.memory_map import HUGE_PAGE
-from baton.memory_size import parse_memory
+from baton.memory_room import MemoryRoom, memory_room, size_text
 
 _LITTLE = 64 << 20  # bytes: a cache that holds hardly a conversation
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
@@ -25,8 +26,7 @@ def folder(config: Config) -> list[Finding]:
     first = writable(path)
     if first.level == "bad":
         return [first]
-    free = os.statvfs(path).f_bavail * os.statvfs(path).f_frsize
-    return [first, space(config, free), locks(path), huge_pages(path), leftovers(path)]
+    return [first, space(config, memory_room(path)), locks(path), huge_pages(path), leftovers(path)]
 
 
 def writable(path: Path) -> Finding:
@@ -41,18 +41,17 @@ def writable(path: Path) -> Finding:
     return ok("segment folder", f"{path}: files can be made and allocated")
 
 
-def space(config: Config, free: int) -> Finding:
-    """`free` in bytes, against what the nodes of this machine would take."""
-    nodes = config.prefill + config.decode
+def space(config: Config, room: MemoryRoom) -> Finding:
+    """What the nodes and the pool of this machine would take, against what there is: what `up` refuses is bad."""
     try:
-        each = parse_memory(config.kv_memory, free)
+        plan = plan_memory(config, room)
     except ConfigError as error:
-        return bad("cache memory", error.message, "set --kv-memory")
-    told = f"{nodes} nodes with {_size(each)} each, {_size(free)} free in {config.segment_dir}"
-    if nodes * each > free:
-        fix = f"--kv-memory {_size(free // nodes * 9 // 10)} or less, or a larger folder (docker: --shm-size)"
-        return bad("cache memory", told, fix)
-    if each < _LITTLE:
+        return bad("cache memory", error.message, "set --kv-memory and --pool-memory")
+    wrong = too_much(plan, room)
+    if wrong is not None:
+        return bad("cache memory", *wrong)
+    told = f"{plan}, {size_text(room.left)} {room.bound}"
+    if plan.each < _LITTLE:
         return warning("cache memory", told, "a larger segment folder (docker: --shm-size) or an explicit --kv-memory")
     return ok("cache memory", told)
 
@@ -100,8 +99,5 @@ def leftovers(path: Path) -> Finding:
     if not found:
         return ok("stale segments", "none")
     size = sum((path / name).stat().st_size for name in found)
-    return warning("stale segments", f"{len(found)} in {path}, {_size(size)}", "start a node there, which removes them")
+    return warning("stale segments", f"{len(found)} in {path}, {size_text(size)}", "start a node there, which removes them")
 
-
-def _size(size: int) -> str:
-    return f"{size / (1 << 30):.1f}GiB" if size >= 1 << 30 else f"{size >> 20}MiB"

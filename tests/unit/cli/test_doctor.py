@@ -19,6 +19,7 @@ from baton.cli.checks.finding import Finding
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.memory_map import HUGE_PAGE
+from baton.memory_room import MemoryRoom
 from baton.pb import cluster_pb2
 from node_engine import probe
 from tests.models import build_model
@@ -91,11 +92,21 @@ def test_a_folder_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     judged(shared_memory.writable(tmp_path), "bad", os.strerror(number), word)
 
 
+def room(left: int) -> MemoryRoom:
+    return MemoryRoom(left, "free", reserved=left // 8)
+
+
 def test_space() -> None:
-    judged(shared_memory.space(Config(kv_memory="4GiB"), 7 * GIB), "bad", "2 nodes with 4.0GiB", "--kv-memory 3.1GiB")
-    judged(shared_memory.space(Config(kv_memory="lots"), 7 * GIB), "bad", "'lots'")
-    judged(shared_memory.space(Config(), 64 << 20), "warning", "2 nodes with 6MiB", "--shm-size")
-    judged(shared_memory.space(Config(), 24 * GIB), "ok")
+    judged(
+        shared_memory.space(Config(kv_memory="4GiB", pool_memory="0"), room(8 * GIB)),
+        "bad",
+        "2 nodes with 4.0GiB each are 8.0GiB; 8.0GiB free, 1.0GiB kept in reserve",
+        "--kv-memory 3.1GiB",
+    )
+    judged(shared_memory.space(Config(kv_memory="1GiB", pool_memory="7GiB"), room(8 * GIB)), "bad", "", "--pool-memory")
+    judged(shared_memory.space(Config(kv_memory="lots"), room(8 * GIB)), "bad", "'lots'")
+    judged(shared_memory.space(Config(), room(64 << 20)), "warning", "2 nodes with 6MiB", "--shm-size")
+    judged(shared_memory.space(Config(), room(24 * GIB)), "ok")
 
 
 def test_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """The directory against a model: whatever is lost, late or repeated, it never has more than the node last said, and a
 snapshot makes it right again."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from baton.block_hash import BlockHash, short_name
 from baton.cache_journal import MAX_NAMES, CacheChange, CacheJournal
 from baton.types import Incarnation
-from coordinator.core.prefix_directory import PATIENCE, PrefixDirectory
+from coordinator.core import messages as m
+from coordinator.core.prefix_directory import PATIENCE, SLICE, PrefixDirectory
+from tests.unit.coordinator_core.world import DECODE, World
 
 A, B, C = (Incarnation(name) for name in "abc")
 NODES = (A, B, C)
@@ -208,3 +211,110 @@ def test_messages_of_a_journal_are_bounded_and_numbered() -> None:
     assert [(one.sequence, one.fresh, len(one.inserted)) for one in whole] == [(3, True, MAX_NAMES), (4, False, 1)]
     assert not journal.is_due(2.0)
     assert [(one.sequence, one.fresh) for one in journal.take_snapshot([], 2.0)] == [(5, True)]
+
+
+@given(st.lists(st.sampled_from(["part", "tell", "begin", *range(12)]), max_size=80))
+def test_a_snapshot_in_parts_is_right_whatever_changes_in_between(steps: list[str | int]) -> None:
+    """Blocks have places, as in a pool; a part is told of three of them at a time."""
+    journal, directory, numbers = CacheJournal(), PrefixDirectory(), itertools.count(1)
+    directory.join(A, 100)
+    places: list[int | None] = [None] * 6
+    next_part: int | None = None
+
+    def hear(changes: Iterable[CacheChange]) -> None:
+        for change in changes:
+            assert change.sequence == next(numbers)
+            if change.fresh:
+                directory.snapshot(A, change.sequence, change.inserted)
+            else:
+                assert not directory.events(A, change.sequence, change.inserted, change.evicted, 0.0)
+
+    def part() -> None:
+        nonlocal next_part
+        if next_part is not None and next_part < len(places):
+            names = [_name(number) for number in places[next_part : next_part + 3] if number is not None]
+            hear([journal.take_part(names, 0.0, first=next_part == 0)])
+            next_part += 3
+        elif next_part is not None:
+            hear(journal.end_snapshot(0.0))
+            next_part = None
+
+    def begin() -> None:
+        nonlocal next_part
+        journal.begin_snapshot()
+        next_part = 0
+        part()
+
+    begin()
+    for step in steps:
+        if step == "part":
+            part()
+        elif step == "begin":
+            begin()
+        elif step == "tell":
+            hear(journal.take(0.0))
+        elif isinstance(step, int) and step in places:
+            places[places.index(step)] = None
+            journal.lost(_name(step))
+        elif isinstance(step, int) and None in places:
+            places[len(places) - 1 - places[::-1].index(None) if step % 2 else places.index(None)] = step
+            journal.gained(_name(step))
+    while next_part is not None:
+        part()
+    hear(journal.take(0.0))
+    assert directory.blocks_of(A) == {short_name(_name(number)) for number in places if number is not None}
+
+
+class CountedNames(dict[int, int]):
+    """Entries of a directory that count how often they are changed."""
+
+    changes = 0
+
+    def __setitem__(self, name: int, bits: int) -> None:
+        self.changes += 1
+        super().__setitem__(name, bits)
+
+    def __delitem__(self, name: int) -> None:
+        self.changes += 1
+        super().__delitem__(name)
+
+
+def counted(found: PrefixDirectory, call: Callable[[], object]) -> int:
+    entries = found._holders = CountedNames(found._holders)
+    call()
+    return entries.changes
+
+
+def test_what_a_large_pool_had_is_swept_in_slices_and_means_nothing_until_then() -> None:
+    blocks = 3 * SLICE + 5
+    found = PrefixDirectory()
+    found.join(A, blocks)
+    found.join(B, blocks)
+    found.snapshot(A, 1, range(blocks))
+    found.snapshot(B, 1, [0, 1])
+    assert counted(found, lambda: found.snapshot(A, 2, [0])) <= SLICE + 1
+    assert found.match([0, 1, 2]) == {A: 1, B: 2}
+    assert counted(found, lambda: found.leave(B)) == 0, "behind what waits already"
+    assert found.match([0, 1]) == {A: 1}
+    found.join(C, blocks)
+    assert found.match([0, 1]) == {A: 1}, "a slot whose bit is still in entries is nobody's"
+    turns = 1
+    while counted(found, lambda: None) == 0 and found.is_to_sweep:
+        assert counted(found, found.sweep) <= SLICE
+        turns += 1
+    assert turns >= 4
+    assert len(found) == 1
+    found.join(Incarnation("d"), blocks)
+    assert found.match([0]) == {A: 1}
+
+
+def test_a_brain_tidies_up_after_a_large_pool_without_being_asked() -> None:
+    world = World()
+    node = world.join("d0", DECODE, num_blocks=3 * SLICE)
+    world.say(node, m.CacheSnapshot(1, tuple(range(3 * SLICE))))
+    world.gone(node)
+    directory, turns = world.brain.knowledge.directory, 0
+    while (due := world.brain.next_due()) is not None and due <= world.now:
+        world.advance(0.0)
+        turns += 1
+    assert (len(directory), turns >= 3) == (0, True)

@@ -4,7 +4,7 @@ import pytest
 
 from baton.types import AttemptKey, RequestId
 from coordinator.core.messages import Admitted, PrefillEnded
-from coordinator.core.sources import Sources, split
+from coordinator.core.sources import Sources, split, without_own
 
 KEY = AttemptKey(RequestId("r"), 1, 0)
 
@@ -35,3 +35,19 @@ def admitted(computed: int, cached: int, received: int, pooled: int = 0, remote:
 def test_every_token_counts_once(prefill: PrefillEnded | None, decode: Admitted | None, expected: Sources) -> None:
     assert split(prefill, decode) == expected
     assert expected.cached == sum(expected) - expected.computed_prefill - expected.computed_decode
+
+
+@pytest.mark.parametrize(
+    ("found", "known", "expected"),
+    [
+        (Sources(1, 0, 0, 63), 0, Sources(64, 0, 0, 0)),
+        (Sources(1, 0, 16, 47), 16, Sources(48, 0, 16, 0)),
+        (Sources(1, 0, 16, 16, 31), 20, Sources(44, 0, 16, 4)),
+        (Sources(1, 0, 63, 0), 64, Sources(1, 0, 63, 0)),
+    ],
+)
+def test_what_an_earlier_attempt_may_have_computed_is_no_hit(found: Sources, known: int, expected: Sources) -> None:
+    assert without_own(found, known, prefill=True) == expected
+    other = without_own(found, known, prefill=False)
+    assert (other.computed_prefill, other.cached) == (found.computed_prefill, expected.cached)
+    assert sum(other) == sum(found)

@@ -1,0 +1,177 @@
+"""How much memory segments may take: every bound counts, and what others were promised is theirs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from baton import memory_room as rooms
+from baton import segment
+from baton.errors import ConfigError
+from baton.memory_map import HUGE_PAGE
+from baton.memory_room import MemoryRoom, memory_room
+
+MIB, GIB = 1 << 20, 1 << 30
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Kernel:
+    """Files that say of memory what the test says, for a segment folder in memory unless `system` is another."""
+
+    def __init__(self, folder: Path, segments: Path, system: str = "tmpfs") -> None:
+        self.proc, self.groups = folder / "proc", folder / "groups"
+        (self.proc / "self").mkdir(parents=True)
+        device = segments.stat().st_dev
+        line = f"36 35 {os.major(device)}:{os.minor(device)} / /somewhere rw shared:1 - {system} none rw\n"
+        (self.proc / "self" / "mountinfo").write_text(line)
+        self.write("proc/meminfo", f"MemTotal: 1 kB\nMemAvailable: {900 * GIB >> 10} kB\n", folder)
+        self.write("proc/self/cgroup", "0::/\n", folder)
+        self.folder = folder
+
+    def write(self, name: str, text: str, folder: Path | None = None) -> None:
+        path = (folder or self.folder) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+    def group(self, name: str, files: tuple[str, str, str], limit: object, used: int, cache: int) -> None:
+        self.write(f"groups/{name}/{files[0]}", f"{limit}\n")
+        self.write(f"groups/{name}/{files[1]}", f"{used}\n")
+        self.write(f"groups/{name}/memory.stat", f"anon 5\n{files[2]} {cache}\n")
+
+    def room(self, segments: Path) -> MemoryRoom:
+        return memory_room(segments, self.proc, self.groups)
+
+
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Kernel:
+    return Kernel(tmp_path / "kernel", tmp_path)
+
+
+def free(folder: Path) -> int:
+    stat = os.statvfs(folder)
+    return stat.f_bavail * stat.f_frsize
+
+
+def test_the_folder_alone(tmp_path: Path, kernel: Kernel) -> None:
+    room = kernel.room(tmp_path)
+    assert room.left == pytest.approx(free(tmp_path), rel=0.01)
+    assert "segment folder" in room.bound
+    assert room.usable == room.left - room.reserved
+    assert room.reserved == min(GIB, int(0.1 * room.left))
+
+
+def test_available_memory(tmp_path: Path, kernel: Kernel) -> None:
+    kernel.write("proc/meminfo", "MemAvailable: 2048 kB\n")
+    room = kernel.room(tmp_path)
+    assert (room.left, room.bound) == (2 * MIB, "of the machine's memory available")
+
+
+@pytest.mark.parametrize(
+    ("line", "name", "files"),
+    [
+        ("0::/a/b", "a/b", V2),
+        ("0::/a/b", "a", V2),  # the limit of a group above
+        ("0::/../..", "", V2),  # a container that sees its own group as the root
+        ("4:memory:/a", "memory/a", V1),
+        ("4:cpu,memory:/docker/x", "memory", V1),
+        ("0::/a", "unified/a", V2),
+    ],
+)
+def test_control_groups(tmp_path: Path, kernel: Kernel, line: str, name: str, files: tuple[str, str, str]) -> None:
+    kernel.write("proc/self/cgroup", f"9:cpu:/a\n{line}\n")
+    kernel.group(name, files, 100 * MIB, used=70 * MIB, cache=20 * MIB)
+    room = kernel.room(tmp_path)
+    assert room.left == 50 * MIB
+    assert "control group" in room.bound
+
+
+def test_no_limit_and_no_memory_bound_on_a_disk(tmp_path: Path, kernel: Kernel) -> None:
+    kernel.group("", V2, "max", used=70 * MIB, cache=0)
+    assert "segment folder" in kernel.room(tmp_path).bound
+    disk = Kernel(tmp_path / "disk", tmp_path, system="ext4")
+    disk.write("proc/meminfo", "MemAvailable: 2048 kB\n")
+    assert disk.room(tmp_path).left == pytest.approx(free(tmp_path), rel=0.01)
+    assert disk.room(tmp_path).reserved == 0
+
+
+def test_what_was_promised_to_others_is_not_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has begun to fill in a segment, and has most of it still to do."""
+    other = tmp_path / ("baton-arena-" + "0" * 32)
+    with other.open("wb") as file:
+        file.truncate(40 * MIB)
+    monkeypatch.setattr(segment, "memory_room", lambda _: MemoryRoom(80 * MIB, "left", reserved=8 * MIB))
+    with pytest.raises(ConfigError, match=r"40MiB promised to other segments: lower --kv-memory to 32MiB or less"):
+        segment.create(tmp_path, "arena", 34 * MIB)
+    assert list(tmp_path.iterdir()) == [other]
+    segment.create(tmp_path, "arena", 32 * MIB).close()
+
+
+def test_filling_in_ends_when_others_take_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that are not ours promise nothing: what is left is looked at before every piece."""
+    lefts = iter([400 * MIB, 400 * MIB, 300 * MIB, 60 * MIB])
+    monkeypatch.setattr(segment, "memory_room", lambda _: MemoryRoom(next(lefts), "left", reserved=0))
+    with pytest.raises(ConfigError, match="60MiB left"):
+        segment.create(tmp_path, "pool", 192 * MIB, knob="--pool-memory")
+    assert list(tmp_path.iterdir()) == []
+
+
+RACER = """
+import sys
+from pathlib import Path
+from baton import segment
+from baton.errors import ConfigError
+folder, size = Path(sys.argv[1]), int(sys.argv[2])
+from baton.memory_room import MemoryRoom
+segment.memory_room = lambda folder: MemoryRoom(
+    size * 3 // 2 - sum(path.stat().st_blocks * 512 for path in folder.glob("baton-*")), "left", 0
+)
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    made = segment.create(folder, "arena", size)
+    print("made", flush=True)
+except ConfigError as error:
+    print("refused", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_of_two_that_start_at_once_one_gets_the_room(tmp_path: Path) -> None:
+    """There is room for one and a half."""
+    size = 32 * HUGE_PAGE
+    racers = [
+        subprocess.Popen(
+            [sys.executable, "-c", RACER, str(tmp_path), str(size)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        )
+        for _ in range(2)
+    ]
+    try:
+        said = []
+        for racer in racers:
+            assert racer.stdout is not None
+            assert racer.stdout.readline() == "ready\n"
+        for racer in racers:
+            assert racer.stdin is not None
+            racer.stdin.write("go\n")
+            racer.stdin.flush()
+        for racer in racers:
+            assert racer.stdout is not None
+            said.append(racer.stdout.readline().strip())
+        assert sorted(said) == ["made", "refused"]
+    finally:
+        for racer in racers:
+            racer.communicate("end\n")
+
+
+def test_the_reserve_is_stated() -> None:
+    assert (rooms.RESERVE_SHARE, rooms.MOST_RESERVED) == (0.1, GIB)
