@@ -17,14 +17,14 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Baton needs Python 3.11 or newer: set PYTHON=/path/to/python3.11")'
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python tools/install_torch.py "$(TORCH_INDEX)"
-	$(PIP) install -e .
+	$(PIP) install --no-compile -e .
 	touch $@
 
 # What tests, lint and the generators of stubs and documents need, on top.
 develop: $(TEST_STAMP)
 
 $(TEST_STAMP): $(STAMP)
-	$(PIP) install -e ".[test]"
+	$(PIP) install --no-compile -e ".[test]"
 	touch $@
 
 demo: setup

@@ -76,6 +76,7 @@ def build(cluster: ClusterView, readiness: Readiness, admin_token: str, refusals
 
     def guard(request: Request) -> None:
         gate.check(request.client.host if request.client else None, authorization(request))
+        gate.check_direct(request.headers.keys())
         gate.check_page(request.headers.get("host", ""), request.headers.get("origin"))
 
     app = FastAPI(title="Baton admin", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)

@@ -17,9 +17,7 @@ class ClusterMemory(NamedTuple):
 def installed_bytes(folder: Path) -> int:
     """Disk blocks of every file in the folder; links are not followed."""
     return sum(
-        os.lstat(os.path.join(parent, name)).st_blocks * 512
-        for parent, _, names in os.walk(folder)
-        for name in names
+        os.lstat(os.path.join(parent, name)).st_blocks * 512 for parent, _, names in os.walk(folder) for name in names
     )
 
 

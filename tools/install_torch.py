@@ -38,7 +38,7 @@ def install(index: str) -> bool:
     """Whether pip has installed from the index what pyproject.toml requires of torch."""
     listing = [sys.executable, str(ROOT / "deploy" / "requirements.py"), "torch"]
     wanted = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--index-url", index]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-compile", "--index-url", index]
     return subprocess.run([*pip, *wanted], check=False).returncode == 0
 
 
