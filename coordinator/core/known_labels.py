@@ -21,7 +21,7 @@ from baton.errors import (
 )
 from baton.types import FinishReason, Role
 from coordinator.core.breakers import BreakerState
-from coordinator.core.counters import INTERNAL
+from coordinator.core.counters import CLASS, INTERNAL
 from coordinator.core.degradation import Step
 from coordinator.core.prediction import Way, Why
 from coordinator.core.sources import Sources
@@ -35,12 +35,13 @@ _BEFORE_SUBMISSION = (NotAvailable, NotFound, TooLarge, Unauthenticated)  # said
 def known_labels(classes: Sequence[str]) -> dict[str, list[Labels]]:
     """By the name of the metric; label values in the order of its labels. `classes` are those of the tenants."""
     every_class = (*classes, INTERNAL)
+    at_the_door = dict.fromkeys((*every_class, CLASS))  # whoever has no valid key has the class of all
     replaced = [*_codes(HandoffFailed, NodeFailed), "refused"]
     handoff_ends = [("committed", transport) for transport in TRANSPORTS]
     handoff_ends += product(_codes(HandoffFailed), (*TRANSPORTS, "none"))
     return {
         "baton_requests_total": list(product(_outcomes(), every_class)),
-        "baton_rejected_total": list(product(_codes(Rejected), every_class)),
+        "baton_rejected_total": list(product(_codes(Rejected), at_the_door)),
         "baton_prompt_tokens_total": _single(Sources._fields),
         "baton_handoffs_total": handoff_ends,
         "baton_handoff_bytes_total": _single(TRANSPORTS),
