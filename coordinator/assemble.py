@@ -63,6 +63,7 @@ class Coordinator:
             longest=config.request_timeout,
             refusals=refusals,
             defaults=_defaults(config),
+            on_client_id=self._cluster.client_ids.add,
         )
         clients = app.build(intake, self._readiness, self._who)
         operators = admin.build(self._cluster, self._readiness, config.admin_token, refusals)

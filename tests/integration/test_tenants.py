@@ -1,8 +1,8 @@
 """Tenants on real processes: who is let in, who goes first, what is kept apart, and how the file is read again."""
 
 import asyncio
-import signal
 import re
+import signal
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
