@@ -25,8 +25,8 @@ _log = log.get("front")
 
 
 class Intake:
-    """One per coordinator, shared by HTTP and gRPC. `text` completes when the tokenizer has loaded. `on_client_id` is told
-    the id that a client gave its request, and the request's own."""
+    """One per coordinator, shared by HTTP and gRPC. `text` completes when the tokenizer has loaded.
+    `on_client_id` is told the id that a client gave its request, and the request's own."""
 
     def __init__(
         self,

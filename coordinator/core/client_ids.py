@@ -1,7 +1,8 @@
-"""The names by which clients know their requests: what stands in an answer's body, and the x-request-id that they sent.
+"""The names by which clients know their requests: the id in an answer's body, and the x-request-id
+that they sent.
 
-They are for operators who ask about a request, and for nothing else: no decision looks at them, and several requests may
-have one of them.
+They are for operators who ask about a request, and for nothing else: no decision looks at them, and
+several requests may have one of them.
 """
 
 from collections import OrderedDict

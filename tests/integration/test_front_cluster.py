@@ -149,9 +149,7 @@ async def test_all_choices_of_an_answer_can_be_explained(http: httpx.AsyncClient
     assert [one["attempts"][0]["prefill_node"] for one in everyone] == ["prefill-0", "", "prefill-0", ""]
 
 
-async def test_a_request_is_found_by_every_name_that_its_client_knows(
-    http: httpx.AsyncClient, cluster: Cluster
-) -> None:
+async def test_a_request_is_found_by_every_name_of_its_client(http: httpx.AsyncClient, cluster: Cluster) -> None:
     """The header, the body's id and the client's own id; of several requests with one such id, which they are."""
     messages = [{"role": "user", "content": PROMPT}]
     mine = {"x-request-id": "orders/66"}

@@ -9,6 +9,7 @@ import operator
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import promql_parser as ast
@@ -116,11 +117,11 @@ def _call(node: Any, store: Store, at: float) -> Vector:
 
 
 def _increase(points: Sequence[Point], begin: float, end: float) -> float:
-    """`extrapolatedRate`: resets of the counter are added back, and the ends of the window are reached by extrapolation,
-    as far as the samples' usual distance and the counter's zero allow."""
+    """`extrapolatedRate`: resets of the counter are added back, and the ends of the window are reached
+    by extrapolation, as far as the samples' usual distance and the counter's zero allow."""
     (first, first_value), (last, last_value) = points[0], points[-1]
     result = last_value - first_value
-    result += sum(one[1] for one, other in zip(points, points[1:], strict=False) if other[1] < one[1])
+    result += sum(one[1] for one, other in pairwise(points) if other[1] < one[1])
     sampled = last - first
     distance = sampled / (len(points) - 1)
     before, after = first - begin, end - last
