@@ -23,7 +23,7 @@ from tests.models import build_model
 from tests.promql.shown import blank_queries, unknown_selectors
 
 BUNDLED = ROOT / "models" / "demo"
-SECRETS = ("BATON_API_KEY", "BATON_CLUSTER_TOKEN", "BATON_ADMIN_TOKEN")
+SECRETS = ("BATON_API_KEY", "BATON_CLUSTER_TOKEN", "BATON_ADMIN_TOKEN", "GRAFANA_PASSWORD")
 DEFAULT_TRANSPORT = "zmq"
 SMALL = {"BATON_DECODE": "2", "BATON_KV_MEMORY": "16MiB", "BATON_POOL_MEMORY": "16MiB", "BATON_THREADS": "1"}
 CPU = {"coordinator-1", "pool-1", "prefill-1", "decode-1", "decode-2"}
