@@ -1,16 +1,30 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
+TEST_STAMP := $(VENV)/.test-installed
 
-.PHONY: setup demo test up lint types suite proto docs bench chaos soak clean
+# Where torch comes from: its own index has a build without CUDA. A machine with an NVIDIA driver takes PyPI's, which is
+# a CUDA build on Linux; so does an empty TORCH_INDEX.
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
+
+.PHONY: setup develop demo test up lint types suite proto docs bench chaos soak clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Baton needs Python 3.11 or newer: set PYTHON=/path/to/python3.11")'
 	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e ".[test]"
+	$(BIN)/python tools/install_torch.py "$(TORCH_INDEX)"
+	$(PIP) install --no-compile -e .
+	touch $@
+
+# What tests, lint and the generators of stubs and documents need, on top.
+develop: $(TEST_STAMP)
+
+$(TEST_STAMP): $(STAMP)
+	$(PIP) install --no-compile -e ".[test]"
 	touch $@
 
 demo: setup
@@ -19,32 +33,32 @@ demo: setup
 up: setup
 	$(BIN)/baton up
 
-test: setup lint
+test: develop lint
 	$(MAKE) --no-print-directory --jobs=2 types suite
 
-suite: setup
+suite: develop
 	$(BIN)/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
-lint: setup
+lint: develop
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: setup
+types: develop
 	$(BIN)/mypy
 
-proto: setup
+proto: develop
 	$(BIN)/python -m tools.generate_stubs
 
-docs: setup
+docs: develop
 	$(BIN)/python -m tools.api_reference
 
-bench: setup
+bench: develop
 	$(BIN)/python -m benchmarks all
 
-chaos: setup
+chaos: develop
 	$(BIN)/python -m pytest -q tests/chaos tests/faults --chaos-rounds=200 --every-fault
 
-soak: setup
+soak: develop
 	$(BIN)/python -m pytest -q tests/soak --soak-seconds=1800 --storm-seconds=60 --kills=20 --fuzz-cases=5000 --pool-operations=100000 --timeout=2400
 
 clean:

@@ -70,6 +70,7 @@ class Coordinator:
             refusals=refusals,
             defaults=_defaults(config),
             unknown_fields=unknown_fields,
+            on_client_id=self._cluster.client_ids.add,
         )
         metrics = app.OperatorMetrics(self._cluster.metrics, AdminGate(config.admin_token))
         clients = app.build(intake, self._readiness, self._who, metrics if config.metrics_on_http else None)

@@ -1,6 +1,7 @@
 """Who may do what. Keys are compared in constant time; they are never logged."""
 
 import hmac
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from baton.errors import Unauthenticated
@@ -9,6 +10,9 @@ from baton.types import Standing
 from coordinator.core.tenants import ANYONE, Tenant, Tenants
 
 _NO_FILE = Tenants()
+
+# What proxies add to a request that they pass on: RFC 7239, RFC 9110, and what was usual before them.
+_FORWARDING = frozenset({"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"})
 
 
 class BearerKey:
@@ -74,6 +78,17 @@ class AdminGate:
             self._key.check(authorization)
         elif peer is None or not is_loopback(peer):
             raise Unauthenticated("admin calls from another host need --admin-token to be set and sent")
+
+    def check_direct(self, header_names: Iterable[str]) -> None:
+        """Without a token, a call that a proxy passed on is refused: the address that is judged is the proxy's, and
+        says nothing of the caller. Raises Unauthenticated."""
+        if self._key.required:
+            return
+        passed_on = _FORWARDING.intersection(name.lower() for name in header_names)
+        if passed_on:
+            raise Unauthenticated(
+                f"admin calls through a proxy (header {min(passed_on)}) need --admin-token to be set and sent"
+            )
 
     def check_page(self, host: str, origin: str | None) -> None:
         """Of the headers of an HTTP call: without a token, no web page of elsewhere may use this machine's browser to

@@ -7,14 +7,15 @@ from contextlib import aclosing
 from prometheus_client import generate_latest
 
 from baton.config import MAX_SECONDS, Config, model_name
-from baton.errors import BatonError, InvalidRequest, NotAvailable
+from baton.errors import BatonError, InvalidRequest, NotAvailable, NotFound
 from baton.failpoints import FAILPOINTS, Failpoints
 from baton.pb import cluster_pb2 as pb
 from baton.pb import cluster_pb2_grpc
 from baton.ratio import Split
 from baton.slo import Slo, parse_slo
-from baton.types import NodeName, RequestId
+from baton.types import NodeName
 from coordinator.auth import AdminGate
+from coordinator.core.client_ids import ClientIds, request_id_of
 from coordinator.core.drains import Service
 from coordinator.core.pools import ROLE, PoolMember
 from coordinator.core.registry import Node
@@ -39,6 +40,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         self._ledgers = ledgers
         self._readiness = readiness
         self._metrics = metrics
+        self.client_ids = ClientIds()
         self._gate = AdminGate(config.admin_token)
         self._watchers = Watchers(self.status)
         dispatcher.on_change.append(self._watchers.changed)
@@ -139,8 +141,15 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         return generate_latest(self._metrics.registry)
 
     def explain(self, request: str) -> pb.ExplainResponse:
-        """Raises NotFound."""
-        return self._dispatcher.explain(RequestId(request))
+        """By the id of a request, as it is or as it stands in an answer's body, or by the id that its client gave it.
+        Raises NotFound, or InvalidRequest if several requests have that one."""
+        try:
+            return self._dispatcher.explain(request_id_of(request))
+        except NotFound:
+            found = self.client_ids.find_request(request)
+            if found is None:
+                raise
+            return self._dispatcher.explain(found)
 
     def drain(self, name: str, timeout: float | None) -> pb.DrainResponse:
         """Returns at once; see `Brain.drain_node`. Raises NotFound, InvalidRequest."""

@@ -54,6 +54,7 @@ def authorization(context: Context) -> bytes | None:
 def require_admin(context: Context, gate: AdminGate) -> None:
     """Raises Unauthenticated unless the caller may administer this cluster."""
     gate.check(peer_address(context.peer()), authorization(context))
+    gate.check_direct(str(name) for name, _ in context.invocation_metadata() or ())
 
 
 def peer_address(peer: str) -> str | None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import replace
 
@@ -11,6 +11,7 @@ from baton.clock import Clock, steady
 from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 from baton.generation_defaults import GenerationDefaults
 from baton.limits import TextLimit
+from baton.types import RequestId
 from coordinator.answer import Answer, Choice, Echo
 from coordinator.ask import Ask, Prompt, check, check_timeout, prompts_of, to_submission, worded
 from coordinator.chat_template import Conversation
@@ -25,7 +26,8 @@ _log = log.get("front")
 
 
 class Intake:
-    """One per coordinator, shared by HTTP and gRPC. `text` completes when the tokenizer has loaded."""
+    """One per coordinator, shared by HTTP and gRPC. `text` completes when the tokenizer has loaded.
+    `on_client_id` is told the id that a client gave its request, and the request's own."""
 
     def __init__(
         self,
@@ -38,6 +40,7 @@ class Intake:
         defaults: GenerationDefaults | None = None,
         unknown_fields: UnknownFields = REFUSED,
         clock: Clock = steady,
+        on_client_id: Callable[[str, RequestId], None] | None = None,
     ) -> None:
         self.refusals = refusals
         self.unknown_fields = unknown_fields
@@ -47,6 +50,7 @@ class Intake:
         self._longest = longest
         self._defaults = defaults or GenerationDefaults()
         self._clock = clock
+        self._on_client_id = on_client_id
 
     def time_limit(self, wanted: float | None, name: str = "timeout") -> float:
         """Seconds that a request may take: what its client asks, up to --request-timeout. Raises InvalidRequest."""
@@ -79,6 +83,8 @@ class Intake:
         generations = await self._generator.submit_all(submissions)
         if ask.client_id is not None:
             _log.info("request", request=generations[0].id, client_request=ask.client_id)
+            if self._on_client_id is not None:
+                self._on_client_id(ask.client_id, generations[0].id)
         return Answer(
             model=self._model,
             created=int(time.time()),

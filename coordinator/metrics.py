@@ -2,7 +2,7 @@
 reported. Only durations are observed as they happen."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Histogram
@@ -15,7 +15,9 @@ from baton.pb.cluster_pb2 import Latency, NodeStats
 from baton.types import Role
 from coordinator.core.brain import Brain
 from coordinator.core.breakers import BreakerState
+from coordinator.core.counters import INTERNAL
 from coordinator.core.degradation import Step
+from coordinator.core.known_labels import known_labels
 from coordinator.core.messages import End, Switched
 from coordinator.core.pools import ROLE
 from coordinator.core.recent import Recent
@@ -36,6 +38,8 @@ class Metrics:
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
+        self._brain = dispatcher.brain
+        self.registry.register(_BeforeScrape(self._initialise_histograms))
         self._ttft = Histogram(
             "baton_request_ttft_seconds",
             "Time from the arrival of a request to its first token",
@@ -69,6 +73,10 @@ class Metrics:
         self._collector = BrainCollector(dispatcher.brain, dispatcher.clock)
         self.registry.register(self._collector)
         self._ports: Ports | None = None
+        for stage in STAGES:
+            self._stage.labels(stage)
+        for phase in PHASES:
+            self._switch.labels(phase)
         dispatcher.on_end.append(self.observe)
         dispatcher.on_switch.append(self.observe_switch)
 
@@ -96,12 +104,18 @@ class Metrics:
             for phase in PHASES:
                 self._switch.labels(phase).observe(getattr(switch, phase))
 
+    def _initialise_histograms(self) -> None:
+        """Every class has its histograms before its first request; a reload of the tenants may have brought others."""
+        for tenant_class in (*self._brain.tenant_classes, INTERNAL):
+            self._ttft.labels(tenant_class)
+            self._tpot.labels(tenant_class)
+
     def latency(self) -> Latency:
         """Of the last requests of clients."""
         return self._recent.latency(self._clock())
 
     def counters(self) -> dict[str, float]:
-        """The coordinator's own counters, as `name{label="value"}`."""
+        """The coordinator's own counters, as `name{label="value"}`; only what has been counted."""
         found: dict[str, float] = {}
         ports = [self._ports.refused_counter()] if self._ports else []
         for family in [*self._collector.own_counters(), *ports]:
@@ -111,18 +125,31 @@ class Metrics:
         return found
 
 
+class _BeforeScrape(Collector):
+    """Registered first, so that it runs before the others at each scrape. It has no metrics of its own."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+
+    def collect(self) -> Iterable[Metric]:
+        self._run()
+        return ()
+
+
 class BrainCollector(Collector):
     def __init__(self, brain: Brain, clock: Clock) -> None:
         self._brain = brain
         self._clock = clock
 
     def collect(self) -> Iterator[Metric]:
-        own = [*self.own_counters(), *self._gauges()]
+        counters = self.own_counters()
+        _initialise(counters, self._brain.tenant_classes)
+        own: list[Metric] = [*counters, *self._gauges()]
         yield from own
         taken = {family.name for family in own}
         yield from self._reported(taken)
 
-    def own_counters(self) -> list[Metric]:
+    def own_counters(self) -> list[CounterMetricFamily]:
         counted, resyncs = self._brain.counters, self._brain.knowledge.directory.resyncs
         steps, retries = self._brain.degradation.counts, self._brain.retries
         return [
@@ -141,7 +168,7 @@ class BrainCollector(Collector):
             _counter(
                 "baton_retries_held_back_total", "Retries that waited for the budget", [], {(): retries.held_back}
             ),
-            _counter("baton_breakers_total", "Breakers that came into a state", ["state"], counted.breakers),
+            _counter("baton_breaker_changes_total", "Breakers that came into a state", ["state"], counted.breakers),
             _counter("baton_joins_total", "Nodes that came", ["outcome"], counted.joins),
             _counter("baton_nodes_lost_total", "Nodes given up", ["reason"], counted.nodes_lost),
             _counter("baton_prefix_directory_resyncs_total", "Snapshots asked of nodes", [], {(): resyncs}),
@@ -197,7 +224,7 @@ class BrainCollector(Collector):
             breakers.add_metric([kept.value], self._brain.breakers.count(kept))
         now, retries = self._clock(), self._brain.retries
         left = GaugeMetricFamily("baton_retry_budget", "Retries that may be made now", retries.budget.left(now))
-        held = GaugeMetricFamily("baton_retries_held_back", "Requests that wait for the retry budget", retries.held)
+        held = GaugeMetricFamily("baton_retries_waiting", "Requests that wait for the retry budget", retries.held)
         still = GaugeMetricFamily(
             "baton_stood_still_seconds", "Since any request got further, if there is one", self._brain.stood_still(now)
         )
@@ -231,12 +258,22 @@ class BrainCollector(Collector):
         yield from families.values()
 
 
-def _counter(name: str, help_text: str, labels: list[str], values: Mapping[Any, int]) -> Metric:
+def _counter(name: str, help_text: str, labels: list[str], values: Mapping[Any, int]) -> CounterMetricFamily:
     """Keys of `values` are label values: a tuple, or one string."""
     family = CounterMetricFamily(name, help_text, labels=labels)
     for key, value in values.items():
         family.add_metric([key] if isinstance(key, str) else list(key), value)
     return family
+
+
+def _initialise(counters: Sequence[CounterMetricFamily], classes: Sequence[str]) -> None:
+    """Add the series that are known and have not been counted yet, at 0."""
+    known = known_labels(classes)
+    for family in counters:
+        counted = {tuple(sample.labels.values()) for sample in family.samples}
+        for labels in known.get(f"{family.name}_total", ()):
+            if labels not in counted:
+                family.add_metric(labels, 0)
 
 
 def _parsed(stats: NodeStats | None) -> Iterable[tuple[str, dict[str, str], float]]:

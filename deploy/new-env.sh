@@ -9,7 +9,7 @@ fi
 umask 077
 while IFS= read -r line; do
     case $line in
-        BATON_*=) printf '%s%s\n' "$line" "$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')" ;;
+        BATON_*= | *_PASSWORD=) printf '%s%s\n' "$line" "$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')" ;;
         *) printf '%s\n' "$line" ;;
     esac
 done <.env.example >.env

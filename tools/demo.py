@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 from rich.console import Console
 
+from baton import segment
 from baton.cli import plan, ports
 from baton.cli.default_model import default_model
 from baton.cli.errors import innermost
@@ -23,6 +24,7 @@ from baton.cli.timeline import render
 from baton.config import Config
 from baton.errors import BatonError
 from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
+from tools.footprint import cluster_memory, installed_bytes
 
 PROMPT = 'def read_lines(path):\n    """Read'  # the bundled model goes on to a whole function, and ends by itself
 MAX_TOKENS = 120
@@ -55,10 +57,24 @@ async def demonstrate(console: Console, model: Path, folder: Path, began: float)
             console.print(
                 f"ready after {ready - began:.1f} s, first token {first - began:.1f} s after the start", highlight=False
             )
+            pids = list(cluster.pids().values())
+            console.print(await asyncio.to_thread(sizes, pids, Path(config.segment_dir)), highlight=False)
     finally:
         logs.close()
         for one in held:
             one.close()
+
+
+def sizes(pids: list[int], segment_folder: Path) -> str:
+    """What the running cluster takes of the memory, and the installation of the disk."""
+    memory = cluster_memory(pids, segment_folder, segment.PREFIX)
+    told = (
+        f"memory: {memory.private / 1e9:.2f} GB in {len(pids)} processes, "
+        f"{memory.segments / 1e9:.2f} GB of shared memory for the caches"
+    )
+    if sys.prefix != sys.base_prefix:
+        told += f"\ndisk: {installed_bytes(Path(sys.prefix)) / 1e9:.2f} GB in {Path(sys.prefix).name}"
+    return told
 
 
 async def answer(console: Console, cluster: Supervisor) -> tuple[float, common_pb2.Timeline]:

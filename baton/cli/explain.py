@@ -16,7 +16,11 @@ def register(app: typer.Typer) -> None:
 
 def explain(
     request_id: Annotated[
-        str, typer.Argument(metavar="REQUEST_ID", help="From the header x-baton-request-id, or a gRPC answer")
+        str,
+        typer.Argument(
+            metavar="REQUEST_ID",
+            help="Of an answer (its header x-baton-request-id, its id), or a client's x-request-id",
+        ),
     ],
     as_json: Json = False,
     endpoint: Endpoint = DEFAULT_ENDPOINT,

@@ -111,12 +111,19 @@ def _attempts(told: ExplainResponse) -> Table:
             str(attempt.number),
             _ms(attempt.placed),
             _ms(attempt.over) if attempt.HasField("over") else "-",
-            escape(attempt.prefill_node or "-"),
+            escape(_prefill_part(attempt)),
             escape(attempt.decode_node or "-"),
             str(attempt.context_tokens),
             escape(_end(attempt)),
         )
     return table
+
+
+def _prefill_part(attempt: AttemptReport) -> str:
+    """The prefill node that was chosen, if one was, and whether it had a part in the answer."""
+    if not attempt.prefill_node:
+        return "-"
+    return f"{attempt.prefill_node}, not needed" if attempt.way == "local" else attempt.prefill_node
 
 
 def _end(attempt: AttemptReport) -> str:

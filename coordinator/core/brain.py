@@ -212,6 +212,11 @@ class Brain:
     def knowledge(self) -> Knowledge:
         return self._table.knowledge
 
+    @property
+    def tenant_classes(self) -> tuple[str, ...]:
+        """Of the file of tenants, or the one class of all clients."""
+        return self._table.admission.tenants.classes
+
     def members(self) -> list[Node | PoolMember]:
         """All that a ledger, failpoints and counters can be asked of."""
         return [*self.registry.nodes.values(), *self.knowledge.pools.members.values()]

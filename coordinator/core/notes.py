@@ -59,6 +59,12 @@ class Notes:
     needed: int = 0
     free: int = 0
     handoff: HandoffReport | None = None
+    handoff_spared: bool = False
+
+    def spare_handoff(self) -> None:
+        """Decode turned out to hold the context: it computes the last token itself, and prefill has no part in it."""
+        self.handoff_spared = True
+        self.way, self.why, self.other, self.prefill_ended = Way.LOCAL, Why.HELD, None, None
 
     def mark_committed(self, now: float) -> None:
         if self.committed is None:

@@ -57,6 +57,8 @@ class Reports:
                 who = self._table.name(sender)
                 self._table.replace(record, Stale(f"node {who} left no prompt to compute, whose scores are asked"), now)
             elif attempt.prefill is not None:
+                attempt.notes.spare_handoff()
+                record.marks.spare_handoff()
                 self._table.close_leg(attempt, attempt.prefill, Cancelled("decode holds the prompt already"))
         elif ticket.key != attempt.key or ticket.writer != attempt.prefill or ticket.decode.incarnation != sender:
             self._table.replace(record, Stale(f"ticket {ticket.id} is for another attempt or node"), now)
@@ -194,8 +196,9 @@ class Reports:
             self._unexpected()
             return
         attempt.ended = message
-        attempt.notes.prefill_ended = now
-        record.marks.mark("prefill_ended", now)
+        if not attempt.notes.handoff_spared:
+            attempt.notes.prefill_ended = now
+            record.marks.mark("prefill_ended", now)
         self._table.loads.heard_of(sender, message.key, computed=True, now=now)
         self._table.knowledge.computed(sender, message.computed_tokens, message.cached_tokens, message.share_seconds)
         count_sources(record, attempt, self._table.counters)

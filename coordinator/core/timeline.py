@@ -44,6 +44,11 @@ class Marks:
         if self.first_token is None and getattr(self, moment) is None:
             setattr(self, moment, now)
 
+    def spare_handoff(self) -> None:
+        """Decode computes the rest of the prompt itself: there is no transfer, whatever prefill has computed by now."""
+        if self.first_token is None:
+            self.prefill_ended = None
+
     @property
     def ttft(self) -> float | None:
         return None if self.first_token is None else self.first_token - self.arrival

@@ -32,6 +32,7 @@ def authorization(request: Request) -> bytes | None:
 def check_operator(gate: AdminGate, request: Request) -> None:
     """Who may see what is for operators. Raises Unauthenticated."""
     gate.check(request.client.host if request.client else None, authorization(request))
+    gate.check_direct(request.headers.keys())
     gate.check_page(request.headers.get("host", ""), request.headers.get("origin"))
 
 

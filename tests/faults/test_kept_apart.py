@@ -14,7 +14,7 @@ CROWD = 6  # at once, so that both decode nodes are asked even if one of them wa
 
 
 async def changed(scene: Scene, state: str) -> float:
-    return (await scene.cluster.status()).counters.get(f'baton_breakers_total{{state="{state}"}}', 0.0)
+    return (await scene.cluster.status()).counters.get(f'baton_breaker_changes_total{{state="{state}"}}', 0.0)
 
 
 async def answered(scene: Scene) -> None:

@@ -47,6 +47,15 @@ async def test_a_page_of_elsewhere_drains_nothing() -> None:
         assert (answer.status_code, front.brain.drained) == (401, [])
 
 
+@pytest.mark.parametrize("header", ["x-forwarded-for", "forwarded", "x-real-ip", "via"])
+async def test_what_a_proxy_passed_on_drains_nothing(header: str) -> None:
+    """Its address is this machine's, whoever the caller was."""
+    async with serving() as front:
+        answer = await front.admin.post("/admin/drain", json={"node": "d0"}, headers={header: "for=203.0.113.9"})
+        assert (answer.status_code, front.brain.drained) == (401, [])
+        assert "--admin-token" in answer.json()["error"]["message"]
+
+
 async def test_ratio_by_http() -> None:
     async with serving() as front:
         shown = (await front.admin.get("/admin/ratio")).json()

@@ -5,6 +5,7 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import grpc.aio
 import httpx
@@ -146,6 +147,32 @@ async def test_all_choices_of_an_answer_can_be_explained(http: httpx.AsyncClient
     everyone = [told, *told["others"]]
     assert [(one["state"], one["output_tokens"]) for one in everyone] == [("finished", 4)] * 4
     assert [one["attempts"][0]["prefill_node"] for one in everyone] == ["prefill-0", "", "prefill-0", ""]
+
+
+async def test_a_request_is_found_by_every_name_of_its_client(http: httpx.AsyncClient, cluster: Cluster) -> None:
+    """The header, the body's id and the client's own id; of several requests with one such id, which they are."""
+    messages = [{"role": "user", "content": PROMPT}]
+    mine = {"x-request-id": "orders/66"}
+    done = await http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}, headers=mine)
+    chat = await http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
+    async with httpx.AsyncClient(base_url=cluster.admin) as admin:
+
+        async def explained(name: str) -> str:
+            answer = await admin.get(f"/admin/explain/{quote(name, safe='')}")
+            assert answer.status_code == 200, answer.text
+            return str(answer.json()["request_id"])
+
+        own = done.headers["x-baton-request-id"]
+        assert [await explained(name) for name in (own, done.json()["id"], "orders/66")] == [own] * 3
+        assert await explained(chat.json()["id"]) == chat.headers["x-baton-request-id"]
+        again = await http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}, headers=mine)
+        several = await admin.get("/admin/explain/orders%2F66")
+        assert several.status_code == 400
+        assert own in several.text
+        assert again.headers["x-baton-request-id"] in several.text
+        shadow = {"x-request-id": own}
+        assert (await http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}, headers=shadow)).is_success
+        assert await explained(own) == own, "a client's id never stands for another request's own"
 
 
 async def test_short_answers_streamed_are_the_same(http: httpx.AsyncClient) -> None:

@@ -1,16 +1,21 @@
 """Tenants on real processes: who is let in, who goes first, what is kept apart, and how the file is read again."""
 
 import asyncio
+import re
 import signal
 import statistics
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from coordinator.core.known_labels import known_labels
 from coordinator.core.tenants import hash_key
+from coordinator.tenants_file import USUAL_CLASSES as CLASSES
 from tests.cluster import Cluster
+from tests.promql.shown import blank_queries, unknown_selectors
 
 FILE = """
 [[tenants]]
@@ -52,6 +57,7 @@ async def test_classes_shares_and_salts(tmp_path: Path) -> None:
                 body = {"prompt": prompt, "max_tokens": max_tokens}
                 return await client.post("/v1/completions", json=body, headers=key(name))
 
+            before = await metrics(cluster)
             assert (await client.post("/v1/completions", json={"prompt": [1]})).status_code == 401
             assert (await ask("late", [1, 2])).status_code == 401
 
@@ -86,6 +92,8 @@ async def test_classes_shares_and_salts(tmp_path: Path) -> None:
             assert statistics.median(places["gold"]) < statistics.median(places["bulk"])
 
             seen = await metrics(cluster)
+            assert blank_queries(before, seen) == unknown_selectors(seen) == []
+            assert unforeseen_labels((await cluster.status()).counters, CLASSES) == []
             assert 'baton_requests_total{class="premium",outcome="length"}' in seen
             assert f'baton_rejected_total{{class="standard",reason="overloaded"}} {ended[429]}.0' in seen
             seconds = figures(seen, "baton_device_seconds_total")
@@ -108,6 +116,15 @@ async def test_classes_shares_and_salts(tmp_path: Path) -> None:
             assert (await ask("gold", [1, 2])).status_code == 200
             await cluster.wait_quiet()
     cluster.assert_clean()
+
+
+def unforeseen_labels(counters: Mapping[str, float], classes: Sequence[str]) -> list[str]:
+    """What was counted under labels whose series were not exposed from the start."""
+    known = {f"{name}{{{','.join(labels)}}}" for name, found in known_labels(classes).items() for labels in found}
+    names = {each.partition("{")[0] for each in known}
+    counted = [re.sub(r'\w+="([^"]*)"', r"\1", each) for each in counters if each.partition("{")[0] in names]
+    assert counted
+    return [each for each in counted if each not in known]
 
 
 async def metrics(cluster: Cluster) -> str:

@@ -65,6 +65,32 @@ def test_a_request_that_was_served(world: World, p0: Incarnation, d0: Incarnatio
     assert [(one.node, one.able, one.chosen) for one in attempt.considered] == [("p0", True, True), ("d0", True, True)]
 
 
+@pytest.mark.parametrize("prefill_is_faster", [False, True])
+def test_a_context_that_decode_holds_is_told_as_decodes_own(
+    world: World, p0: Incarnation, d0: Incarnation, prefill_is_faster: bool
+) -> None:
+    """The prefill node that was chosen has no part in the answer, and there is no hand-off that could take time."""
+    request = world.submit(max_tokens=2)
+    key = world.key(d0)
+    world.advance(1.0)
+    if prefill_is_faster:
+        world.prefill_ended(p0, key, computed=0, cached=20)
+    world.say(d0, m.Reserved(key, None, held_tokens=19))
+    world.advance(2.0)
+    if not prefill_is_faster:
+        world.prefill_ended(p0, key, computed=0, cached=20)
+    world.advance(1.0)
+    world.say(d0, m.Admitted(key, computed_tokens=1, cached_tokens=19, received_tokens=0))
+    world.token(d0, key, 0)
+    world.token(d0, key, 1, finish=FinishReason.LENGTH)
+    end = told(world, request)
+    [attempt] = end.attempts
+    assert (attempt.way, attempt.why, attempt.HasField("other_way")) == ("local", "held", False)
+    assert (attempt.computed_prefill, attempt.computed_decode, attempt.local_cache, attempt.received) == (0, 1, 19, 0)
+    assert stages(end) == pytest.approx([0, 1, 3, 0, 0])
+    assert not attempt.HasField("prefill_ended")
+
+
 def test_a_hand_off_that_is_reported_after_the_end(world: World, p0: Incarnation, d0: Incarnation) -> None:
     request = world.submit(max_tokens=1 + 1)
     key = serve(world, p0, d0)

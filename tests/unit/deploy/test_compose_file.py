@@ -21,7 +21,12 @@ FILE = ROOT / "docker-compose.yml"
 EXAMPLE = ROOT / ".env.example"
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 SCHEMA = ROOT / "tests" / "data" / "compose-spec" / "compose-spec.json"
-SECRETS = {"BATON_API_KEY": "a" * 8, "BATON_CLUSTER_TOKEN": "c" * 8, "BATON_ADMIN_TOKEN": "o" * 8}
+SECRETS = {
+    "BATON_API_KEY": "a" * 8,
+    "BATON_CLUSTER_TOKEN": "c" * 8,
+    "BATON_ADMIN_TOKEN": "o" * 8,
+    "GRAFANA_PASSWORD": "g" * 8,
+}
 PROFILES = ("gpu", "observability")
 MARGIN = 5.0  # seconds beside the drain: open calls, transfer plane, interpreter
 
@@ -122,7 +127,9 @@ def test_each_process_gets_only_the_secrets_it_needs() -> None:
     for service in nodes():
         assert {name for name in SECRETS if name in service.environ} == {"BATON_CLUSTER_TOKEN"}
     holders = {s.name for s in all_services() if SECRETS["BATON_ADMIN_TOKEN"] in s.environ.values()}
-    assert holders == {"coordinator", "prometheus", "grafana"}
+    assert holders == {"coordinator", "prometheus"}
+    knowing = {s.name for s in all_services() if SECRETS["GRAFANA_PASSWORD"] in s.environ.values()}
+    assert knowing == {"grafana"}, "whoever reads dashboards is no operator by that"
     words = [word for service in all_services() for word in (*service.command, *service.raw.get("entrypoint", ()))]
     assert not any(secret in word for secret in SECRETS.values() for word in words)
 
@@ -149,12 +156,59 @@ def test_new_secrets_are_made_once_and_kept_private(tmp_path: Path) -> None:
     found = dotenv(made)
     assert stat.S_IMODE(made.stat().st_mode) == 0o600
     assert found.keys() == SECRETS.keys()
-    assert len(set(found.values())) == 3
+    assert len(set(found.values())) == len(SECRETS)
     assert all(re.fullmatch(r"[0-9a-f]{64}", value) for value in found.values())
     load(FILE, found)
     again = subprocess.run(run, check=False, capture_output=True, text=True)
     assert (again.returncode, dotenv(made)) == (1, found)
     assert "is there already" in again.stderr
+
+
+# images
+
+
+def test_images_of_others_can_be_pinned_by_digest(tmp_path: Path) -> None:
+    """By variables, for which the registries are asked: a Docker of this test answers for them."""
+    (tmp_path / "deploy").mkdir()
+    for name in (".env.example", "deploy/new-env.sh", "deploy/pin-images.sh"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    digest = "sha256:" + "ab" * 32
+    docker = tmp_path / "bin" / "docker"
+    docker.parent.mkdir()
+    docker.write_text(f'#!/bin/sh\ncase "$*" in *@*) exit 1 ;; "buildx imagetools inspect "*) echo {digest} ;; esac\n')
+    docker.chmod(0o755)
+
+    def run(script: str) -> subprocess.CompletedProcess[str]:
+        environ = {**os.environ, "PATH": f"{docker.parent}:{os.environ['PATH']}"}
+        command = ["sh", str(tmp_path / "deploy" / script)]
+        return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+
+    assert run("pin-images.sh").returncode == 1, "there is no .env yet"
+    assert run("new-env.sh").returncode == 0
+    secrets = dotenv(tmp_path / ".env")
+    for _ in range(2):  # the second time from the pinned ones
+        done = run("pin-images.sh")
+        assert done.returncode == 0, done.stderr
+    pinned = dotenv(tmp_path / ".env")
+    assert pinned.items() >= secrets.items()
+    assert stat.S_IMODE((tmp_path / ".env").stat().st_mode) == 0o600
+    raw = load(FILE, pinned).raw
+    theirs = {
+        raw["services"]["prometheus"]["image"],
+        raw["services"]["grafana"]["image"],
+        *(raw["services"][name]["build"]["args"]["PYTHON_IMAGE"] for name in ("coordinator", "decode-gpu")),
+    }
+    assert len(theirs) == 3
+    assert all(image.endswith(f"@{digest}") and image.count("@") == 1 for image in theirs)
+
+
+def test_every_image_of_others_has_a_variable() -> None:
+    stages = dockerfile.stages(DOCKERFILE)
+    bases = {stage.base for stage in stages.values()} - stages.keys()
+    assert bases == {"${PYTHON_IMAGE}"}
+    assert not re.search(r"^# *syntax=", DOCKERFILE.read_text(), re.MULTILINE), "it is an image of others, too"
+    images = re.findall(r"^ +image: (.*)$", FILE.read_text(), re.MULTILINE)
+    assert all(re.match(r"baton-serve:|\$\{\w+_IMAGE:-", image) for image in images)
 
 
 # rights

@@ -25,8 +25,8 @@ def test_stages() -> None:
     assert {name: stage.base for name, stage in stages.items() if stage.base in stages} == dict.fromkeys(
         TARGETS, "runtime"
     )
-    assert {stages[name].base for name in ("build", "runtime")} == {"python:${PYTHON}"}
-    assert "-slim" in re.search(r"^ARG PYTHON=(\S+)", FILE.read_text(), re.MULTILINE)[1]  # type: ignore[index]
+    assert {stages[name].base for name in ("build", "runtime")} == {"${PYTHON_IMAGE}"}
+    assert "-slim" in re.search(r"^ARG PYTHON_IMAGE=python:(\S+)", FILE.read_text(), re.MULTILINE)[1]  # type: ignore[index]
 
 
 @pytest.mark.parametrize("target", TARGETS)

@@ -86,6 +86,23 @@ def test_pages_need_the_token(host: str, origin: str | None, open_: bool) -> Non
 
 
 @pytest.mark.parametrize(
+    ("name", "direct"),
+    [
+        ("X-Forwarded-For", False),
+        ("x-real-ip", False),
+        ("forwarded", False),
+        ("via", False),
+        ("x-request-id", True),
+        ("user-agent", True),
+    ],
+)
+def test_calls_through_a_proxy_need_the_token(name: str, direct: bool) -> None:
+    AdminGate("token").check_direct(["host", name])
+    with nullcontext() if direct else pytest.raises(Unauthenticated, match="--admin-token"):
+        AdminGate("").check_direct(["host", name])
+
+
+@pytest.mark.parametrize(
     ("host", "key"), [("host", "api_key"), ("cluster_host", "cluster_token"), ("admin_host", "admin_token")]
 )
 def test_exposed_ports_need_their_key(host: str, key: str) -> None:

@@ -1,0 +1,78 @@
+"""The label values that each counter can have, as far as they are known before anything was counted.
+
+Every series of them is exposed at 0 from the start. Prometheus' `rate` and `increase` need two samples of a series, so
+that a series which appeared with its first event would hide that event, and the first burst with it, from alerts.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+from baton.errors import (
+    BY_CODE,
+    BatonError,
+    ConfigError,
+    HandoffFailed,
+    NodeFailed,
+    NotAvailable,
+    NotFound,
+    Rejected,
+    TooLarge,
+    Unauthenticated,
+)
+from baton.types import FinishReason, Role
+from coordinator.core.breakers import BreakerState
+from coordinator.core.counters import CLASS, INTERNAL
+from coordinator.core.degradation import Step
+from coordinator.core.prediction import Way, Why
+from coordinator.core.sources import Sources
+
+Labels = tuple[str, ...]
+
+TRANSPORTS = ("shm", "zmq", "grpc")
+_BEFORE_SUBMISSION = (NotAvailable, NotFound, TooLarge, Unauthenticated)  # said at a front door only
+
+
+def known_labels(classes: Sequence[str]) -> dict[str, list[Labels]]:
+    """By the name of the metric; label values in the order of its labels. `classes` are those of the tenants."""
+    every_class = (*classes, INTERNAL)
+    at_the_door = dict.fromkeys((*every_class, CLASS))  # whoever has no valid key has the class of all
+    replaced = [*_codes(HandoffFailed, NodeFailed), "refused"]
+    handoff_ends = [("committed", transport) for transport in TRANSPORTS]
+    handoff_ends += product(_codes(HandoffFailed), (*TRANSPORTS, "none"))
+    return {
+        "baton_requests_total": list(product(_outcomes(), every_class)),
+        "baton_rejected_total": list(product(_codes(Rejected), at_the_door)),
+        "baton_prompt_tokens_total": _single(Sources._fields),
+        "baton_handoffs_total": handoff_ends,
+        "baton_handoff_bytes_total": _single(TRANSPORTS),
+        "baton_placements_total": [(way.value, why.value) for way, why in product(Way, Why)],
+        "baton_replaced_total": _single(replaced),
+        "baton_recomputed_tokens_total": _single(replaced),
+        "baton_dropped_messages_total": _single(("stale", "unexpected", "damaged", "repeated", "lost")),
+        "baton_joins_total": _single(("joined", "refused", "unauthenticated")),
+        "baton_nodes_lost_total": _single(_codes(NodeFailed)),
+        "baton_breaker_changes_total": _single([state.value for state in BreakerState]),
+        "baton_degradation_changes_total": [
+            (step.value, change) for step, change in product(Step, ("taken", "taken_back"))
+        ],
+        "baton_role_switches_total": list(
+            product([role.value for role in Role], ("done", "recalled", "superseded", "lost"))
+        ),
+    }
+
+
+def _outcomes() -> Iterator[str]:
+    """How a request that was admitted can end."""
+    yield from (reason.value for reason in FinishReason)
+    yield BatonError.code
+    for code, error in BY_CODE.items():
+        if not issubclass(error, (*_BEFORE_SUBMISSION, ConfigError)):
+            yield code
+
+
+def _codes(*kinds: type[BatonError]) -> list[str]:
+    return [code for code, error in BY_CODE.items() if issubclass(error, kinds)]
+
+
+def _single(values: Sequence[str]) -> list[Labels]:
+    return [(value,) for value in values]

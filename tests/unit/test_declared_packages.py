@@ -1,0 +1,85 @@
+"""Every package that the code imports is declared in pyproject.toml, where it is needed: what runs in a cluster as a
+dependency, the rest in an extra. A package that comes along with another one may be gone with its next version."""
+
+import ast
+import importlib.metadata
+import re
+import sys
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+PRODUCT = [name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
+OURS = {*PRODUCT, "tests", "tools"}
+# Imported only where something else has brought it: a GPU build of torch, and the extra that draws pictures.
+OPTIONAL = {"triton", "matplotlib"}
+
+
+def imported(folder: str) -> dict[str, set[str]]:
+    """Packages of others, each with the files that import it."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in (ROOT / folder).rglob("*.py"):
+        for name in _names(ast.parse(path.read_text())):
+            if name not in sys.stdlib_module_names and name not in OURS:
+                found[name].add(str(path.relative_to(ROOT)))
+    return found
+
+
+def _names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.partition(".")[0]
+
+
+def normalized(requirement: str) -> str:
+    match = re.match(r"[\w.-]+", requirement)
+    assert match
+    return re.sub(r"[-_.]+", "-", match[0]).lower()
+
+
+def declared(*extras: str) -> set[str]:
+    lines = [*PROJECT["project"]["dependencies"], *(line for extra in extras for line in EXTRAS[extra])]
+    return {normalized(line) for line in lines}
+
+
+def undeclared(packages: dict[str, set[str]], known: set[str]) -> dict[str, set[str]]:
+    providers = importlib.metadata.packages_distributions()
+    return {
+        name: files
+        for name, files in packages.items()
+        if not {normalized(provider) for provider in providers.get(name, [name])} & known
+    }
+
+
+@pytest.mark.parametrize("package", PRODUCT)
+def test_what_the_product_imports_is_a_dependency(package: str) -> None:
+    folder = "kernels" if package == "kv_kernels" else package
+    found = {name: files for name, files in imported(folder).items() if name not in OPTIONAL}
+    assert undeclared(found, declared()) == {}
+
+
+@pytest.mark.parametrize("folder", ["tests", "tools"])
+def test_what_tests_and_tools_import_is_in_the_extra(folder: str) -> None:
+    assert undeclared(imported(folder), declared("test")) == {}
+
+
+def test_optional_packages_are_in_an_extra() -> None:
+    assert declared(*EXTRAS) - declared() >= OPTIONAL
+
+
+def test_a_package_that_only_comes_along_is_seen() -> None:
+    assert undeclared({"click": {"baton/x.py"}, "zmq": {"baton/y.py"}}, {"pyzmq"}) == {"click": {"baton/x.py"}}
+
+
+def test_jinja_is_one_whose_sandbox_holds() -> None:
+    """Chat templates come with models. Before 3.1.6 a template could get out of the sandbox (CVE-2025-27516)."""
+    [line] = [line for line in PROJECT["project"]["dependencies"] if normalized(line) == "jinja2"]
+    assert line.startswith("jinja2>=3.1.6")

@@ -1,0 +1,56 @@
+"""Install torch from its own index, where it comes without CUDA, before pip would take PyPI's build, which brings 5 GB.
+
+    python tools/install_torch.py https://download.pytorch.org/whl/cpu
+
+The index is tried once and shortly. When it cannot be reached nothing is installed here, and the installation that
+follows takes torch from where pip looks. `make setup` runs this before anything else is installed, so it needs the
+standard library only.
+"""
+
+import importlib.metadata
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PATIENCE = 5.0  # seconds for the index to answer
+
+
+def is_installed() -> bool:
+    try:
+        importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def why_unreachable(index: str) -> str:
+    """Why the index does not list torch, or an empty string if it does. It is asked once."""
+    try:
+        with urllib.request.urlopen(f"{index.rstrip('/')}/torch/", timeout=PATIENCE):
+            return ""
+    except (OSError, ValueError) as error:  # URLError and HTTPError are OSErrors
+        return str(error)
+
+
+def install(index: str) -> bool:
+    """Whether pip has installed from the index what pyproject.toml requires of torch."""
+    listing = [sys.executable, str(ROOT / "deploy" / "requirements.py"), "torch"]
+    wanted = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-compile", "--index-url", index]
+    return subprocess.run([*pip, *wanted], check=False).returncode == 0
+
+
+def main(index: str) -> None:
+    if not index or is_installed():
+        return
+    reason = why_unreachable(index)
+    if reason:
+        sys.stdout.write(f"{index} cannot be reached ({reason}): torch comes from where pip looks\n")
+    elif not install(index):
+        sys.stdout.write(f"torch was not installed from {index}: it comes from where pip looks\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:2])
