@@ -19,7 +19,7 @@ from coordinator.core.client_ids import ClientIds, request_id_of
 from coordinator.core.drains import Service
 from coordinator.core.pools import ROLE, PoolMember
 from coordinator.core.registry import Node
-from coordinator.degradation_view import degradation_to_pb, notices
+from coordinator.degradation_view import degradation_to_pb, drain_warning, notices
 from coordinator.dispatcher import Dispatcher
 from coordinator.grpc_terms import Context, require_admin, told
 from coordinator.ledgers import Ledgers
@@ -194,12 +194,11 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         """A name that was drained may belong to no node at this moment."""
         brain = self._dispatcher.brain
         node = brain.registry.called(NodeName(name))
-        missing = brain.missing()
         return pb.DrainResponse(
             node=name,
             service=brain.service(node).value if node else Service.IN.value,
             placed=brain.placed_on(node.incarnation) if node else 0,
-            warning=f"{missing}: requests wait, and new ones get 503, until one serves" if missing else "",
+            warning=drain_warning(brain),
         )
 
     def arm(self, prefix: str, spec: str) -> int:

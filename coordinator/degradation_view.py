@@ -17,9 +17,17 @@ _TAKEN = {
 def notices(brain: Brain) -> list[str]:
     """Sentences; none while all is as it should be."""
     found = [f"degraded ({step.value}): {_TAKEN[step]}" for step in brain.degradation.active]
-    if brain.local_prefill_only and Step.LOCAL_PREFILL_ONLY not in brain.degradation:
+    if brain.missing_prefill():
         found.append("no prefill node serves: decode nodes compute every prompt")
     return found
+
+
+def drain_warning(brain: Brain) -> str:
+    """What service lacks while nodes are drained; "" if it lacks nothing."""
+    if missing := brain.missing():
+        return f"{missing}: requests wait, and new ones get 503, until one serves"
+    missing = brain.missing_prefill()
+    return f"{missing}: decode nodes compute every prompt until one serves" if missing else ""
 
 
 def degradation_to_pb(degradation: Degradation, now: float) -> Iterator[pb.DegradationStep]:

@@ -1,7 +1,7 @@
-"""Is the cluster ready? A warm-up request went through the real path, nodes for every role are here, and what runs
-moves on."""
+"""Is the cluster ready? A warm-up request went through the real path, decode nodes are here, and what runs moves on."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from baton import log
@@ -13,6 +13,7 @@ from coordinator.generation import Submission
 
 PROMPT_TOKENS = 4
 OUTPUT_TOKENS = 2  # one by prefill, one by decode
+PREFILL_PATIENCE = 30.0  # seconds that it waits for a prefill node which may be starting still, once decode serves
 
 _log = log.get("warmup")
 
@@ -36,14 +37,28 @@ class Readiness:
         return not reason, reason
 
     async def run(self) -> None:
-        """Warm up as soon as the cluster can serve; after a failure, again when a node has come or reported."""
+        """Warm up as soon as the cluster can serve, by a hand-off if the mode has them and a prefill node comes in time;
+        after a failure, again when a node has come or reported."""
+        brain = self._dispatcher.brain
         while self._not_warm:
-            if not self._dispatcher.brain.missing():
+            await self._wait_while(brain.missing)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PREFILL_PATIENCE):
+                    await self._wait_while(brain.missing_prefill)
+            if not brain.missing():
                 await self._warm_up()
                 self._look()
-            if self._not_warm:
-                self._changed.clear()
-                await self._changed.wait()
+                if self._not_warm:
+                    await self._next_change()
+
+    async def _wait_while(self, missing: Callable[[], str]) -> None:
+        while reason := missing():
+            self._not_warm = f"{reason}: the warm-up request has not been sent yet"
+            await self._next_change()
+
+    async def _next_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
 
     async def _warm_up(self) -> None:
         try:

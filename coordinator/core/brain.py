@@ -144,6 +144,7 @@ class Brain:
         placed again. Raises NotFound."""
         self.node_called(name)
         self.registry.drains.begin(name, None if timeout is None else now + timeout)
+        self._table.placeable = True
         self.switches.reconsider()
         return self.tick(now)
 
@@ -307,6 +308,10 @@ class Brain:
         """Do decode nodes compute every prompt although the mode provides for hand-offs?"""
         return self._table.decisions.local_only
 
+    def missing_prefill(self) -> str:
+        """Why no prefill node can be given work while decode nodes serve without; "" if one can."""
+        return self._table.decisions.missing_prefill()
+
     def bounds(self) -> ModelBounds:
         """Raises Unavailable before the first join."""
         return self._reception.bounds()
@@ -335,6 +340,7 @@ class Brain:
     def _drop(self, node: Node, error: BatonError, now: float) -> None:
         self.registry.remove(node.incarnation)
         self._table.capacity.node_left(node.info, now)
+        self._table.placeable = True  # what waits for a prefill node may go on without one
         self._table.knowledge.left(node.incarnation)
         expected = self.switches.expects_end_of(node)
         if not expected:

@@ -50,17 +50,21 @@ class Decisions:
     @property
     def prefill_share(self) -> float:
         """What prompts that a decode node computes may add to its steps, as a share of these; 0: there is no bound."""
-        bounded = self._mode == "auto" or Step.LOCAL_PREFILL_ONLY in self._degradation
-        return self._share if bounded else 0.0
+        return self._share if self._mode == "auto" or self.local_only else 0.0
 
     @property
     def local_only(self) -> bool:
         """Do decode nodes compute every prompt although the mode provides for hand-offs?"""
-        if self._mode == "colocated":
-            return False
-        return Step.LOCAL_PREFILL_ONLY in self._degradation or (
-            self._mode == "auto" and not self._registry.serves(Role.PREFILL)
+        return (self._mode != "colocated" and Step.LOCAL_PREFILL_ONLY in self._degradation) or bool(
+            self.missing_prefill()
         )
+
+    def missing_prefill(self) -> str:
+        """Why no prefill node can be given work, so that decode nodes compute the prompts themselves. Empty if one can,
+        if the mode has no hand-offs, or if no decode node serves either."""
+        if self._mode == "colocated" or not self._registry.serves(Role.DECODE):
+            return ""
+        return self._registry.lacks(Role.PREFILL)
 
     def views(self, now: float) -> list[NodeView]:
         """Every node that may be given work."""
@@ -77,11 +81,10 @@ class Decisions:
         unit = self._loads.unit(now)
         costs, share = self._knowledge.costs, self.prefill_share
         outlook = Outlook(now, costs, unit, layout.token_bytes, layout.block_size, share)
-        auto = self._mode == "auto"
-        why = Why.NO_PREFILL_NODE if auto and not demand.prefill else Why.MODE
+        why = Why.NO_PREFILL_NODE if self._mode != "colocated" and not demand.prefill else Why.MODE
         if Step.LOCAL_PREFILL_ONLY in self._degradation and not demand.prefill:
             why = Why.DEGRADED
-        either = auto and demand.prefill and record.pin is None
+        either = self._mode == "auto" and demand.prefill and record.pin is None
         return self._ways.decide(demand, views, outlook, why, either=either, apart=self._breakers.apart)
 
     def too_late(self, record: Record, now: float, *, wanted: bool) -> DeadlineExceeded | None:
@@ -98,8 +101,8 @@ class Decisions:
 
     def demand(self, record: Record, *, look_up: bool = False, headroom: float = 0.0) -> Demand:
         """What the next attempt needs; with `look_up`, also whose caches have its prompt. The last token of an output
-        needs no decode node where there is prefill."""
-        prefill = self._mode == "disaggregated" or (self._mode == "auto" and self._may_prefill(record))
+        needs no decode node where there is prefill. Without a prefill node the decode node computes the prompt."""
+        prefill = self._mode != "colocated" and self._may_prefill(record)
         if Step.LOCAL_PREFILL_ONLY in self._degradation and record.pin is None:
             prefill = False
         block_size = self._registry.layout().block_size

@@ -17,7 +17,7 @@ class Way(Enum):
 
 class Why(Enum):
     MODE = "mode"  # leaves no choice
-    NO_PREFILL_NODE = "no_prefill_node"  # serves, in mode auto
+    NO_PREFILL_NODE = "no_prefill_node"  # serves, although the mode provides for hand-offs
     HELD = "held"  # a decode node's cache has the context
     SOONER = "sooner"  # by prediction
     FAILED = "failed"  # the other way would go through more of the nodes at which the last attempt failed

@@ -272,6 +272,7 @@ class Reports:
 
     def _leaving(self, sender: Incarnation, message: m.Leaving, now: float) -> None:
         self._registry.nodes[sender].leaving = True
+        self._table.placeable = True
 
     @property
     def _vocab_size(self) -> int:

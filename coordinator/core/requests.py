@@ -5,7 +5,7 @@ nowhere else; a leg that was placed is closed in `close_leg` and nowhere else (o
 """
 
 from baton.errors import BatonError, Cancelled, Drained, NodeGone, Preempted, Stalled, Unavailable
-from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, TokenScore
+from baton.types import AttemptKey, FinishReason, Incarnation, NodeName, Request, RequestId, Role, TokenScore
 from coordinator.core.admission import Admission
 from coordinator.core.breakers import Breakers, Pair
 from coordinator.core.capacity import Capacity, TooLongToPlace
@@ -384,8 +384,8 @@ class RequestTable:
             self.timers.set(request, record.next_due())
 
     def missing(self) -> str:
-        """What keeps the cluster from serving, "" if nothing does."""
-        return next(filter(None, map(self._registry.lacks, self._settings.roles)), "")
+        """What keeps the cluster from serving, "" if nothing does. Decode nodes can serve alone: see `Decisions`."""
+        return self._registry.lacks(Role.DECODE)
 
     def _leave_attempt(self, record: Record, attempt: Attempt, reason: BatonError) -> None:
         attempt.prompt_scores.clear()

@@ -201,6 +201,7 @@ class Switches:
         name = node.info.name
         self.flips[name] = Flip(name, node.incarnation, other(to), to, self.generation, now)
         self._registry.switching.begin(name, now + self._patience)
+        self._table.placeable = True
 
     def _order(self, flip: Flip, now: float) -> None:
         flip.order(now)

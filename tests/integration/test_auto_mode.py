@@ -10,6 +10,7 @@ import grpc
 import httpx
 import pytest
 
+from baton.cli.top_view import total
 from baton.pb import cluster_pb2 as pb
 from node_engine.paced import paced_reference
 from tests.answers import Answer, cluster_call
@@ -112,22 +113,42 @@ async def test_service_goes_on_without_a_role_as_far_as_it_can(cluster: Cluster)
     await ask(cluster, 50, 31)
 
 
+async def ask_until(cluster: Cluster, enough: asyncio.Event, salt: int, answers: list[Answer]) -> None:
+    """One client that asks again and again; a request that is refused or fails raises."""
+    while not enough.is_set():
+        answers.append(await ask(cluster, 50, salt + len(answers)))
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.asyncio
-async def test_disaggregated_without_prefill_refuses_until_one_is_back(tmp_path: Path) -> None:
+async def test_disaggregated_goes_on_without_its_only_prefill_node(tmp_path: Path) -> None:
+    """It is killed under load: nobody is refused, every token is right, and hand-offs resume when it is back."""
     made = Cluster(tmp_path, **{**SETTINGS, "mode": "disaggregated"})
     async with made as cluster:
         await cluster.arm("prefill-0", "prefill.layer.before=delay(0.2)")  # it is not done when its node dies
         admitted = asyncio.create_task(ask(cluster, 8000, 1))
-        await cluster.wait_status(lambda status: status.running == 1)
+        enough, answers = asyncio.Event(), list[Answer]()
+        load = [asyncio.create_task(ask_until(cluster, enough, 100, answers)) for _ in range(3)]
+        await cluster.wait_status(lambda status: status.running == 4)
         cluster.kill("prefill-0")
-        await cluster.wait_status(lambda status: len(status.nodes) == 1)
-        assert not (await cluster.status()).ready
-        await refused(cluster)
-        assert not admitted.done()
+        status = await cluster.wait_status(lambda status: len(status.nodes) == 1)
+        assert (status.ready, status.notices) == (True, ["no prefill node serves: decode nodes compute every prompt"])
+        attempt = await explain(cluster, await ask(cluster, 300, 10))
+        assert (attempt.way, attempt.why, attempt.prefill_node) == ("local", "no_prefill_node", "")
+        assert (await explain(cluster, await admitted)).why == "no_prefill_node"
+        async with httpx.AsyncClient() as client:
+            metrics = (await client.get(f"{cluster.admin}/metrics")).text
+        assert "\nbaton_local_prefill_only 1.0\n" in metrics
+        assert 'baton_placements_total{way="local",why="no_prefill_node"}' in metrics
+
+        committed = total(status.counters, "baton_handoffs_total", outcome="committed")
         cluster.start("prefill-0")
-        await admitted
-        await cluster.wait_status(lambda status: status.ready)
+        status = await cluster.wait_status(
+            lambda status: total(status.counters, "baton_handoffs_total", outcome="committed") > committed
+        )
+        assert status.notices == []
+        enough.set()
+        await asyncio.gather(*load)
         attempt = await explain(cluster, await ask(cluster, 50, 2))
         assert (attempt.way, attempt.why) == ("hand_off", "mode")
         await cluster.wait_quiet()

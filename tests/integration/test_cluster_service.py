@@ -14,6 +14,7 @@ from baton.failpoints import FAILPOINTS
 from baton.pb import cluster_pb2 as pb
 from baton.pb import cluster_pb2_grpc
 from baton.pb.common_pb2 import Ledger
+from coordinator import warmup
 from coordinator.metrics import STAGES
 from tests.fakes import FakeNode
 from tests.integration.coordinator_bench import Bench, coordinator
@@ -134,18 +135,45 @@ async def test_ready_when_warm_and_while_it_can_serve(bench: Bench) -> None:
     bench.readiness.on_change.append(lambda ready, reason: changes.append((ready, reason)))
     warming = asyncio.create_task(bench.readiness.run())
     assert bench.readiness.state() == (False, "there is no decode node")
-    async with bench.working("p0", "d0") as (prefill, _):
+    async with bench.working("p0", "d0") as (prefill, decode):
         await asyncio.wait_for(warming, 30.0)
         assert bench.readiness.state() == (True, "")
         assert changes[-1] == (True, "")
         assert bench.dispatcher.brain.counters.requests == {("length", "internal"): 1}
         await prefill.die()
+        await bench.until(lambda: bench.dispatcher.brain.missing_prefill() != "")
+        assert bench.readiness.state() == (True, ""), "decode nodes serve alone"
+        await decode.die()
         await bench.until(lambda: not bench.readiness.state()[0])
-        assert changes[-1] == (False, "there is no prefill node")
-        async with bench.working("p1"):
+        assert changes[-1] == (False, "there is no decode node")
+        async with bench.working("d1"):
             assert bench.readiness.state() == (True, "")
             await bench.dispatcher.drain(1.0)
             assert changes[-1] == (False, "the cluster is stopping")
+
+
+async def test_the_warm_up_waits_for_a_prefill_node_and_requests_do_not(bench: Bench) -> None:
+    warming = asyncio.create_task(bench.readiness.run())
+    async with bench.working("d0"):
+        await bench.until(lambda: "no prefill node" in bench.readiness.state()[1])
+        assert len((await bench.generate(PROMPT, 4))[0]) == 4
+        assert not warming.done()
+        async with bench.working("p0"):
+            await asyncio.wait_for(warming, 30.0)
+            assert bench.readiness.state() == (True, "")
+            placements = bench.dispatcher.brain.counters.placements
+            assert placements == {("local", "no_prefill_node"): 1, ("hand_off", "mode"): 1}
+
+
+async def test_the_warm_up_does_without_a_prefill_node_that_does_not_come(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(warmup, "PREFILL_PATIENCE", 0.05)
+    warming = asyncio.create_task(bench.readiness.run())
+    async with bench.working("d0"):
+        await asyncio.wait_for(warming, 30.0)
+        assert bench.readiness.state() == (True, "")
+        assert bench.dispatcher.brain.counters.placements == {("local", "no_prefill_node"): 1}
 
 
 async def test_a_warm_up_that_fails_is_tried_again() -> None:

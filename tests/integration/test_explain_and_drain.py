@@ -163,7 +163,7 @@ async def test_a_drained_node_that_restarts_stays_out_until_it_is_put_back(clust
 
 
 @IN_MODULE
-async def test_the_last_of_a_role_may_be_drained_and_requests_wait(cluster: Cluster) -> None:
+async def test_the_last_prefill_node_may_be_drained_and_decode_nodes_compute_prompts(cluster: Cluster) -> None:
     assert (await baton(cluster, "drain", "prefill-1", "--no-wait"))[2] == ""
     asked = prompt(11, 6000)
     await cluster.arm("prefill", "prefill.layer.before=delay(0.2)")  # it is not done before it is drained
@@ -171,11 +171,19 @@ async def test_the_last_of_a_role_may_be_drained_and_requests_wait(cluster: Clus
     await cluster.wait_status(lambda status: any(one.placed for one in status.nodes if one.name == "prefill-0"))
     request = pb.DrainRequest(node="prefill-0", timeout_seconds=0)
     answer = await cluster_call(cluster.grpc, "Drain", request)
-    assert "there is no prefill node but drained ones (prefill-0, prefill-1): requests wait" in answer.warning
-    await cluster.wait_status(lambda status: status.queued == 1 and not status.ready)
+    assert answer.warning == (
+        "there is no prefill node but drained ones (prefill-0, prefill-1): decode nodes compute every prompt until one"
+        " serves"
+    )
+    served = await waiting
+    assert list(served.tokens) == paced_reference(asked, 4)
+    told = await cluster_call(cluster.grpc, "Explain", pb.ExplainRequest(request_id=served.request_id))
+    assert (told.attempts[-1].way, told.attempts[-1].why) == ("local", "no_prefill_node")
+    code, out, _ = await baton(cluster, "status", "--json")
+    assert (code, json.loads(out)["notices"]) == (0, ["no prefill node serves: decode nodes compute every prompt"])
     await cluster.arm("prefill", "")
     await baton(cluster, "undrain", "prefill-0")
-    assert list((await waiting).tokens) == paced_reference(asked, 4)
+    assert (await cluster.status()).ready
 
 
 @IN_MODULE

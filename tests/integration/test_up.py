@@ -38,7 +38,8 @@ def parent(pid: int) -> int:
 
 
 def ready_without(pid: int, status: StatusResponse) -> bool:
-    return status.ready and pid not in {node.pid for node in status.nodes}
+    """Also without a prefill node a cluster is ready: all of them must be there."""
+    return status.ready and len(status.nodes) == len(CHILDREN) - 1 and pid not in {node.pid for node in status.nodes}
 
 
 async def test_children_are_direct_bear_their_modules_and_no_secret_on_their_command_line(tmp_path: Path) -> None:

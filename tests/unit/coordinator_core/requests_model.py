@@ -188,8 +188,9 @@ class RequestTableModel:
         wanted = asked.prompt_logprobs if self.awaits_scores(request.id) else None
         assert request.sampling.prompt_logprobs == wanted
         if isinstance(order, m.Submit) and order.writer is None:
-            assert request.choice, "only a further choice may do without prefill"
-            assert wanted is None, "who wants the prompt's scores needs prefill"
+            alone = not self.world.brain.registry.serves(PREFILL)
+            assert request.choice or alone, "only a further choice may do without a prefill node that serves"
+            assert wanted is None or alone, "who wants the prompt's scores needs prefill"
 
     def scores_come(self, node: Incarnation, key: AttemptKey, first: int, count: int) -> None:
         """Honest ones, from the node that computes the prompt: the next of them."""

@@ -136,17 +136,32 @@ def test_a_node_that_comes_back_by_the_same_name_stays_out(world: World, nodes: 
     assert world.brain.placed_on(again) == 1
 
 
-def test_the_last_of_its_role_may_be_drained_and_is_missed(world: World, nodes: Nodes) -> None:
-    p0, _, _ = nodes
+def test_the_last_decode_node_may_be_drained_and_is_missed(world: World, nodes: Nodes) -> None:
+    _, d0, _ = nodes
     running = world.submit()
-    drain(world, P0)
-    assert world.brain.missing() == "there is no prefill node but drained ones (p0)"
+    for name in (D0, D1):
+        drain(world, name)
+    assert world.brain.missing() == "there is no decode node but drained ones (d0, d1)"
+    assert world.brain.missing_prefill() == ""
     new = world.submit()
     world.advance(1.0)
     assert isinstance(world.error(new), Unavailable)
     assert world.ends(running) == []
-    world.effects += world.brain.undrain_node(P0, world.now)
+    world.effects += world.brain.undrain_node(D0, world.now)
     assert world.brain.missing() == ""
+
+
+def test_while_the_last_prefill_node_is_drained_decode_nodes_compute_prompts(world: World, nodes: Nodes) -> None:
+    p0, d0, d1 = nodes
+    world.submit()
+    drain(world, P0)
+    assert world.brain.missing() == ""
+    assert world.brain.missing_prefill() == "there is no prefill node but drained ones (p0)"
+    request = world.submit()
+    told = world.brain.explain(request, world.now).attempts[0]
+    assert (told.way, told.why, world.brain.placed_on(p0)) == ("local", "no_prefill_node", 1)
+    world.effects += world.brain.undrain_node(P0, world.now)
+    assert world.brain.missing_prefill() == ""
     world.submit()
     assert world.brain.placed_on(p0) == 2
 

@@ -193,8 +193,8 @@ def test_death_of_either_node_places_again_with_what_was_emitted(moment: str) ->
             world.reserve(d0, key, p0)
         if moment == "streaming":
             world.token(d0, key, 0)
-        world.gone(p0 if victim == "p" else d0)
         new = world.join("p1", PREFILL) if victim == "p" else world.join("d1", DECODE)
+        world.gone(p0 if victim == "p" else d0)
         work = (world.sent(new, m.Prefill) or world.sent(new, m.Submit))[0].work
         assert list(work.emitted) == world.tokens(request)
         assert work.key.attempt == 2

@@ -102,8 +102,8 @@ def owes(world: World, prefill: Incarnation, decode: Incarnation) -> tuple[Reque
 
 
 def dies(world: World, p0: Incarnation, d0: Incarnation, key: AttemptKey) -> None:
+    world.join("p0-other", PREFILL)
     world.gone(p0)
-    world.join("p0", PREFILL)
 
 
 def ends(world: World, p0: Incarnation, d0: Incarnation, key: AttemptKey) -> None:
