@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from baton.slo import Slo
+from baton.types import Role
 
 FIRST_REST, LONGEST_REST = 0.1, 2.0  # seconds between attempts that fail
 
@@ -29,6 +30,11 @@ class Settings:
     degrade_wait: float = 5.0
     degraded_max_tokens: int = 0
     slo: Slo = DEFAULT_SLO
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles whose nodes serve a request together, as far as there are nodes of each."""
+        return (Role.DECODE, Role.PREFILL) if self.mode == "disaggregated" else (Role.DECODE,)
 
 
 def rest_after(failures: int) -> float:
