@@ -150,4 +150,3 @@ class Registry:
         """The cluster's. Only after the first join."""
         assert self.model is not None, "no node has joined"
         return self.model.layout
-

@@ -7,7 +7,20 @@ from dataclasses import dataclass, replace
 from baton.cli.plan import COORDINATOR
 from baton.failpoints import POINTS, Action
 from baton.types import Role
-from tests.chaos.faults import Failpoint, Fault, Freeze, HalfClose, Intruder, Kill, Noise, Nothing, Reset, Restart, Storm, Strand
+from tests.chaos.faults import (
+    Failpoint,
+    Fault,
+    Freeze,
+    HalfClose,
+    Intruder,
+    Kill,
+    Noise,
+    Nothing,
+    Reset,
+    Restart,
+    Storm,
+    Strand,
+)
 from tests.fault_proxy import BOTH, Way, Weather
 from tests.history import Call, Door, Reference, Scorer
 

@@ -135,6 +135,7 @@ async def test_a_small_node_takes_nothing_away_from_others(tmp_path: Path) -> No
     cluster = Cluster(tmp_path, per_node=per_node, also={"decode-1": "decode-0"}, held_back=["decode-1"], **settings)
     async with cluster:
         prompt = list(range(1, 200))
+        await cluster.arm("decode-0", "decode.step.before=delay(0.3)")  # it is not done when its node dies
         async with stream(cluster, prompt, LONG) as answer:
             cluster.start("decode-1")
             await cluster.wait_status(lambda status: len(status.nodes) == 2)
