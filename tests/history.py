@@ -233,7 +233,8 @@ def mixed_models(answers: Iterable[Served | None]) -> list[str]:
     told = [answer for answer in answers if answer is not None and answer.models]
     usual = Counter(model for answer in told for model in answer.models).most_common(1)
     return [
-        f"I7: request {answer.request} was placed on nodes of model {' and '.join(answer.models)}, others on {usual[0][0]}"
+        f"I7: request {answer.request} was placed on nodes of model {' and '.join(answer.models)}, "
+        f"others on {usual[0][0]}"
         for answer in told
         if answer.models != (usual[0][0],)
     ]

@@ -56,7 +56,7 @@ class Kill(Fault):
 
 @dataclass(frozen=True)
 class Intruder(Fault):
-    """A node of another model wants to join under this name, which may be that of a live node: it is refused, and ends."""
+    """A node of another model wants to join under this name, which may be that of a live node. It is refused."""
 
     name: str
 
