@@ -36,6 +36,9 @@ class ModelFiles:
     weights: str = ""
 
 
+UNKNOWN_FILES = ModelFiles()
+
+
 def read_model_files(folder: Path, *, dummy: bool = False) -> ModelFiles:
     """Reads a few kilobytes a tensor at most, and none of them for `dummy` weights."""
     return ModelFiles(

@@ -29,6 +29,7 @@ from tests.history import (
     History,
     Hung,
     Operation,
+    Served,
     Tokens,
     Unanswered,
 )
@@ -128,6 +129,7 @@ class Clients:
             if answer.status != 200:
                 yield _refused(answer.status, await answer.body())
                 return
+            yield Served(answer.headers["x-baton-request-id"])
             async for line in answer.lines():
                 if not line:
                     continue
@@ -156,6 +158,7 @@ class Clients:
         if answer.status != 200:
             yield _refused(answer.status, body)
             return
+        yield Served(answer.headers["x-baton-request-id"])
         whole = json.loads(body)
         choices, usage = whole["choices"], whole["usage"]
         for choice in choices:
@@ -220,6 +223,7 @@ def _events(response: GenerateResponse) -> list[Event]:
         if part.token_ids:
             found.append(Tokens(tuple(part.token_ids), part.choice, _scores(part.scores)))
     if response.HasField("usage"):
+        found.append(Served(response.request_id, tuple(response.timeline.models)))
         reason = FinishReason.Name(response.finish_reason).removeprefix("FINISH_REASON_").lower()
         found.append(Finished(reason, response.usage.prompt_tokens, response.usage.completion_tokens))
     return found

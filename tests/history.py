@@ -8,6 +8,7 @@ The invariants, by the names used in complaints:
     I4 isolation       follows from I2 where tokens depend on what the KV blocks hold
     I5 blast radius    a process that was no target neither ends nor is started again
     I6 self-heal       once the fault is over, service is back within a bound
+    I7 one model       every answer comes from nodes of one identity, and all of them from the same
 """
 
 from collections import Counter
@@ -76,6 +77,14 @@ class Echoed:
 
 
 @dataclass(frozen=True, slots=True)
+class Served:
+    """Which request it became, and the digests of all models that its nodes have; () through doors that do not tell."""
+
+    request: str
+    models: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The server said that the output is complete."""
 
@@ -114,7 +123,7 @@ class Hung:
     """The client's last patience was over."""
 
 
-Event = Tokens | Echoed | Finished | Failed | Closed | Unanswered | GaveUp | Hung
+Event = Tokens | Echoed | Served | Finished | Failed | Closed | Unanswered | GaveUp | Hung
 _ENDS = (Failed, Closed, Unanswered, GaveUp, Hung)
 
 
@@ -154,6 +163,10 @@ class Operation:
     def finished(self) -> Finished | None:
         return next((event for _, event in self.events if isinstance(event, Finished)), None)
 
+    @property
+    def served(self) -> Served | None:
+        return next((event for _, event in self.events if isinstance(event, Served)), None)
+
     def __str__(self) -> str:
         call = self.call
         asked = f"{call.n}x" if call.n > 1 else ""
@@ -192,7 +205,7 @@ def _outcome(operation: Operation) -> str:
 
 
 def complaints(
-    operations: Iterable[Operation],
+    operations: Sequence[Operation],
     reference: Reference,
     *,
     scorer: Scorer | None = None,
@@ -201,7 +214,7 @@ def complaints(
     stop_excused: bool = False,
     grace: float = GRACE,
 ) -> list[str]:
-    """Breaches of I2 and I3, one line each. `cut_excused`: the coordinator itself was killed, which resets its
+    """Breaches of I2, I3 and I7, one line each. `cut_excused`: the coordinator itself was killed, which resets its
     clients' connections without a word. `stop_excused`: it was stopped in order, and who knocks at that very moment
     may not be heard. `scorer` for those that ask for scores."""
     found: list[str] = []
@@ -211,7 +224,20 @@ def complaints(
             *_wrong_end(operation, excused, cut_excused, stop_excused, grace),
         ]
         found += [f"{operation}: {line}" for line in wrong]
-    return found
+    return found + mixed_models(operation.served for operation in operations)
+
+
+def mixed_models(answers: Iterable[Served | None]) -> list[str]:
+    """Breaches of I7: requests of one cluster that were placed on nodes of different models, or on models that all the
+    others were not."""
+    told = [answer for answer in answers if answer is not None and answer.models]
+    usual = Counter(model for answer in told for model in answer.models).most_common(1)
+    return [
+        f"I7: request {answer.request} was placed on nodes of model {' and '.join(answer.models)}, "
+        f"others on {usual[0][0]}"
+        for answer in told
+        if answer.models != (usual[0][0],)
+    ]
 
 
 def _wrong_content(operation: Operation, reference: Reference, scorer: Scorer | None) -> list[str]:
@@ -282,7 +308,7 @@ def _wrong_end(
     if not operation.events or operation.end is None:
         return ["I3: has no end"]
     wrong = []
-    kinds = [type(event).__name__ for _, event in operation.events if not isinstance(event, Tokens | Echoed)]
+    kinds = [type(event).__name__ for _, event in operation.events if not isinstance(event, Tokens | Echoed | Served)]
     match operation.end:
         case Failed(code, message) if code not in excused:
             wrong.append(f"I3: ended in {code}: {message}")

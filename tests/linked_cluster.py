@@ -19,6 +19,7 @@ from tests.cluster import Cluster
 from tests.fault_proxy import Address, FaultyLink
 
 _ARMING = 30.0  # seconds
+INTRUDER = "intruder"
 
 # Everybody loses patience soon, so that a fault and the recovery from it take seconds.
 IMPATIENT: dict[str, Any] = {
@@ -43,7 +44,8 @@ IMPATIENT: dict[str, Any] = {
 
 
 class LinkedCluster(Cluster):
-    """See Cluster. `seed` decides which bits the links corrupt. Belongs to the event loop that it was entered on."""
+    """See Cluster. `seed` decides which bits the links corrupt; `other_model` are the settings in which an intruder
+    differs. Belongs to the event loop that it was entered on."""
 
     def __init__(
         self,
@@ -53,6 +55,7 @@ class LinkedCluster(Cluster):
         decode: int,
         seed: int = 0,
         per_node: Mapping[str, Mapping[str, object]] | None = None,
+        other_model: Mapping[str, object] | None = None,
         **settings: Any,
     ) -> None:
         self.nodes = tuple(
@@ -65,10 +68,12 @@ class LinkedCluster(Cluster):
         self._seed = seed
         self._listen: list[socket.socket] = []
         self._mine: dict[str, dict[str, object]] = {name: dict((per_node or {}).get(name, {})) for name in self.nodes}
+        self._other_model = dict(other_model or {"paced_vocab_size": 31999})
         super().__init__(
             folder,
             per_node=self._mine,
-            held_back=self.processes,
+            held_back=(*self.processes, INTRUDER),
+            also={INTRUDER: "decode-0"},
             wait_ready=False,
             prefill=prefill,
             decode=decode,
@@ -125,6 +130,18 @@ class LinkedCluster(Cluster):
         for name in self.processes if mortal is None else mortal:
             if not self.running(name):
                 self.start(name)
+
+    def start_intruder(self, name: str) -> None:
+        """A decode node of another model, called `name`."""
+        self.per_node[INTRUDER] = {"name": name, "coordinator": self.where.cluster, **self._other_model}
+        self.start(INTRUDER)
+
+    async def intruder_refused(self, within: float) -> None:
+        """Wait for its end, which says that its model is not the cluster's."""
+        code = await self.ended(INTRUDER, within)
+        said = self.tail(INTRUDER)
+        assert (code, "the coordinator refused this node" in said) == (2, True), said
+        del self._processes[INTRUDER]
 
     async def whole(self, within: float = 60.0, mortal: Collection[str] = ()) -> None:
         """Wait until every process that runs now has joined and was heard of late, and the cluster is ready. Nobody

@@ -43,7 +43,7 @@ class Error(_message.Message):
     def __init__(self, code: _Optional[str] = ..., message: _Optional[str] = ..., param: _Optional[str] = ...) -> None: ...
 
 class Timeline(_message.Message):
-    __slots__ = ("queue", "reserve", "prefill", "transfer", "first_token", "ttft", "total", "attempts", "prefill_node", "decode_node", "handoff")
+    __slots__ = ("queue", "reserve", "prefill", "transfer", "first_token", "ttft", "total", "attempts", "prefill_node", "decode_node", "handoff", "models")
     QUEUE_FIELD_NUMBER: _ClassVar[int]
     RESERVE_FIELD_NUMBER: _ClassVar[int]
     PREFILL_FIELD_NUMBER: _ClassVar[int]
@@ -55,6 +55,7 @@ class Timeline(_message.Message):
     PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
+    MODELS_FIELD_NUMBER: _ClassVar[int]
     queue: float
     reserve: float
     prefill: float
@@ -66,7 +67,8 @@ class Timeline(_message.Message):
     prefill_node: str
     decode_node: str
     handoff: HandoffReport
-    def __init__(self, queue: _Optional[float] = ..., reserve: _Optional[float] = ..., prefill: _Optional[float] = ..., transfer: _Optional[float] = ..., first_token: _Optional[float] = ..., ttft: _Optional[float] = ..., total: _Optional[float] = ..., attempts: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., handoff: _Optional[_Union[HandoffReport, _Mapping]] = ...) -> None: ...
+    models: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, queue: _Optional[float] = ..., reserve: _Optional[float] = ..., prefill: _Optional[float] = ..., transfer: _Optional[float] = ..., first_token: _Optional[float] = ..., ttft: _Optional[float] = ..., total: _Optional[float] = ..., attempts: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., handoff: _Optional[_Union[HandoffReport, _Mapping]] = ..., models: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class HandoffReport(_message.Message):
     __slots__ = ("transport", "bytes", "slabs", "slabs_landed_before_last_layer", "compute_seconds", "exposed_seconds", "commit_seconds", "computed_tokens", "cached_tokens")

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from baton.errors import ConfigError
 from baton.kv_layout import KVLayout
-from baton.model_files import ModelFiles
+from baton.model_files import UNKNOWN_FILES, ModelFiles
 from baton.model_identity import UNQUANTIZED, ModelIdentity
 from baton.types import NodeName, Role
 from baton.wire import PROTOCOL_VERSION
@@ -36,7 +36,7 @@ class JoinInfo:
     implementation: str = ""
     dtype: str = ""
     quantization: str = UNQUANTIZED
-    files: ModelFiles = ModelFiles()
+    files: ModelFiles = UNKNOWN_FILES
 
     @property
     def model(self) -> ModelIdentity:
@@ -62,7 +62,7 @@ class CoordinatorModel:
     compared."""
 
     engine: str = ""
-    files: ModelFiles = ModelFiles()
+    files: ModelFiles = UNKNOWN_FILES
 
 
 _POSITIVE = ("num_blocks", "max_num_seqs", "max_batched_tokens", "max_model_len", "vocab_size")
@@ -137,8 +137,8 @@ def require_free_name(info: NameHolder, held_by: NameHolder, free_in: float) -> 
     that member counts as silent if nothing more is heard of it."""
     if info.process != held_by.process:
         raise ConfigError(
-            f"the name {info.name!r} is in use by process {held_by.pid} of host {held_by.host_id[:16]!r}, which is alive:"
-            " give one of the two another --name, or stop one",
+            f"the name {info.name!r} is in use by process {held_by.pid} of host {held_by.host_id[:16]!r}, which is"
+            " alive: give one of the two another --name, or stop one",
             param="name",
             retry_after=max(free_in, _SOONEST_RETRY),
         )

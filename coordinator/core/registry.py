@@ -32,6 +32,7 @@ class Node:
     incarnation: Incarnation
     joined_at: float
     heard_at: float
+    model_digest: bytes  # of the identity that it announced
     stats: NodeStats | None = None
     stands_still: bool = False  # by its last heartbeat
     leaving: bool = False
@@ -72,10 +73,10 @@ class Registry:
 
     def add(self, info: JoinInfo, incarnation: Incarnation, now: float) -> Node:
         """Checked before, and what it replaces removed."""
-        node = Node(info, incarnation, joined_at=now, heard_at=now)
-        self.nodes[incarnation] = node
         self.model = info.model
-        self.model_digest = info.model.digest()
+        self.model_digest = self.model.digest()
+        node = Node(info, incarnation, joined_at=now, heard_at=now, model_digest=self.model_digest)
+        self.nodes[incarnation] = node
         self._silent_at = min(self._silent_at, now + self.silence)
         return node
 
@@ -100,6 +101,10 @@ class Registry:
 
     def called(self, name: NodeName) -> Node | None:
         return next((node for node in self.nodes.values() if node.info.name == name), None)
+
+    def models_of(self, *legs: Incarnation | None) -> list[str]:
+        """The digest of each of these members, in hex."""
+        return [self.nodes[leg].model_digest.hex() for leg in legs if leg is not None]
 
     def lacks(self, role: Role) -> str:
         """Why no node of the role can be given work, "" if one can."""
@@ -145,4 +150,3 @@ class Registry:
         """The cluster's. Only after the first join."""
         assert self.model is not None, "no node has joined"
         return self.model.layout
-

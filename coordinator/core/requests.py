@@ -206,7 +206,8 @@ class RequestTable:
         self.decisions.book(record, key, decision, now)
         self.counters.placements[decision.way.value, decision.why.value] += 1
         record.to(RequestState.PLACED)
-        record.marks.placed_at(now, self.name(prefill), self.name(decode))
+        models = self._registry.models_of(prefill, decode)
+        record.marks.placed_at(now, self.name(prefill), self.name(decode), models)
         work = record.work(key, now)
         elsewhere = self.decisions.elsewhere(record, decision)
         if decode is not None:

@@ -11,7 +11,8 @@ from either node. Where decode computes the prompt itself there is no transfer, 
 """
 
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from baton.pb.common_pb2 import HandoffReport, Timeline
 from baton.types import AttemptKey, NodeName, RequestId
@@ -32,10 +33,12 @@ class Marks:
     prefill_node: NodeName | None = None
     decode_node: NodeName | None = None
     handoff: HandoffReport | None = None
+    models: list[str] = field(default_factory=list)  # of the nodes that it was placed on, by their own word, each once
 
-    def placed_at(self, now: float, prefill: NodeName, decode: NodeName) -> None:
+    def placed_at(self, now: float, prefill: NodeName, decode: NodeName, models: Iterable[str] = ()) -> None:
         """A new attempt. What the last one did before the first token counts as waiting."""
         self.prefill_node, self.decode_node = prefill, decode
+        self.models += [model for model in dict.fromkeys(models) if model not in self.models]
         if self.first_token is None:
             self.placed, self.reserved, self.prefill_ended, self.committed, self.handoff = now, None, None, None, None
 
@@ -73,6 +76,7 @@ class Marks:
             prefill_node=self.prefill_node or "",
             decode_node=self.decode_node or "",
             handoff=self.handoff,
+            models=self.models,
         )
 
 

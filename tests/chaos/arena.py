@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator
 import grpc
 
 from baton.cli.plan import COORDINATOR
+from baton.pb.cluster_pb2 import ExplainRequest, ExplainResponse
+from tests.answers import cluster_call
 from tests.chaos.rounds import Load, Round
 from tests.clients import Clients
 from tests.history import (
@@ -18,9 +20,11 @@ from tests.history import (
     Failed,
     History,
     Operation,
+    Served,
     Tokens,
     complaints,
     held,
+    mixed_models,
     unbalanced,
 )
 from tests.linked_cluster import LinkedCluster
@@ -58,7 +62,7 @@ class Arena:
             cluster.revive()
             over.set()
             await load
-            wrong = self._judged(history, one)
+            wrong = self._judged(history, one) + await self._mixed_models(history)
             wrong += await self._recovered(clients, one)
             wrong += [f"I5: {line}" for line in self._ended(before, one)]
         self.outcomes += history.outcomes()
@@ -102,6 +106,21 @@ class Arena:
             cut_excused=COORDINATOR in one.killed,
             stop_excused=COORDINATOR in one.victims,
         )
+
+    async def _mixed_models(self, history: History) -> list[str]:
+        """I7, also for the doors that do not tell: the coordinator does, unless it has been started again since."""
+        told: list[Served] = []
+        for operation in history.operations:
+            if operation.served is not None and not operation.served.models:
+                with contextlib.suppress(grpc.RpcError):
+                    told.append(await self._explained(operation.served.request))
+        return mixed_models([*(operation.served for operation in history.operations), *told])
+
+    async def _explained(self, request: str) -> Served:
+        asked = ExplainRequest(request_id=request)
+        answer: ExplainResponse = await cluster_call(self.cluster.grpc, "Explain", asked)
+        models = dict.fromkeys(model for one in (answer, *answer.others) for model in one.timeline.models)
+        return Served(request, tuple(models))
 
     def _ended(self, before: dict[str, int], one: Round) -> list[str]:
         now = self.cluster.pids()

@@ -55,6 +55,19 @@ class Kill(Fault):
 
 
 @dataclass(frozen=True)
+class Intruder(Fault):
+    """A node of another model wants to join under this name, which may be that of a live node. It is refused."""
+
+    name: str
+
+    async def strike(self, cluster: LinkedCluster) -> None:
+        cluster.start_intruder(self.name)
+
+    async def relent(self, cluster: LinkedCluster) -> None:
+        await cluster.intruder_refused(within=_ORDERLY_END)
+
+
+@dataclass(frozen=True)
 class Restart(Fault):
     """SIGTERM, the orderly end, and a new start."""
 

@@ -7,7 +7,20 @@ from dataclasses import dataclass, replace
 from baton.cli.plan import COORDINATOR
 from baton.failpoints import POINTS, Action
 from baton.types import Role
-from tests.chaos.faults import Failpoint, Fault, Freeze, HalfClose, Kill, Noise, Nothing, Reset, Restart, Storm, Strand
+from tests.chaos.faults import (
+    Failpoint,
+    Fault,
+    Freeze,
+    HalfClose,
+    Intruder,
+    Kill,
+    Noise,
+    Nothing,
+    Reset,
+    Restart,
+    Storm,
+    Strand,
+)
 from tests.fault_proxy import BOTH, Way, Weather
 from tests.history import Call, Door, Reference, Scorer
 
@@ -24,6 +37,7 @@ _STOPPED = 0.2  # share of calls with a stop id that comes, or does not
 _SCORED = 0.3  # share of calls through gRPC that ask for scores, where they are known
 _ECHOED = 0.3  # share of calls through gRPC that want the prompt back
 _SECOND_FAULT = 0.25  # share of rounds in which two faults strike at once
+_INTRUDER = 0.15  # share of rounds in which a node of another model comes as well
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +107,13 @@ def draw(seed: int, processes: Sequence[str], links: Sequence[str]) -> Round:
     faults = [_fault(rng, processes, links)]
     if rng.random() < _SECOND_FAULT:
         faults.append(_fault(rng, processes, links))
+    # From a source of its own, so that a seed's other faults stay what they were. Without the coordinator or with noise
+    # everywhere no member might be left to say which model is served.
+    rng = random.Random(f"intruder {seed}")
+    struck = frozenset[str]().union(*(fault.victims for fault in faults))
+    if rng.random() < _INTRUDER and COORDINATOR not in struck and not any(isinstance(one, Noise) for one in faults):
+        names = [name for name in processes if name != COORDINATOR] + ["intruder"]
+        faults.insert(0, Intruder(rng.choice(names)))  # the last to relent: the others must not wait for its end
     return Round(seed, tuple(faults), rng.randrange(LATEST_MOMENT), rng.choice((SHORT, LONG)))
 
 

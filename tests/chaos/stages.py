@@ -76,6 +76,7 @@ def _model(folder: Path) -> Stage:
         "model": str(model),
         "dtype": "float32",
         "threads": "1",
+        "other_model": {"model": str(build_model("llama", folder, seed=1))},
     }
     return Stage(
         Load(4, lambda rng: rng.choice(tuple(answers)), lambda prompt, n: answers[tuple(prompt)][:n]),

@@ -47,7 +47,7 @@ class PaperNode:
     def __init__(self, name: str, num_blocks: int, now: float) -> None:
         sizes = {"num_blocks": num_blocks, "max_num_seqs": 16, "max_batched_tokens": 512, "max_model_len": 1 << 16}
         info = join_info(name, PREFILL, **sizes)
-        self.node = Node(info, Incarnation(name), now, now)
+        self.node = Node(info, Incarnation(name), now, now, b"")
         self.pool = BlockPool(num_blocks, BLOCK, lambda: 0.0)
         self.waiting: deque[Job] = deque()
         self.running: Job | None = None

@@ -19,10 +19,12 @@ from tests.history import (
     History,
     Hung,
     Operation,
+    Served,
     Tokens,
     Unanswered,
     complaints,
     held,
+    mixed_models,
     unbalanced,
 )
 
@@ -41,6 +43,15 @@ def operation(*events: Event, door: Door = Door.SSE, last_at: float = 1.0) -> Op
 
 def judged(*events: Event, cut_excused: bool = False, last_at: float = 1.0) -> list[str]:
     return complaints([operation(*events, last_at=last_at)], reference, cut_excused=cut_excused)
+
+
+def test_two_models_are_seen_in_one_answer_and_between_answers() -> None:
+    one, other, both = Served("a", ("m",)), Served("b", ("n",)), Served("c", ("m", "n"))
+    assert mixed_models([one, one, None, Served("d")]) == []
+    assert mixed_models([one, one, both]) == ["I7: request c was placed on nodes of model m and n, others on m"]
+    assert mixed_models([one, one, other]) == ["I7: request b was placed on nodes of model n, others on m"]
+    assert judged(*RIGHT[:2], both, *RIGHT[2:]) == ["I7: request c was placed on nodes of model m and n, others on m"]
+    assert judged(*RIGHT[:2], one, *RIGHT[2:]) == []
 
 
 RIGHT = (Tokens((30, 31)), Tokens((32,)), Finished("length", 2, 3), Closed(True))
