@@ -140,9 +140,7 @@ class CostModel:
         features = step_features(seen.sequences, seen.resident)
         self._follow(self._step.add(name, features, seen.seconds, self._moment(self.members, now)))
 
-    def transfer_took(
-        self, writer: NodeName, decode: NodeName, size: int, seconds: float, now: float = 0.0
-    ) -> None:
+    def transfer_took(self, writer: NodeName, decode: NodeName, size: int, seconds: float, now: float = 0.0) -> None:
         most_pairs = max(1, self.members**2 // 4)
         self._links.add((writer, decode), (1.0, size * _MEBI), seconds, self._moment(most_pairs, now))
 

@@ -12,7 +12,7 @@ from baton.types import Incarnation, Request
 from coordinator.core.answer_time import AnswerTimes
 from coordinator.core.cost_model import CostModel, StepsSeen
 from coordinator.core.elsewhere import richer_pool
-from coordinator.core.messages import CacheEvents, CacheSnapshot
+from coordinator.core.messages import Admitted, CacheEvents, CacheSnapshot, PrefillEnded
 from coordinator.core.names import PromptNames
 from coordinator.core.output_length import OutputLengths
 from coordinator.core.pools import PoolMember, Pools
@@ -127,13 +127,14 @@ class Knowledge:
         if seen.sequences > 0 and seen.resident >= 0:
             self.costs.steps_took(node.info.name, seen, now)
 
-    def computed(self, node: Incarnation | None, new: int, cached: int, seconds: float, now: float) -> None:
+    def computed(self, node: Incarnation | None, report: PrefillEnded | Admitted, now: float) -> None:
         """A prompt, or the part of one that was not cached."""
+        new, cached = report.computed_tokens, report.cached_tokens
         found = self._registry.nodes.get(node) if node else None
         if new:  # else another node has computed it, and says so
             self.workload.prompt_done(new, cached)
         if found is not None:
-            self.costs.prefill_took(found.info.name, new, cached, seconds, now)
+            self.costs.prefill_took(found.info.name, new, cached, report.share_seconds, now)
 
     def handed_off(
         self, writer: Incarnation | None, decode: Incarnation | None, report: HandoffReport, now: float

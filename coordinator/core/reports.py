@@ -197,7 +197,7 @@ class Reports:
         attempt.notes.prefill_ended = now
         record.marks.mark("prefill_ended", now)
         self._table.loads.heard_of(sender, message.key, computed=True, now=now)
-        self._table.knowledge.computed(sender, message.computed_tokens, message.cached_tokens, message.share_seconds, now)
+        self._table.knowledge.computed(sender, message, now)
         count_sources(record, attempt, self._table.counters)
         self._table.placeable = True
         self._table.last_progress = now
@@ -246,7 +246,7 @@ class Reports:
         attempt.notes.mark_committed(now)
         record.marks.mark("committed", now)
         self._table.loads.heard_of(sender, message.key)
-        self._table.knowledge.computed(sender, message.computed_tokens, message.cached_tokens, message.share_seconds, now)
+        self._table.knowledge.computed(sender, message, now)
         self._table.committed(record, attempt)
         count_sources(record, attempt, self._table.counters)
         self._table.last_progress = now
