@@ -117,6 +117,10 @@ class Failpoints:
     def seed(self, seed: int) -> None:
         self._random.seed(seed)
 
+    def resume(self) -> None:
+        """End every delay, those that come later too."""
+        self._resume.set()
+
     def armed(self, name: str) -> bool:
         return name in self._armed
 

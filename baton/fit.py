@@ -47,6 +47,13 @@ class Fit:
         self._solve()
         return error
 
+    def begin_anew(self) -> None:
+        """Forget what was learned. The next observation scales the coefficients as the first one did."""
+        self.error = MeanError()
+        self._gram = [[0.0] * len(self.coefficients) for _ in self.coefficients]
+        self._moment = [0.0] * len(self.coefficients)
+        self._usual = 1.0
+
     def _begin(self, features: Sequence[float], seconds: float, scale: float) -> None:
         """A coefficient's prior is as wide as itself, or as a tenth of what was seen if that is more."""
         self.coefficients = tuple(coefficient * scale for coefficient in self.coefficients)

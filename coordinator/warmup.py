@@ -37,8 +37,8 @@ class Readiness:
         return not reason, reason
 
     async def run(self) -> None:
-        """Warm up as soon as the cluster can serve, by a hand-off if the mode has them and a prefill node comes in time;
-        after a failure, again when a node has come or reported."""
+        """Warm up as soon as the cluster can serve, by a hand-off if the mode has them and a prefill node comes in
+        time; after a failure, again when a node has come or reported."""
         brain = self._dispatcher.brain
         while self._not_warm:
             await self._wait_while(brain.missing)

@@ -108,6 +108,8 @@ class VirtualCluster:
         self.most_waiting = 0
         self.last_token = 0.0
         self.longest_silence = 0.0
+        self.slowness: dict[str, float] = {}  # of nodes by name: so many times as slow as the others
+        self.given: list[tuple[float, str]] = []  # to which node an attempt was given, and when
         self.on_end: Callable[[Served], None] = lambda _: None
         self._costs = costs or PacedCosts()
         self._link = link
@@ -227,6 +229,8 @@ class VirtualCluster:
     # a node
 
     def _order(self, node: _Node, message: m.NodeOrder) -> None:
+        if isinstance(message, m.Prefill | m.Submit):
+            self.given.append((self.now, node.incarnation))
         if isinstance(message, m.Cancel):
             node.scheduler.cancel(message.key)
         elif isinstance(message, m.Prefill):
@@ -266,7 +270,7 @@ class VirtualCluster:
         if batch is None:
             node.stepping = False
         else:
-            seconds = self._costs.seconds(batch)
+            seconds = self._costs.seconds(batch) * self.slowness.get(node.incarnation, 1.0)
 
             def ended() -> None:
                 node.took(batch, seconds)

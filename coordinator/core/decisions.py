@@ -5,7 +5,7 @@ from typing import Literal
 
 from baton.errors import DeadlineExceeded
 from baton.pool_terms import Elsewhere
-from baton.types import AttemptKey, Incarnation, Role
+from baton.types import AttemptKey, Incarnation, NodeName, Role
 from coordinator.core.admission import Admission
 from coordinator.core.breakers import Breakers
 from coordinator.core.degradation import Degradation, Step
@@ -138,6 +138,7 @@ class Decisions:
                 resident=prediction.resident,
                 now=now,
             )
+        self._knowledge.costs.give_work(self._name(choice.prefill), self._name(choice.decode))
 
     def elsewhere(self, record: Record, decision: Decision) -> dict[Incarnation, Elsewhere]:
         """What the chosen nodes' pools may fetch from another host's."""
@@ -160,6 +161,9 @@ class Decisions:
         if node is None:
             return []
         return [*(view for view in in_service if view.role is not node.info.role), self._loads.view(node)]
+
+    def _name(self, node: Incarnation | None) -> NodeName | None:
+        return self._registry.nodes[node].info.name if node is not None else None
 
     def _may_prefill(self, record: Record) -> bool:
         pinned = self._registry.nodes.get(record.pin) if record.pin else None

@@ -68,6 +68,8 @@ class FairOrder:
             flow.start = max(flow.start, self._virtual - CREDIT)
         insort(flow.entries, place)
         flow.backlog += claim.tokens
+        if claim.tenant != INTERNAL:
+            self._shares.asked(claim.tenant, 1, claim.arrived)
         self._places[request] = (claim, place)
 
     def push_front(self, request: RequestId, claim: Claim) -> None:

@@ -12,7 +12,7 @@ from baton.types import Incarnation, Request
 from coordinator.core.answer_time import AnswerTimes
 from coordinator.core.cost_model import CostModel, StepsSeen
 from coordinator.core.elsewhere import richer_pool
-from coordinator.core.messages import CacheEvents, CacheSnapshot
+from coordinator.core.messages import Admitted, CacheEvents, CacheSnapshot, PrefillEnded
 from coordinator.core.names import PromptNames
 from coordinator.core.output_length import OutputLengths
 from coordinator.core.pools import PoolMember, Pools
@@ -41,9 +41,11 @@ class Knowledge:
 
     def joined(self, node: Node) -> None:
         self.directory.join(node.incarnation, node.info.num_blocks)
+        self.costs.members = len(self._registry.nodes)
 
     def left(self, node: Incarnation) -> None:
         self.directory.leave(node)
+        self.costs.members = len(self._registry.nodes)
 
     # what is known of a prompt
 
@@ -112,7 +114,7 @@ class Knowledge:
     def cache_snapshot(self, node: Incarnation, message: CacheSnapshot) -> None:
         self.directory.snapshot(node, message.sequence, message.names)
 
-    def steps(self, node: Node, before: NodeStats | None, after: NodeStats) -> None:
+    def steps(self, node: Node, before: NodeStats | None, after: NodeStats, now: float) -> None:
         """Between two heartbeats, or from the node's start to the first."""
         before = before or NodeStats()
         count = after.decode_steps - before.decode_steps
@@ -124,18 +126,22 @@ class Knowledge:
             resident=(after.decode_step_tokens - before.decode_step_tokens) / count,
         )
         if seen.sequences > 0 and seen.resident >= 0:
-            self.costs.steps_took(node.info.name, seen)
+            self.costs.steps_took(node.info.name, seen, now)
 
-    def computed(self, node: Incarnation | None, new: int, cached: int, seconds: float) -> None:
+    def computed(self, node: Incarnation | None, report: PrefillEnded | Admitted, now: float) -> None:
         """A prompt, or the part of one that was not cached."""
+        new, cached = report.computed_tokens, report.cached_tokens
         found = self._registry.nodes.get(node) if node else None
         if new:  # else another node has computed it, and says so
             self.workload.prompt_done(new, cached)
         if found is not None:
-            self.costs.prefill_took(found.info.name, new, cached, seconds)
+            self.costs.prefill_took(found.info.name, new, cached, report.share_seconds, now)
 
-    def handed_off(self, writer: Incarnation | None, decode: Incarnation | None, report: HandoffReport) -> None:
+    def handed_off(
+        self, writer: Incarnation | None, decode: Incarnation | None, report: HandoffReport, now: float
+    ) -> None:
         nodes = self._registry.nodes
         if writer in nodes and decode in nodes and report.bytes:
             seconds = report.exposed_seconds + report.commit_seconds
-            self.costs.transfer_took(nodes[writer].info.name, nodes[decode].info.name, report.bytes, seconds)
+            names = nodes[writer].info.name, nodes[decode].info.name
+            self.costs.transfer_took(*names, report.bytes, seconds, now)

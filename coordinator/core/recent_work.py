@@ -1,5 +1,5 @@
 """How much work each node, or tenant, was given lately: seconds, or tokens. What was given counts less by 1/e every
-`WINDOW` seconds.
+`window` seconds.
 
 Kept by forward decay (Cormode, Shkapenyuk, Srivastava, Xu, "Forward decay: a practical time decay model for streaming
 systems", 2009): instead of shrinking what was added before, what is added now counts more. So sums of different nodes
@@ -13,7 +13,8 @@ _LONGEST = 200.0  # windows after which the scale is chosen anew, long before fl
 
 
 class RecentWork:
-    def __init__(self) -> None:
+    def __init__(self, window: float = WINDOW) -> None:
+        self._window = window
         self._landmark = -math.inf  # when a second of work counts 1
         self._sums: dict[str, float] = {}
         self._total = 0.0
@@ -24,7 +25,7 @@ class RecentWork:
 
     def keep_scale(self, now: float) -> bool:
         """To be called before anything else at a moment. True if every sum has changed: the scale is another one."""
-        windows = (now - self._landmark) / WINDOW
+        windows = (now - self._landmark) / self._window
         if windows <= _LONGEST:
             return False
         self._sums = {name: work * math.exp(-windows) for name, work in self._sums.items()}
@@ -34,7 +35,7 @@ class RecentWork:
 
     def unit(self, now: float) -> float:
         """What a second, or token, of work given now adds to a sum."""
-        return math.exp((now - self._landmark) / WINDOW)
+        return math.exp((now - self._landmark) / self._window)
 
     def of(self, name: str) -> float:
         return self._sums.get(name, 0.0)

@@ -200,7 +200,7 @@ class Reports:
             attempt.notes.prefill_ended = now
             record.marks.mark("prefill_ended", now)
         self._table.loads.heard_of(sender, message.key, computed=True, now=now)
-        self._table.knowledge.computed(sender, message.computed_tokens, message.cached_tokens, message.share_seconds)
+        self._table.knowledge.computed(sender, message, now)
         count_sources(record, attempt, self._table.counters)
         self._table.placeable = True
         self._table.last_progress = now
@@ -215,7 +215,7 @@ class Reports:
             record, attempt = found
             news = not attempt.handed_off
             if news:
-                table.knowledge.handed_off(sender, attempt.decode, report)
+                table.knowledge.handed_off(sender, attempt.decode, report, now)
             attempt.handed_off = True
             record.marks.mark("committed", now)
             record.marks.handoff = attempt.notes.handoff = report
@@ -249,7 +249,7 @@ class Reports:
         attempt.notes.mark_committed(now)
         record.marks.mark("committed", now)
         self._table.loads.heard_of(sender, message.key)
-        self._table.knowledge.computed(sender, message.computed_tokens, message.cached_tokens, message.share_seconds)
+        self._table.knowledge.computed(sender, message, now)
         self._table.committed(record, attempt)
         count_sources(record, attempt, self._table.counters)
         self._table.last_progress = now
@@ -258,7 +258,7 @@ class Reports:
         node = self._registry.nodes[sender]
         if node.stats is not None and message.stats.queued_tokens < node.stats.queued_tokens:
             self._table.last_progress = now
-        self._table.knowledge.steps(node, node.stats, message.stats)
+        self._table.knowledge.steps(node, node.stats, message.stats, now)
         self._registry.report(node, message.stats)
         self._table.loads.report(sender, message.stats.blocks_free + message.stats.blocks_cached)
         self._table.placeable = True

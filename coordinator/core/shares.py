@@ -7,12 +7,18 @@ that is left, everybody waits until somebody's answer ends.
 
 What was refused for want of room counts as asked. By what it had alone, who floods a busy cluster differs too little
 from who is ahead of its share by chance.
+
+Who asks for more is found by two windows, both of which must say so: the long one tells a flood from chance, the short
+one finds out within seconds that it is over (as alerts with two windows do: Beyer et al., "The Site Reliability
+Workbook", 2018, chapter 5). The short one counts what arrives and not what is served, because a line that has piled up
+is served long after its tenant has stopped.
 """
 
 from dataclasses import dataclass
 
 from coordinator.core.recent_work import WINDOW, RecentWork
 
+SHORT_WINDOW = 2.0  # seconds: a tenant at ten times its share that stops is taken for one that has stopped after 5 s
 _SLACK = 1.4  # of a share: chance makes tenants that ask for the same differ by less
 _FULL = 1.25  # of a share: who has had so much leaves all that it is to leave
 
@@ -35,6 +41,7 @@ class Shares:
         self._had = RecentWork()
         self._refused = RecentWork()
         self._turns = RecentWork()  # requests that were placed
+        self._arrived = RecentWork(SHORT_WINDOW)  # what requests that came are expected to cost, refused ones included
         self._due: dict[str, _Due] = {}  # not in the sums yet
         self._weights: dict[str, float] = {}  # of those that count: who was served longest ago is first
         self._last: dict[str, float] = {}
@@ -48,9 +55,16 @@ class Shares:
         due.cost += cost
         due.turns += turns
 
-    def refused(self, tenant: str, count: int, now: float) -> None:
-        """So many requests found no room. Each is taken for one like those that did."""
+    def asked(self, tenant: str, count: int, now: float) -> None:
+        """So many requests have come. Each is taken for one like those that were placed."""
         self._look(now)
+        turns = self._turns.of(tenant)
+        if turns:
+            self._arrived.add(tenant, count * self._had.of(tenant) / turns, now)
+
+    def refused(self, tenant: str, count: int, now: float) -> None:
+        """So many requests have come and found no room. Each is taken for one like those that did."""
+        self.asked(tenant, count, now)
         turns = self._turns.of(tenant)
         if turns:
             self._refused.add(tenant, count * self._had.of(tenant) / turns, now)
@@ -63,7 +77,8 @@ class Shares:
             return 0.0
         fair = self._weights[tenant] / self._weight
         asked, all_asked = self._had.of(tenant) + self._refused.of(tenant), self._had.total + self._refused.total
-        if asked <= _SLACK * fair * all_asked:
+        arrived, all_arrived = self._arrived.of(tenant), self._arrived.total
+        if asked <= _SLACK * fair * all_asked or arrived <= _SLACK * fair * all_arrived:
             return 0.0
         had = self._had.of(tenant) / self._had.total
         over = (had / fair - 1.0) / (_FULL - 1.0)
@@ -71,7 +86,7 @@ class Shares:
 
     def _look(self, now: float) -> None:
         """Forget who has not been served for long, and book what is due, as of when it was charged."""
-        for each in (self._had, self._refused, self._turns):
+        for each in (self._had, self._refused, self._turns, self._arrived):
             each.keep_scale(now)
         self._forget_before(now - WINDOW)
         if len(self._weights) == 1 and self._due.keys() - self._weights.keys():
@@ -93,5 +108,5 @@ class Shares:
             self._weight = 0.0
 
     def _forget(self, tenant: str) -> None:
-        for each in (self._had, self._refused, self._turns):
+        for each in (self._had, self._refused, self._turns, self._arrived):
             each.forget(tenant)

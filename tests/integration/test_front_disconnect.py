@@ -109,10 +109,10 @@ async def test_a_grpc_deadline_cancels() -> None:
     async with serving() as front:
         front.brain.script = nothing
         request = pb.GenerateRequest(token_ids={"ids": [1]})
-        calls = [method(request, timeout=2.0) for method in (front.stub.Generate, front.stub.GenerateOnce)]
+        calls = [method(request, timeout=5.0) for method in (front.stub.Generate, front.stub.GenerateOnce)]
         for _ in calls:
             generation = await front.brain.generations.get()
-            assert 0 < generation.submission.timeout <= 2.1, "gRPC rounds up on the wire"
+            assert 0 < generation.submission.timeout <= 5.2, "gRPC rounds up on the wire"
             async with asyncio.timeout(30):
                 await generation.cancelled.wait()
         for call in calls:

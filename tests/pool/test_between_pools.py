@@ -78,10 +78,11 @@ async def test_a_writer_that_stops_costs_its_lease(tmp_path: Path) -> None:
     """Its end of the plane stands still, as the process would."""
     async with end(tmp_path / "a", "a", ticket_ttl=0.3) as here, end(tmp_path / "b", "b") as there:
         there.put(PROMPT)
-        there.failpoints.arm("transfer.write.before=delay(1.0)*1")
+        there.failpoints.arm("transfer.write.before=delay(600)*1")
         with pytest.raises(LeaseExpired):
             await here.fetch(there, PROMPT)
         assert here.has(PROMPT) == []
+        there.failpoints.resume()
         await there.at_rest()
 
 

@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from baton.cli.plan import COORDINATOR
 from tests.cluster import Cluster
+from tests.integration.test_prefix_routing import known_blocks, metric
 from tests.soak.kills import Range, Recovery
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -65,15 +66,23 @@ async def test_nodes_are_killed(cluster: Cluster, kills: int, role: str) -> None
 
 @pytest.mark.timeout(1200)
 async def test_the_coordinator_is_killed(cluster: Cluster, kills: int) -> None:
-    """Back at once, or after its nodes have given up what they held for it. Their caches outlive it."""
+    """Back at once, or after its nodes have given up what they held for it. Their caches outlive it: once the load is
+    over, since it evicts, the last new one is told of all blocks that the one before it knew."""
     nodes = {name: pid for name, pid in cluster.pids().items() if name != COORDINATOR}
     prompt = list(range(1, 200))
-    await cluster.generate(prompt, max_tokens=2, ignore_eos=True)
     range_ = Range(cluster, seed=1)
     async with range_.load():
         long = cluster.config.silence + 1.0 if kills >= MANY else 0.0
         recoveries = [await range_.kill(COORDINATOR, down=long * (number % 2)) for number in range(kills)]
-        cached = (await cluster.generate(prompt, max_tokens=2, ignore_eos=True)).usage.cached_tokens
+    await cluster.wait_quiet()
+    await cluster.generate(prompt, max_tokens=2, ignore_eos=True)
+    await cluster.wait_quiet()
+    blocks = await metric(cluster, "baton_prefix_directory_blocks")
+    cluster.kill(COORDINATOR)
+    cluster.start(COORDINATOR)
+    await cluster.ready()
+    await known_blocks(cluster, blocks)
+    cached = (await cluster.generate(prompt, max_tokens=2, ignore_eos=True)).usage.cached_tokens
     await cluster.wait_quiet()
     assert range_.complaints(coordinator_died=True) == []
     assert {name: pid for name, pid in cluster.pids().items() if name != COORDINATOR} == nodes

@@ -151,7 +151,8 @@ async def test_short_prompts_behind_a_long_one(storm: Storm) -> None:
 
     async def p95(*, behind: bool) -> float:
         first = asyncio.create_task(loop.ask(long)) if behind else None
-        await asyncio.sleep(0.05)  # it has a head start
+        if first is not None:
+            await storm.cluster.wait_status(lambda status: status.running >= 1)  # it has a head start
         outcomes: list[Outcome] = await loop.at_once(short, 50)
         assert held_to(outcomes) == {"answered": 50}
         if first is not None:

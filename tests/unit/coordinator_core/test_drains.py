@@ -137,7 +137,6 @@ def test_a_node_that_comes_back_by_the_same_name_stays_out(world: World, nodes: 
 
 
 def test_the_last_decode_node_may_be_drained_and_is_missed(world: World, nodes: Nodes) -> None:
-    _, d0, _ = nodes
     running = world.submit()
     for name in (D0, D1):
         drain(world, name)
@@ -152,7 +151,7 @@ def test_the_last_decode_node_may_be_drained_and_is_missed(world: World, nodes: 
 
 
 def test_while_the_last_prefill_node_is_drained_decode_nodes_compute_prompts(world: World, nodes: Nodes) -> None:
-    p0, d0, d1 = nodes
+    p0, _, _ = nodes
     world.submit()
     drain(world, P0)
     assert world.brain.missing() == ""

@@ -1,5 +1,5 @@
-"""Mode disaggregated while no prefill node can be given work: decode nodes compute the prompts, whoever waits goes on at
-once, and hand-offs resume with the first prefill node."""
+"""Mode disaggregated while no prefill node can be given work: decode nodes compute the prompts, whoever waits goes on
+at once, and hand-offs resume with the first prefill node."""
 
 from collections.abc import Callable
 
