@@ -19,6 +19,7 @@ from coordinator.core.messages import End, Switched
 from coordinator.core.pools import ROLE
 from coordinator.core.recent import Recent
 from coordinator.dispatcher import Dispatcher
+from coordinator.unknown_fields import REFUSED, UnknownFields
 
 PHASES = ("drain", "switch", "probe")  # of a change of role
 STAGES = ("queue", "reserve", "prefill", "transfer", "first_token")
@@ -32,7 +33,7 @@ _LABEL = re.compile(r'(?P<key>[a-z_]+)="(?P<value>[^"]*)"')
 class Metrics:
     """`registry` is what /metrics exposes."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, unknown_fields: UnknownFields = REFUSED) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._ttft = Histogram(
             "baton_request_ttft_seconds",
@@ -66,6 +67,7 @@ class Metrics:
         self._clock = dispatcher.clock
         self._collector = BrainCollector(dispatcher.brain, dispatcher.clock)
         self.registry.register(self._collector)
+        self.registry.register(unknown_fields)
         dispatcher.on_end.append(self.observe)
         dispatcher.on_switch.append(self.observe_switch)
 

@@ -34,10 +34,18 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._head_bytes += len(data) if self._in_head else 0
-        super().data_received(data)
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+        """The parser sees a head in slices, each within what is left of the bound, so that it never holds more."""
+        unread = memoryview(data)
+        while unread and not self.transport.is_closing():
+            part = unread[:_SLICE]
+            if self._in_head:
+                part = part[: MAX_HEAD_BYTES - self._head_bytes]
+                self._head_bytes += len(part)
+                if not part:
+                    self.send_400_response(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+                    return
+            super().data_received(part)  # type: ignore[arg-type]  # any buffer will do
+            unread = unread[len(part) :]
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -17,7 +17,8 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 _NULL: tuple[object, ...] = ()
 _FALSE, _TRUE, _EITHER = (False,), (True,), (True, False)
 _ZERO, _ONE = (0,), (1,)
-_EMPTY_LIST, _EMPTY_OBJECT = ([],), ({},)
+_EMPTY_LIST: tuple[object, ...] = ([],)
+_EMPTY_OBJECT: tuple[object, ...] = ({},)
 
 _SAMPLING: NoOps = {
     "use_beam_search": _FALSE,
