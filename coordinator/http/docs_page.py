@@ -1,4 +1,4 @@
-"""GET /docs: Swagger UI, with its files from an installed package, so that the page needs no other host."""
+"""GET /docs: Swagger UI with its files from an installed package, so that no other host is needed."""
 
 import asyncio
 import importlib.resources
@@ -15,9 +15,8 @@ _FILES = {
     "favicon.png": "image/png",
 }
 FILE_PATHS = frozenset(f"{PATH}/{name}" for name in _FILES)
-_POLICY = (
-    "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
-)
+_INLINE = "'self' 'unsafe-inline'"
+_POLICY = f"default-src 'self'; script-src {_INLINE}; style-src {_INLINE}; img-src 'self' data:"
 _HEADERS = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff"}
 
 
@@ -28,7 +27,7 @@ def add_docs(app: FastAPI) -> None:
         swagger_js_url=f"{PATH}/swagger-ui-bundle.js",
         swagger_css_url=f"{PATH}/swagger-ui.css",
         swagger_favicon_url=f"{PATH}/favicon.png",
-        swagger_ui_parameters={"validatorUrl": None},  # else a badge is fetched from Swagger's own site
+        swagger_ui_parameters={"validatorUrl": None},  # else Swagger's own site serves a badge
     )
 
     async def docs() -> Response:
@@ -43,6 +42,7 @@ def _file_route(name: str, media_type: str) -> Callable[[], Awaitable[Response]]
     file = importlib.resources.files("fastapi_offline") / "static" / name
 
     async def route() -> Response:
-        return Response(await asyncio.to_thread(file.read_bytes), media_type=media_type, headers=_HEADERS)
+        content = await asyncio.to_thread(file.read_bytes)
+        return Response(content, media_type=media_type, headers=_HEADERS)
 
     return route

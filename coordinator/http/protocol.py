@@ -11,7 +11,7 @@ from coordinator.http import errors
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers
 MAX_DROPPED_BYTES = 4 * MAX_BODY_BYTES  # of a body refused with 413, read and dropped so that the client hears of it
-_SLICE = 16 << 10  # bytes parsed at once; so much of a head may come in one slice with the body before it, uncounted
+_SLICE = 16 << 10  # bytes parsed at once: so much of a pipelined head may go uncounted
 WRITE_HIGH, WRITE_LOW = 64 << 10, 16 << 10  # bytes written and not yet taken by the kernel
 HEAD_SECONDS = 30.0
 
@@ -34,7 +34,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """The parser sees a head in slices, each within what is left of the bound, so that it never holds more."""
+        """The parser gets a head in slices within what is left of the bound: it never holds more."""
         unread = memoryview(data)
         while unread and not self.transport.is_closing():
             part = unread[:_SLICE]

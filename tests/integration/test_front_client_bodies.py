@@ -1,4 +1,4 @@
-"""The recorded bodies of GuideLLM, aiperf, lm_eval, vLLM, SGLang and TensorRT-LLM are answered, in the endpoint's shape.
+"""The bodies of GuideLLM, aiperf, lm_eval, vLLM, SGLang and TensorRT-LLM are answered, in the endpoint's shape.
 
 Where each body comes from stands in the README.md beside them.
 """
@@ -18,7 +18,8 @@ from coordinator.generation import Delta, PromptScores
 from tests.integration.front_fixtures import BOUNDS, FakeGeneration, Front, done, serving
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted((ROOT / "tests" / "data" / "client_bodies").glob("*.json"))
+FOLDER = ROOT / "tests" / "data" / "client_bodies"
+RECORDED = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
 CLIENTS = {"guidellm", "aiperf", "lm_eval", "vllm_bench", "sglang_bench", "trtllm_bench"}
 OBJECTS = {
     "/v1/completions": ("text_completion", "text_completion"),
@@ -50,13 +51,12 @@ async def front() -> AsyncIterator[Front]:
 
 
 async def test_every_client_is_there() -> None:
-    names = {path.stem for path in FILES}
-    assert {f"{client}_{end}" for client in CLIENTS for end in ("completions", "chat")} <= names
+    assert {f"{client}_{end}" for client in CLIENTS for end in ("completions", "chat")} <= RECORDED.keys()
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
-async def test_every_body_is_answered(front: Front, file: Path) -> None:
-    recorded = json.loads(file.read_text())
+@pytest.mark.parametrize("name", list(RECORDED))
+async def test_every_body_is_answered(front: Front, name: str) -> None:
+    recorded = RECORDED[name]
     for body in recorded["bodies"]:
         response = await front.http.post(recorded["path"], json=body)
         assert response.status_code == 200, (body, response.text)

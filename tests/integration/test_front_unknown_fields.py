@@ -1,4 +1,4 @@
-"""--unknown-fields: what no schema has is refused by name, or dropped at any depth and counted, over both front doors."""
+"""--unknown-fields: what no schema has is refused by name, or dropped at any depth and counted, over both doors."""
 
 import json
 from typing import Any
@@ -12,6 +12,7 @@ from coordinator.unknown_fields import UnknownFields
 from tests.integration.front_fixtures import grpc_error, serving
 from tests.integration.front_text import chatting_tokenizer
 
+NAMED = {"role": "user", "content": "a", "id": 7}
 TEXT = [{"type": "text", "text": "hello", "cache_control": {"type": "ephemeral"}}]
 BODIES: dict[str, tuple[str, dict[str, Any], int]] = {
     "top": ("/v1/completions", {"prompt": [1], "colour": "red", "taste": {"of": ["salt"]}}, 2),
@@ -20,11 +21,7 @@ BODIES: dict[str, tuple[str, dict[str, Any], int]] = {
         {"prompt": [1], "stream": True, "stream_options": {"include_usage": True, "x": 1}},
         1,
     ),
-    "messages": (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": "a", "id": 7}] * 2, "max_tokens": 4},
-        2,
-    ),
+    "messages": ("/v1/chat/completions", {"messages": [NAMED, NAMED], "max_tokens": 4}, 2),
     "parts": ("/v1/chat/completions", {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 4, "top": 1}, 2),
     "tokenize": ("/tokenize", {"prompt": "hello", "colour": "red"}, 1),
     "detokenize": ("/detokenize", {"tokens": [1], "colour": "red"}, 1),
