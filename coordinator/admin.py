@@ -116,7 +116,7 @@ def _add_views(app: FastAPI, cluster: ClusterView) -> None:
         return _json(cluster.explain(request_id))
 
     app.add_api_route("/admin/explain/{request_id:path}", explain, methods=["GET"])
-    add_metrics(app, cluster.metrics)
+    add_metrics(app, lambda: cluster.metrics())
     app.add_api_route("/admin/status", status, methods=["GET"])
     app.add_api_route("/admin/ledger", ledger, methods=["GET"])
 

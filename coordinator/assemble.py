@@ -53,15 +53,14 @@ class Coordinator:
         if tenants is not None:
             self._dispatcher.reload_tenants(tenants)
         self._ledgers = Ledgers(self._dispatcher)
+        unknown_fields = UnknownFields(ignored=config.unknown_fields == "ignore")
         self._ports = Ports(config, descriptor_limit())
-        self._metrics = Metrics(self._dispatcher)
+        self._metrics = Metrics(self._dispatcher, unknown_fields)
         self._metrics.add_ports(self._ports)
         self._readiness = Readiness(config, self._dispatcher)
         self._cluster = ClusterService(config, self._dispatcher, self._ledgers, self._readiness, self._metrics)
         self._text: asyncio.Future[Text] = asyncio.get_running_loop().create_future()
         refusals = Refusals(self._dispatcher.count_rejection)
-        unknown_fields = UnknownFields(ignored=config.unknown_fields == "ignore")
-        self._metrics.registry.register(unknown_fields)
         intake = Intake(
             self._dispatcher,
             self._text,

@@ -42,7 +42,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             with self._intake.refusals.counted():
                 self._who.identify(authorization(context))
                 self._intake.check_model(request.model or None)
-                wording, limit = to_wording(request, self._intake.unknown_fields), self._intake.time_limit(context.time_remaining())
+                wording = to_wording(request, self._intake.unknown_fields)
+                limit = self._intake.time_limit(context.time_remaining())
                 special = request.add_special_tokens if request.HasField("add_special_tokens") else None
                 text, tokens = await self._intake.tokenize(wording, special, limit)
             pieces = await text.pieces(tokens) if request.return_token_strings else []

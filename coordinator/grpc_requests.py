@@ -123,8 +123,9 @@ def check_known(message: Message, unknown: UnknownFields) -> None:
 
 def _unknown_fields(message: Message) -> Iterator[tuple[int, str]]:
     """The number of each, and the message that it stands in."""
-    for field in UnknownFieldSet(message):
-        yield field.field_number, message.DESCRIPTOR.name
+    unknown = UnknownFieldSet(message)
+    for place in range(len(unknown)):
+        yield unknown[place].field_number, message.DESCRIPTOR.name
     for field, value in message.ListFields():
         if field.message_type is None:
             continue

@@ -23,6 +23,7 @@ from coordinator.core.pools import ROLE
 from coordinator.core.recent import Recent
 from coordinator.dispatcher import Dispatcher
 from coordinator.ports import Ports
+from coordinator.unknown_fields import REFUSED, UnknownFields
 
 PHASES = ("drain", "switch", "probe")  # of a change of role
 STAGES = ("queue", "reserve", "prefill", "transfer", "first_token")
@@ -36,7 +37,7 @@ _LABEL = re.compile(r'(?P<key>[a-z_]+)="(?P<value>[^"]*)"')
 class Metrics:
     """`registry` is what /metrics exposes."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
+    def __init__(self, dispatcher: Dispatcher, unknown_fields: UnknownFields = REFUSED) -> None:
         self.registry = CollectorRegistry(auto_describe=False)
         self._brain = dispatcher.brain
         self.registry.register(_BeforeScrape(self._initialise_histograms))
@@ -77,6 +78,7 @@ class Metrics:
             self._stage.labels(stage)
         for phase in PHASES:
             self._switch.labels(phase)
+        self.registry.register(unknown_fields)
         dispatcher.on_end.append(self.observe)
         dispatcher.on_switch.append(self.observe_switch)
 

@@ -1,4 +1,4 @@
-"""What becomes of a field of a request that no schema has: the request is refused, or the field is dropped and counted."""
+"""A field that no schema has: the request is refused, or the field is dropped and counted."""
 
 import threading
 from collections.abc import Iterator

@@ -68,7 +68,7 @@ class ChatRequest(Shared, frozen=True, kw_only=True):
         """Raises InvalidRequest."""
         if self.tools and self.tool_choice != "none":
             raise InvalidRequest(
-                f"tools has {len(self.tools)} tools: not available, it must be null or [], or tool_choice none",
+                f"tools is a list of {len(self.tools)}: not available, it must be null or [], or tool_choice none",
                 param="tools",
             )
         common = self.common()

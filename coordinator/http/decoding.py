@@ -32,7 +32,7 @@ class Decoder(Generic[Kind]):
     """For one kind of body."""
 
     def __init__(self, kind: type[Kind], unknown: UnknownFields = REFUSED) -> None:
-        wire = with_unserved_fields(kind)
+        wire: type[Kind] = with_unserved_fields(kind)
         self._decoder = msgspec.json.Decoder(wire)
         self._shape = shape_of(wire)
         self._unknown = unknown

@@ -1,13 +1,12 @@
-"""GET /docs: Swagger UI, with its files from an installed package, so that the page needs no other host."""
+"""GET /docs: Swagger UI with its files from an installed package, so that no other host is needed."""
 
+import asyncio
 import importlib.resources
+from collections.abc import Awaitable, Callable
 
-import anyio.to_thread
 from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.responses import Response
-
-from baton.errors import NotFound
 
 PATH = "/docs"
 _FILES = {
@@ -16,7 +15,8 @@ _FILES = {
     "favicon.png": "image/png",
 }
 FILE_PATHS = frozenset(f"{PATH}/{name}" for name in _FILES)
-_POLICY = "default-src 'self'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
+_INLINE = "'self' 'unsafe-inline'"
+_POLICY = f"default-src 'self'; script-src {_INLINE}; style-src {_INLINE}; img-src 'self' data:"
 _HEADERS = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff"}
 
 
@@ -27,21 +27,22 @@ def add_docs(app: FastAPI) -> None:
         swagger_js_url=f"{PATH}/swagger-ui-bundle.js",
         swagger_css_url=f"{PATH}/swagger-ui.css",
         swagger_favicon_url=f"{PATH}/favicon.png",
-        swagger_ui_parameters={"validatorUrl": None},  # else a badge is fetched from Swagger's own site
+        swagger_ui_parameters={"validatorUrl": None},  # else Swagger's own site serves a badge
     )
 
     async def docs() -> Response:
         return Response(page.body, media_type="text/html", headers=_HEADERS)
 
-    async def file(name: str) -> Response:
-        if name not in _FILES:
-            raise NotFound(f"there is no GET {PATH}/{name[:64]}")
-        content = await anyio.to_thread.run_sync(_read, name)
-        return Response(content, media_type=_FILES[name], headers=_HEADERS)
-
     app.add_api_route(PATH, docs, methods=["GET"])
-    app.add_api_route(PATH + "/{name}", file, methods=["GET"])
+    for name, media_type in _FILES.items():
+        app.add_api_route(f"{PATH}/{name}", _file_route(name, media_type), methods=["GET"])
 
 
-def _read(name: str) -> bytes:
-    return (importlib.resources.files("fastapi_offline") / "static" / name).read_bytes()
+def _file_route(name: str, media_type: str) -> Callable[[], Awaitable[Response]]:
+    file = importlib.resources.files("fastapi_offline") / "static" / name
+
+    async def route() -> Response:
+        content = await asyncio.to_thread(file.read_bytes)
+        return Response(content, media_type=media_type, headers=_HEADERS)
+
+    return route

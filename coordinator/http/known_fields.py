@@ -3,7 +3,7 @@
 import msgspec
 from msgspec import inspect
 
-Shape = dict[str, "Shape | None"]  # the fields of an object, each with the shape of the objects in it
+Shape = dict[str, "Shape | None"]  # the fields of an object, and the shape of the objects in each
 
 
 def shape_of(kind: type[msgspec.Struct]) -> Shape:
@@ -12,7 +12,7 @@ def shape_of(kind: type[msgspec.Struct]) -> Shape:
 
 
 def without_unknown_fields(body: bytes, shape: Shape) -> tuple[bytes, int]:
-    """The body again, and how many fields were removed. Raises msgspec.DecodeError for what is not JSON."""
+    """Return the body again and how many fields were removed. Raises msgspec.DecodeError."""
     value = msgspec.json.decode(body)
     removed = _remove(value, shape)
     return msgspec.json.encode(value), removed

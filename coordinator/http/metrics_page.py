@@ -1,4 +1,4 @@
-"""GET /metrics: Prometheus' text format, on the admin port, and on the HTTP port with --metrics-on-http."""
+"""GET /metrics: Prometheus' text format, for the admin port, and for the HTTP port if asked for."""
 
 from collections.abc import Callable
 

@@ -135,7 +135,9 @@ _HEADERS = (
 
 
 def document(version: str) -> Json:
-    _, schemas = msgspec.json.schema_components([*_WIRE.values(), *_ANSWERS], ref_template="#/components/schemas/{name}")
+    _, schemas = msgspec.json.schema_components(
+        [*_WIRE.values(), *_ANSWERS], ref_template="#/components/schemas/{name}"
+    )
     for body in _REQUESTS:
         _narrow(schemas[body.__name__], body)
     for name, schema in schemas.items():

@@ -14,7 +14,7 @@ from coordinator.http.connections import ConnectionTable
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers
 MAX_DROPPED_BYTES = 4 * MAX_BODY_BYTES  # of a body refused with 413, read and dropped so that the client hears of it
-_SLICE = 16 << 10  # bytes parsed at once; so much of a head may come in one slice with the body before it, uncounted
+_SLICE = 16 << 10  # bytes parsed at once: so much of a pipelined head may go uncounted
 WRITE_HIGH, WRITE_LOW = 64 << 10, 16 << 10  # bytes written and not yet taken by the kernel
 HEAD_SECONDS = 30.0
 
@@ -47,10 +47,18 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._head_bytes += len(data) if self._in_head else 0
-        super().data_received(data)
-        if self._in_head and self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+        """The parser gets a head in slices within what is left of the bound: it never holds more."""
+        unread = memoryview(data)
+        while unread and not self.transport.is_closing():
+            part = unread[:_SLICE]
+            if self._in_head:
+                part = part[: MAX_HEAD_BYTES - self._head_bytes]
+                self._head_bytes += len(part)
+                if not part:
+                    self.send_400_response(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+                    return
+            super().data_received(part)  # type: ignore[arg-type]  # any buffer will do
+            unread = unread[len(part) :]
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -1,8 +1,8 @@
 """Fields of OpenAI's, vLLM's, SGLang's and TensorRT-LLM's requests that Baton does not serve.
 
-Many clients send such a field with the value that asks for nothing. The tables give, for each route and field, the
-values that are accepted beside null; any other value is refused with the name of the field. A whole number stands for
-the same number with a fraction of zero as well.
+Many clients send such a field with the value that asks for nothing. The tables give, for each
+route and field, the values that are accepted beside null; any other value is refused with the name
+of the field. A whole number stands for the same number with a fraction of zero as well.
 """
 
 import functools
@@ -17,7 +17,8 @@ Kind = TypeVar("Kind", bound=msgspec.Struct)
 _NULL: tuple[object, ...] = ()
 _FALSE, _TRUE, _EITHER = (False,), (True,), (True, False)
 _ZERO, _ONE = (0,), (1,)
-_EMPTY_LIST, _EMPTY_OBJECT = ([],), ({},)
+_EMPTY_LIST: tuple[object, ...] = ([],)
+_EMPTY_OBJECT: tuple[object, ...] = ({},)
 
 _SAMPLING: NoOps = {
     "use_beam_search": _FALSE,
@@ -154,9 +155,19 @@ _ENGINES_CHAT: NoOps = {
     "video_config": _EMPTY_OBJECT,
 }
 
-COMPLETION: NoOps = {**_GENERATION, "suffix": _NULL, "prompt_embeds": _NULL, "add_special_tokens": _TRUE}
+COMPLETION: NoOps = {
+    **_GENERATION,
+    "suffix": _NULL,
+    "prompt_embeds": _NULL,
+    "add_special_tokens": _TRUE,
+}
 CHAT: NoOps = {**_GENERATION, **_TEMPLATE, **_OPENAI_CHAT, **_ENGINES_CHAT}
-TOKENIZE: NoOps = {**_TEMPLATE, "tools": _EMPTY_LIST, "tool_choice": ("none", "auto"), "reasoning_effort": ("none",)}
+TOKENIZE: NoOps = {
+    **_TEMPLATE,
+    "tools": _EMPTY_LIST,
+    "tool_choice": ("none", "auto"),
+    "reasoning_effort": ("none",),
+}
 DETOKENIZE: NoOps = {"skip_special_tokens": _FALSE}
 MESSAGE: NoOps = {
     "refusal": _NULL,
@@ -179,7 +190,6 @@ def with_unserved_fields(kind: type[Kind]) -> type[Kind]:
     fields = [(name, Any, None) for name in no_ops if name not in kind.__struct_fields__]
     if not fields:
         return kind
-    wire = msgspec.defstruct(
-        kind.__name__, fields, bases=(kind,), namespace={"__doc__": kind.__doc__}, frozen=True, kw_only=True
-    )
+    namespace = {"__doc__": kind.__doc__}
+    wire = msgspec.defstruct(kind.__name__, fields, bases=(kind,), namespace=namespace, frozen=True, kw_only=True)
     return wire  # type: ignore[return-value]

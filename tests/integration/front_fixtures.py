@@ -24,7 +24,7 @@ from baton.ratio import Split
 from baton.slo import Slo
 from baton.types import FinishReason, RequestId, Standing, mint_id
 from coordinator import admin
-from coordinator.auth import Clients
+from coordinator.auth import AdminGate, Clients
 from coordinator.core.tenants import Tenants
 from coordinator.generation import Delta, Done, Event, PromptScores, Submission
 from coordinator.grpc_port import GrpcPort
@@ -34,6 +34,7 @@ from coordinator.intake import Intake
 from coordinator.ports import Ports
 from coordinator.refusals import Refusals
 from coordinator.tokenizer import NoTokenizer, Text
+from coordinator.unknown_fields import REFUSED, UnknownFields
 
 BOUNDS = ModelBounds(vocab_size=1000, max_model_len=512, cache_tokens=4096, model_digest="ab12", dtype="float32")
 BUFFER = 64  # events that a generation holds for its reader
@@ -250,14 +251,26 @@ async def serving(
     admin_token: str = "",
     longest: float = 60.0,
     defaults: GenerationDefaults | None = None,
+    unknown_fields: UnknownFields = REFUSED,
+    metrics_on_http: bool = False,
+    model: str = "demo",
 ) -> AsyncIterator[Front]:
     brain, readiness, refused = FakeBrain(), FakeReadiness(), []
     refusals = Refusals(lambda error, _: refused.append(error.code))
     loaded: asyncio.Future[Text] = asyncio.get_running_loop().create_future()
     loaded.set_result(text or NoTokenizer("demo has no tokenizer files"))
-    intake = Intake(brain, loaded, model="demo", longest=longest, refusals=refusals, defaults=defaults)
+    intake = Intake(
+        brain,
+        loaded,
+        model=model,
+        longest=longest,
+        refusals=refusals,
+        defaults=defaults,
+        unknown_fields=unknown_fields,
+    )
     who = Clients(api_key, tenants)
-    apps = app.build(intake, readiness, who), admin.build(brain, readiness, admin_token, refusals)
+    metrics = app.OperatorMetrics(brain.metrics, AdminGate(admin_token)) if metrics_on_http else None
+    apps = app.build(intake, readiness, who, metrics), admin.build(brain, readiness, admin_token, refusals)
     ports = Ports(Config(), descriptor_limit())
     tables = [ports.table(name) for name in ("http", "admin")]
     listeners = [Listener(one, bind("127.0.0.1", 0, "--port"), table) for one, table in zip(apps, tables, strict=True)]

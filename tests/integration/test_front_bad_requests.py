@@ -118,7 +118,7 @@ HTTP_ONLY = [
     Bad("temperature overflows", b'{"prompt": [1], "temperature": 1e999}', "temperature", "out of range"),
     field("temperature", "1", 'temperature is "1"'),
     field("temperature", False, "temperature is false"),
-    field("top_k", -1, "top_k is -1"),
+    field("top_k", -2, "top_k is -2"),
     field("top_p", [], "top_p is []"),
     field("seed", MAX_SEED + 1, "it must fit 64 bits"),
     field("seed", 1.0, "seed is 1.0"),

@@ -225,7 +225,7 @@ BAD: list[tuple[dict[str, object], str, str]] = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs is 21: it must be 0 to 20"),
     ({"logprobs": 1}, "logprobs", "logprobs is 1"),
     ({"prompt": "x"}, "prompt", "not a field"),
-    ({"echo": True}, "echo", "not a field"),
+    ({"echo": True}, "echo", "echo is true: not available"),
     ({"stop": ["a"] * 17}, "stop", "stop has 17 strings: at most 16"),
     ({"stop": ""}, "stop", "0 characters: each must have 1 to 256"),
     ({"stop": "x" * 257}, "stop", "257 characters"),

@@ -234,3 +234,16 @@ async def test_the_first_token_may_be_the_end(http: httpx.AsyncClient, model: Pa
         (text, tokens, reason) == (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [end], "stop")
     )
     assert usage["completion_tokens"] == answer["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 2**63 - 1])
+async def test_every_seed_of_64_bits_means_the_same_over_both_doors(
+    http: httpx.AsyncClient, cluster: Cluster, seed: int
+) -> None:
+    drawn: dict[str, Any] = {"max_tokens": 6, "temperature": 1.0, "seed": seed}
+    (choice,) = (await ask(http, prompt=PROMPT, return_token_ids=True, **drawn))["choices"]
+    async with grpc.aio.insecure_channel(cluster.where.grpc) as channel:
+        stub = GenerationStub(channel)
+        once = await stub.GenerateOnce(pb.GenerateRequest(text=PROMPT, **drawn))
+        other = await stub.GenerateOnce(pb.GenerateRequest(text=PROMPT, **drawn | {"seed": 1}))
+    assert list(once.token_ids) == choice["token_ids"] != list(other.token_ids)

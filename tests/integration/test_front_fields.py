@@ -47,7 +47,7 @@ BOTH: dict[str, Field] = {
     "logit_bias": Field(({"5": -3}, "sampling.logit_bias", ((5, -3.0),)), ({},), ({"5": 101}, {"x": 1}, {"5000": 1})),
     "max_tokens": Field((3, "sampling.max_tokens", 3), (), (-1,)),
     "n": Field((2, "choices", 2), (1,), (0, 17)),
-    "seed": Field((-5, "sampling.seed", -5), (), (2**63, 0.5)),
+    "seed": Field((-(2**63), "sampling.seed", -(2**63)), (2**63 - 1,), (2**63, -(2**63) - 1, 0.5)),
     "stop": Field((["\n"], "told.choices.0.finish_reason", "length"), ([],), ("", ["x"] * 17, 5)),
     "stream": Field(None, (False,), ("yes",)),
     "stream_options": Field(None, (), ({"include_usage": True}, {"x": 1}, 5)),
@@ -163,7 +163,8 @@ HTTP_ONLY = {
     "max_completion_tokens": "another name for max_tokens",
     "top_logprobs": "logprobs is a number for conversations too",
     **dict.fromkeys(CHAT.keys() - BOTH.keys() - {"messages", "logprobs"}, "there is nothing it may ask for"),
-    "suffix": "there is nothing it may ask for",
+    **dict.fromkeys(("request_id", "rid"), "the metadata x-request-id is that id"),
+    "session_id": "there is nothing it may ask for",
 }
 TWINS = {
     "prompt": ("text", "token_ids", "prompts"),

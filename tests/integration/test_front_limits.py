@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from unittest.mock import Mock
 
 import pytest
 
@@ -74,6 +75,40 @@ async def test_the_head_is_bounded(ended: bool) -> None:
         fillers = [b"y" * (40 << 10)] * 8
         response = await send(front, start, *fillers) if not ended else await send(front, start, *fillers, b"\r\n\r\n")
         assert error_of(response) == (b"400", "invalid_request")
+
+
+HEAD = b"GET /version HTTP/1.1\r\nhost: x\r\nx-filler: "
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+@pytest.mark.parametrize("before", [b"", b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"])
+async def test_the_head_is_counted_before_it_is_parsed(before: bytes, beyond: int) -> None:
+    """However many bytes come at once, the parser gets no more of a head than the bound."""
+    filler = b"y" * (protocol.MAX_HEAD_BYTES - len(HEAD) - 4 + beyond)
+    async with serving() as front:
+        reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
+        async with asyncio.timeout(30):
+            if before:
+                writer.write(before)
+                await reader.readuntil(b'"}')
+            writer.write(HEAD + filler + b"\r\n\r\n")
+            status = (await reader.readline()).split()[1]
+        writer.close()
+        assert status == (b"400" if beyond else b"200")
+
+
+def test_a_long_head_in_one_piece_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the event loop hands over what it has read: up to 256 KiB."""
+    fed: list[int] = []
+    bounded = protocol.BoundedProtocol.__new__(protocol.BoundedProtocol)
+    monkeypatch.setattr(protocol.HttpToolsProtocol, "data_received", lambda _, data: fed.append(len(data)))
+    refused: list[str] = []
+    monkeypatch.setattr(protocol.BoundedProtocol, "send_400_response", lambda _, reason: refused.append(reason))
+    bounded.transport = Mock(is_closing=lambda: False)
+    bounded._in_head, bounded._head_bytes = True, 0
+    bounded.data_received(b"y" * (256 << 10))
+    assert sum(fed) == protocol.MAX_HEAD_BYTES
+    assert len(refused) == 1
 
 
 @pytest.mark.parametrize("garbage", [b"\x16\x03\x01\x02\x00\x01\x00", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"])

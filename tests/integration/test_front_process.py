@@ -73,6 +73,18 @@ async def test_a_coordinator_without_nodes(tmp_path: Path) -> None:
         assert not (tmp_path / "coordinator.json").exists()
 
 
+async def test_unknown_fields_are_counted_where_metrics_are_asked_for(tmp_path: Path) -> None:
+    flags = ("--unknown-fields", "ignore", "--metrics-on-http")
+    async with running(tmp_path, *flags) as (_, where), httpx.AsyncClient(timeout=30) as http:
+        base = f"http://{where['http']}"
+        body = {"prompt": [1], "colour": "red"}
+        assert (await http.post(f"{base}/v1/completions", json=body)).status_code == 503  # no node has joined
+        for page in (f"{base}/metrics", f"http://{where['admin']}/metrics"):
+            assert "\nbaton_ignored_fields_total 1.0\n" in (await http.get(page)).text
+        refusing = await http.post(f"{base}/v1/completions", json=body | {"top_k": "x"})
+        assert refusing.status_code == 400
+
+
 async def refused(*flags: str) -> str:
     process = await launch(*flags)
     async with asyncio.timeout(60):

@@ -29,9 +29,14 @@ then the default given here.
 - [Errors](#errors)
 """
 HTTP = """\
-A field that is not listed is a 400 that names it, and so is a value out of bounds. Null is the same as leaving a field
-out. The answer to a request that was admitted has the header `x-baton-request-id`, by which logs and `baton explain`
-know it. This page as JSON: `/openapi.json`; to try it out: `/docs`.
+A field that is not listed is a 400 that names it, and so is a value out of bounds. With `--unknown-fields ignore` such
+fields are dropped instead, at any depth, and `baton_ignored_fields_total` counts them. Null is the same as leaving a
+field out. Fields of vLLM's, SGLang's and TensorRT-LLM's servers are taken at the values that ask for nothing. The
+answer to a request that was admitted has the header `x-baton-request-id`, by which logs and `baton explain` know it.
+
+This page as JSON: `/openapi.json`; to try it out: `/docs`, which needs no other host. Every GET may be a HEAD.
+`--metrics-on-http` adds `GET /metrics`, for whoever may read it on the admin port: who sends `--admin-token`, if it is
+set; else this machine only. A client's key does not open it.
 
 In a stream each event is `data: ` and an object like the whole answer's, with the new `text` of one choice (in a
 conversation a `delta` in the place of `message`). `data: [DONE]` is the last one. An error after the first byte is an

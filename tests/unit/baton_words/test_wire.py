@@ -1,11 +1,13 @@
 """Types survive the wire, whatever is in them."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton import wire
 from baton.errors import BY_CODE, BatonError, from_code
 from baton.kv_layout import KVLayout
+from baton.limits import MAX_SEED, ModelBounds, check_sampling
 from baton.types import (
     AttemptKey,
     FinishReason,
@@ -31,7 +33,7 @@ sampling = st.builds(
     temperature=st.floats(0, 2),
     top_k=st.integers(0, 2**31),
     top_p=st.floats(0.001, 1),
-    seed=st.integers(0, 2**64 - 1),
+    seed=st.integers(-MAX_SEED - 1, MAX_SEED),
     min_tokens=st.integers(0, 2**31),
     ignore_eos=st.booleans(),
     stop_token_ids=st.lists(tokens, max_size=4).map(tuple),
@@ -76,6 +78,18 @@ def test_ticket(key: AttemptKey, peer: PeerAddress, offsets: list[int], ttl: flo
 def test_token(key: AttemptKey, finish: FinishReason | None, score: TokenScore | None) -> None:
     event = TokenEvent(key, 5, 17, finish, score)
     assert wire.token_from_pb(wire.token_to_pb(event)) == event
+
+
+@pytest.mark.parametrize("seed", [-MAX_SEED - 1, -1, 0, MAX_SEED])
+def test_a_seed_that_the_coordinator_takes_is_one_for_its_nodes(seed: int) -> None:
+    """Both check the same bounds, before the message and after it."""
+    bounds = ModelBounds(vocab_size=10, max_model_len=10, cache_tokens=10)
+    key = AttemptKey(RequestId("r"), 0, 0)
+    request = Request(key.request, (1,), SamplingParams(max_tokens=1, seed=seed), 1.0)
+    check_sampling(request.sampling, 1, bounds)
+    received = wire.work_from_pb(wire.work_to_pb(Work(key, request))).request.sampling
+    assert received.seed == seed
+    check_sampling(received, 1, bounds)
 
 
 def test_layout() -> None:
