@@ -1,4 +1,5 @@
-"""What an installed wheel says of itself: it has the packages and nothing else of the repository."""
+"""What an installed wheel says of itself: it has the packages and nothing else of the
+repository."""
 
 import json
 import os
@@ -25,10 +26,20 @@ def installed(tmp_path: Path) -> Path:
 
 
 def test_doctor_knows_what_is_not_there(installed: Path, tmp_path: Path) -> None:
-    """No model comes with a wheel, so `baton up` without --model would refuse to start: doctor says so and names what
-    works there."""
+    """No model comes with a wheel, so `baton up` without --model would refuse to start: doctor says
+    so and names what works there."""
     environ = {**os.environ, "PYTHONPATH": str(installed)}
-    baton = [sys.executable, "-m", "baton.cli", "doctor", "--json", "--admin-port", "0", "--endpoint", "127.0.0.1:1"]
+    baton = [
+        sys.executable,
+        "-m",
+        "baton.cli",
+        "doctor",
+        "--json",
+        "--admin-port",
+        "0",
+        "--endpoint",
+        "127.0.0.1:1",
+    ]
     done = subprocess.run(baton, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
@@ -44,7 +55,12 @@ def test_fixes_name_the_wheel(installed: Path, tmp_path: Path) -> None:
     program = "from baton.cli.checks.installation import *; print(reinstall(), set_up_with('python3.12'))"
     environ = {**os.environ, "PYTHONPATH": str(installed)}
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert "wheel" in done.stdout
     assert "make" not in done.stdout

@@ -1,4 +1,5 @@
-"""What set-up installs: torch without CUDA where its index can be reached, and nothing of tests for the demo."""
+"""What set-up installs: torch without CUDA where its index can be reached, and nothing of tests for
+the demo."""
 
 import shutil
 import subprocess
