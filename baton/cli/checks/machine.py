@@ -62,7 +62,10 @@ def triton_library(found: Mapping[str, Any]) -> Finding:
     if "version" in triton:
         return ok("triton", triton["version"])
     if found.get("gpus"):
-        return bad("triton", f"there are GPUs, and it cannot be loaded: {triton['error']}", reinstall())
+        told = f"there are GPUs, and it cannot be loaded: {triton['error']}"
+        return bad(
+            "triton", told, "install a CUDA build of torch, which brings it: pip install --force-reinstall torch"
+        )
     return ok("triton", "not there; a CPU needs none")
 
 
