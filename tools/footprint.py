@@ -1,4 +1,5 @@
-"""What an installation takes of the disk, and what the processes of a cluster take of the memory."""
+"""What an installation takes of the disk, and what the processes of a cluster take of the
+memory."""
 
 import os
 from collections.abc import Iterable
@@ -7,8 +8,8 @@ from typing import NamedTuple
 
 
 class ClusterMemory(NamedTuple):
-    """Bytes. `private` is what processes hold by themselves, libraries they share counted once; `segments` is the
-    shared memory of their caches and of the pool."""
+    """Bytes. `private` is what processes hold by themselves, libraries they share counted once;
+    `segments` is the shared memory of their caches and of the pool."""
 
     private: int
     segments: int

@@ -1,10 +1,11 @@
-"""Install torch from its own index, where it comes without CUDA, before pip would take PyPI's build, which brings 5 GB.
+"""Install torch from its own index, where it comes without CUDA, before pip would take PyPI's
+build, which brings 5 GB.
 
     python tools/install_torch.py https://download.pytorch.org/whl/cpu
 
-The index is tried once and shortly. When it cannot be reached nothing is installed here, and the installation that
-follows takes torch from where pip looks. `make setup` runs this before anything else is installed, so it needs the
-standard library only.
+The index is tried once and shortly. When it cannot be reached nothing is installed here, and the
+installation that follows takes torch from where pip looks. `make setup` runs this before anything
+else is installed, so it needs the standard library only.
 """
 
 import importlib.metadata
@@ -38,7 +39,16 @@ def install(index: str) -> bool:
     """Whether pip has installed from the index what pyproject.toml requires of torch."""
     listing = [sys.executable, str(ROOT / "deploy" / "requirements.py"), "torch"]
     wanted = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--no-compile", "--index-url", index]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "install",
+        "--no-compile",
+        "--index-url",
+        index,
+    ]
     return subprocess.run([*pip, *wanted], check=False).returncode == 0
 
 

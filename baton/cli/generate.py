@@ -22,7 +22,7 @@ def generate(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy")] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling; 1 is off")] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw among so many tokens; 0 is off", min=0)] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same answer")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same noise: in float32 the same answer")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Do not stop at the model's end token")] = False,
     model: Annotated[str, typer.Option(help="May be left out when one model is served")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds that the request may take", min=0.001)] = 600.0,

@@ -23,7 +23,8 @@ def request_id_of(name: str) -> RequestId:
 
 
 class ClientIds:
-    """The last `MAX_CLIENT_IDS` ids that clients gave their requests, each with its last `MAX_REQUESTS` requests."""
+    """The last `MAX_CLIENT_IDS` ids that clients gave their requests, each with its last
+    `MAX_REQUESTS` requests."""
 
     def __init__(self) -> None:
         self._requests: OrderedDict[str, list[RequestId]] = OrderedDict()
@@ -40,7 +41,8 @@ class ClientIds:
             self._requests.popitem(last=False)
 
     def find_request(self, client_id: str) -> RequestId | None:
-        """The one request of this id, None if there is none. Raises InvalidRequest naming them if there are several."""
+        """The one request of this id, None if there is none. Raises InvalidRequest naming them if
+        there are several."""
         found = self._requests.get(client_id, [])
         if len(found) > 1:
             raise InvalidRequest(

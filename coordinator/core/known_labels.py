@@ -1,7 +1,9 @@
-"""The label values that each counter can have, as far as they are known before anything was counted.
+"""The label values that each counter can have, as far as they are known before anything was
+counted.
 
-Every series of them is exposed at 0 from the start. Prometheus' `rate` and `increase` need two samples of a series, so
-that a series which appeared with its first event would hide that event, and the first burst with it, from alerts.
+Every series of them is exposed at 0 from the start. Prometheus' `rate` and `increase` need two
+samples of a series, so that a series which appeared with its first event would hide that event, and
+the first burst with it, from alerts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,15 +31,17 @@ from coordinator.core.sources import Sources
 Labels = tuple[str, ...]
 
 TRANSPORTS = ("shm", "zmq", "grpc")
-_BEFORE_SUBMISSION = (NotAvailable, NotFound, TooLarge, Unauthenticated)  # said at a front door only
+# A front door says these before there is a request that could end so.
+_BEFORE_SUBMISSION = (NotAvailable, NotFound, TooLarge, Unauthenticated)
 
 
 def known_labels(classes: Sequence[str]) -> dict[str, list[Labels]]:
-    """By the name of the metric; label values in the order of its labels. `classes` are those of the tenants."""
+    """By the name of the metric; label values in the order of its labels. `classes` are those of
+    the tenants."""
     every_class = (*classes, INTERNAL)
     at_the_door = dict.fromkeys((*every_class, CLASS))  # whoever has no valid key has the class of all
     replaced = [*_codes(HandoffFailed, NodeFailed), "refused"]
-    handoff_ends = [("committed", transport) for transport in TRANSPORTS]
+    handoff_ends: list[Labels] = [("committed", transport) for transport in TRANSPORTS]
     handoff_ends += product(_codes(HandoffFailed), (*TRANSPORTS, "none"))
     return {
         "baton_requests_total": list(product(_outcomes(), every_class)),

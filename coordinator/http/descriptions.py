@@ -65,7 +65,7 @@ REQUESTS = {
     **dict.fromkeys(("image_url", "input_audio", "file", "Part.refusal"), "Not available"),
 }
 ANSWERS = {
-    "id": "What `baton explain` takes, behind a prefix",
+    "id": "`baton explain` takes it",
     "object": "What this is",
     "created": "Unix time, seconds",
     "model": "Name of the served model",

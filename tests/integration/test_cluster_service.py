@@ -127,6 +127,17 @@ async def test_without_a_token_only_loopback_may_ask(method: str, monkeypatch: p
         assert await code_of(bench, method, METHODS[method]) == "UNAUTHENTICATED"
 
 
+@pytest.mark.parametrize("header", ["x-forwarded-for", "forwarded", "x-real-ip"])
+async def test_without_a_token_a_proxy_may_not_pass_calls_on(header: str) -> None:
+    """Its address is this machine's, whoever the caller was."""
+    async with coordinator() as bench, grpc.aio.insecure_channel(bench.address) as channel:
+        stub = cluster_pb2_grpc.ClusterStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Status(pb.StatusRequest(), metadata=((header, "203.0.113.9"),))
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert "--admin-token" in (caught.value.details() or "")
+
+
 # readiness
 
 

@@ -20,7 +20,7 @@ from tests import dockerfile
 from tests.compose_file import dotenv, load
 from tests.compose_run import ROOT, ComposeRun, Container
 from tests.models import build_model
-from tests.promql.shown import blank_queries, unknown_selectors
+from tests.promql.shown import blank_queries, shared_names, unknown_selectors
 
 BUNDLED = ROOT / "models" / "demo"
 SECRETS = ("BATON_API_KEY", "BATON_CLUSTER_TOKEN", "BATON_ADMIN_TOKEN", "GRAFANA_PASSWORD")
@@ -137,7 +137,7 @@ async def test_up_serves_and_stops(tmp_path: Path, volumes: Path, model: Path) -
             await serves(doors, DEFAULT_TRANSPORT)
             probes_pass(run)
             after = (await doors.admin_get("/metrics")).text
-            assert blank_queries(before, after) == unknown_selectors(after) == []
+            assert blank_queries(before, after) == unknown_selectors(after) == shared_names(after) == []
             codes = await whoever_streams_is_served_to_the_end(run, doors)
         assert codes == dict.fromkeys(CPU, 0)
         assert run.probe(run.of("coordinator")).returncode == 3  # and whoever asks now hears it

@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 
 from tests.cluster import Cluster
+from tools.demo import sizes
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -121,6 +122,22 @@ async def test_operators_commands(cluster: Cluster) -> None:
     assert {f"baton {command}" for command in ("drain prefill-0", "undrain prefill-0")} <= {
         line.removeprefix("$ ") for line in lines("$ baton ")
     }
+
+
+async def test_the_demo_tells_what_it_takes(cluster: Cluster) -> None:
+    """Memory of the processes and of their caches, and disk of the installation, as README shows them."""
+    told = sizes(list(cluster.pids().values()), cluster.segment_dir)
+    shown = re.search(r"^memory: .*\ndisk: .*$", README, re.MULTILINE)
+    assert shown
+    expected = shown[0] if sys.prefix != sys.base_prefix else shown[0].splitlines()[0]
+
+    def without_figures(text: str) -> str:
+        return re.sub(r"\d+\.\d+|in \.?\w+$", "", text)
+
+    assert without_figures(told) == without_figures(expected)
+    private, caches = (float(figure) for figure in re.findall(r"(\d+\.\d+) GB", told)[:2])
+    assert private > 0.1
+    assert caches >= 2 * 32 * 2**20 / 1e9, "two nodes and a pool have theirs"
 
 
 async def test_explain(cluster: Cluster) -> None:

@@ -15,7 +15,7 @@ from coordinator.core.known_labels import known_labels
 from coordinator.core.tenants import hash_key
 from coordinator.tenants_file import USUAL_CLASSES as CLASSES
 from tests.cluster import Cluster
-from tests.promql.shown import blank_queries, unknown_selectors
+from tests.promql.shown import blank_queries, shared_names, unknown_selectors
 
 FILE = """
 [[tenants]]
@@ -92,7 +92,7 @@ async def test_classes_shares_and_salts(tmp_path: Path) -> None:
             assert statistics.median(places["gold"]) < statistics.median(places["bulk"])
 
             seen = await metrics(cluster)
-            assert blank_queries(before, seen) == unknown_selectors(seen) == []
+            assert blank_queries(before, seen) == unknown_selectors(seen) == shared_names(seen) == []
             assert unforeseen_labels((await cluster.status()).counters, CLASSES) == []
             assert 'baton_requests_total{class="premium",outcome="length"}' in seen
             assert f'baton_rejected_total{{class="standard",reason="overloaded"}} {ended[429]}.0' in seen

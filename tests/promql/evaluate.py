@@ -1,7 +1,8 @@
 """The part of PromQL that our alerts and dashboards use, evaluated over a Store.
 
-promql-parser reads the expressions; here they are computed as Prometheus does it (`promql/functions.go` and
-`promql/engine.go` of version 2.45). What is not in that part raises NotImplementedError, so that nothing is passed by.
+promql-parser reads the expressions; here they are computed as Prometheus does it
+(`promql/functions.go` and `promql/engine.go` of version 2.45). What is not in that part raises
+NotImplementedError, so that nothing is passed by.
 """
 
 import math
@@ -117,8 +118,8 @@ def _call(node: Any, store: Store, at: float) -> Vector:
 
 
 def _increase(points: Sequence[Point], begin: float, end: float) -> float:
-    """`extrapolatedRate`: resets of the counter are added back, and the ends of the window are reached
-    by extrapolation, as far as the samples' usual distance and the counter's zero allow."""
+    """`extrapolatedRate`: resets of the counter are added back, and the ends of the window are
+    reached by extrapolation, as far as the samples' usual distance and the counter's zero allow."""
     (first, first_value), (last, last_value) = points[0], points[-1]
     result = last_value - first_value
     result += sum(one[1] for one, other in pairwise(points) if other[1] < one[1])
@@ -189,7 +190,8 @@ def _binary(node: Any, left: Value, right: Value) -> Value:
 
 
 def _matching(node: Any, left: Vector, right: Vector) -> Callable[[Labels], float | None]:
-    """The value on the right that belongs to labels on the left: one to one, or many to one with `group_left`."""
+    """The value on the right that belongs to labels on the left: one to one, or many to one with
+    `group_left`."""
     modifier = node.modifier
     rule = modifier.matching if modifier else None
     including = rule is not None and rule.type == ast.LabelModifierType.Include

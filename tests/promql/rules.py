@@ -27,7 +27,12 @@ def seconds(text: str) -> float:
 def load_alerts(path: Path) -> dict[str, Alert]:
     groups = yaml.safe_load(path.read_text())["groups"]
     found = [
-        Alert(rule["alert"], rule["expr"], seconds(rule["for"]) if "for" in rule else 0.0, rule.get("labels", {}))
+        Alert(
+            rule["alert"],
+            rule["expr"],
+            seconds(rule["for"]) if "for" in rule else 0.0,
+            rule.get("labels", {}),
+        )
         for group in groups
         for rule in group["rules"]
     ]
@@ -35,7 +40,8 @@ def load_alerts(path: Path) -> dict[str, Alert]:
 
 
 def firing(alert: Alert, store: Store, at: float, interval: float) -> set[Labels]:
-    """The labels of what fires at that time, if the rule is evaluated once an interval from the start on."""
+    """The labels of what fires at that time, if the rule is evaluated once an interval from the
+    start on."""
     since: dict[Labels, float] = {}
     now = 0.0
     while now <= at:

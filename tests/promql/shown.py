@@ -1,8 +1,10 @@
-"""What the dashboard shows and what the alerts look at, against scrapes of a cluster that served requests."""
+"""What the dashboard shows and what the alerts look at, against scrapes of a cluster that served
+requests."""
 
 import json
 import math
 import re
+from collections import Counter
 from pathlib import Path
 
 import promql_parser
@@ -22,7 +24,8 @@ def dashboard_queries() -> list[str]:
 
 
 def blank_queries(before: str, after: str) -> list[str]:
-    """Of the dashboard, what shows nothing, given what /metrics said before any request and after some."""
+    """Of the dashboard, what shows nothing, given what /metrics said before any request and after
+    some."""
     store = Store()
     store.add_scrape(before, 0.0)
     store.add_scrape(after, 60.0)
@@ -35,7 +38,8 @@ def blank_queries(before: str, after: str) -> list[str]:
 
 
 def unknown_selectors(scrape: str) -> list[str]:
-    """Selectors of alerts and dashboard that no series of the scrape can ever match, by their names and labels."""
+    """Selectors of alerts and dashboard that no series of the scrape can ever match, by their names
+    and labels."""
     store = Store()
     store.add_scrape(scrape, 0.0)
     unknown = []
@@ -46,6 +50,13 @@ def unknown_selectors(scrape: str) -> list[str]:
             if not any(asked <= dict(labels).keys() for labels, _ in store.points(selector.name)):
                 unknown.append(selector.prettify())
     return unknown
+
+
+def shared_names(scrape: str) -> list[str]:
+    """Names that a counter has, without `_total`, and another metric too: OpenMetrics gives them to
+    one only."""
+    types = [line.split()[2].removesuffix("_total") for line in scrape.splitlines() if line.startswith("# TYPE ")]
+    return [name for name, times in Counter(types).items() if times > 1]
 
 
 def selectors(expression: str) -> list[promql_parser.VectorSelector]:

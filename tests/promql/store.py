@@ -1,4 +1,5 @@
-"""Samples by series and time, from scrapes of /metrics or from the notation of promtool's rule tests."""
+"""Samples by series and time, from scrapes of /metrics or from the notation of promtool's rule
+tests."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -33,7 +34,8 @@ class Store:
                 self.add_point(sample.name, {**sample.labels, "job": job}, at, sample.value)
 
     def add_series(self, selector: str, values: str, interval: float) -> None:
-        """A series of promtool's notation: `0+5x10` is eleven values, each 5 more; `_` is none, `_x3` three of them."""
+        """A series of promtool's notation: `0+5x10` is eleven values, each 5 more; `_` is none,
+        `_x3` three of them."""
         name, labels = _parse_selector(selector)
         for number, value in enumerate(_values(values)):
             if value is not None:

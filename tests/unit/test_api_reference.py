@@ -53,4 +53,4 @@ def test_every_error_is_there() -> None:
 def test_every_route_of_the_admin_port_is_there() -> None:
     app = admin.build(cast(ClusterView, None), cast(Readiness, None), "", cast(Refusals, None))
     routes = {f"{method} {route.path}" for route in app.routes for method in route.methods - {"HEAD"}}  # type: ignore[attr-defined]
-    assert {path for path, _ in ADMIN} == routes
+    assert {path for path, _ in ADMIN} == {route.replace(":path}", "}") for route in routes}

@@ -1,5 +1,6 @@
-"""Every package that the code imports is declared in pyproject.toml, where it is needed: what runs in a cluster as a
-dependency, the rest in an extra. A package that comes along with another one may be gone with its next version."""
+"""Every package that the code imports is declared in pyproject.toml, where it is needed: what runs
+in a cluster as a dependency, the rest in an extra. A package that comes along with another one may
+be gone with its next version."""
 
 import ast
 import importlib.metadata
@@ -17,7 +18,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 PRODUCT = [name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
 OURS = {*PRODUCT, "tests", "tools"}
-# Imported only where something else has brought it: a GPU build of torch, and the extra that draws pictures.
+# Imported only where something else has brought it: a GPU build of torch, and the extra that draws
+# pictures.
 OPTIONAL = {"triton", "matplotlib"}
 
 
@@ -46,7 +48,10 @@ def normalized(requirement: str) -> str:
 
 
 def declared(*extras: str) -> set[str]:
-    lines = [*PROJECT["project"]["dependencies"], *(line for extra in extras for line in EXTRAS[extra])]
+    lines = [
+        *PROJECT["project"]["dependencies"],
+        *(line for extra in extras for line in EXTRAS[extra]),
+    ]
     return {normalized(line) for line in lines}
 
 
@@ -80,6 +85,7 @@ def test_a_package_that_only_comes_along_is_seen() -> None:
 
 
 def test_jinja_is_one_whose_sandbox_holds() -> None:
-    """Chat templates come with models. Before 3.1.6 a template could get out of the sandbox (CVE-2025-27516)."""
+    """Chat templates come with models. Before 3.1.6 a template could get out of the sandbox
+    (CVE-2025-27516)."""
     [line] = [line for line in PROJECT["project"]["dependencies"] if normalized(line) == "jinja2"]
     assert line.startswith("jinja2>=3.1.6")

@@ -15,7 +15,10 @@ ADMIN = (
     ("GET /metrics", "Prometheus' text format: [architecture.md](architecture.md#metrics)"),
     ("GET /admin/status", "[StatusResponse](#message-statusresponse)"),
     ("GET /admin/ledger", "[LedgerResponse](#message-ledgerresponse)"),
-    ("GET /admin/explain/{request_id}", "[ExplainResponse](#message-explainresponse); 404 if it is not kept"),
+    (
+        "GET /admin/explain/{request_id}",
+        "[ExplainResponse](#message-explainresponse); 404 if it is not kept, 400 if several had that x-request-id",
+    ),
     (
         "POST /admin/drain",
         '`{"node": NAME}`, with `"timeout": SECONDS` or `"undrain": true`: [DrainResponse](#message-drainresponse)',

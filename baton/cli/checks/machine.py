@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from baton.cli.checks.finding import Finding, bad, ok, warning
+from baton.cli.checks.installation import reinstall, set_up_with
 from baton.cli.plan import threads_per_node
 from baton.config import Config
 from baton.errors import ConfigError
@@ -15,13 +16,12 @@ from baton.errors import ConfigError
 OLDEST_PYTHON = (3, 11)
 PROBE_TIMEOUT = 120.0  # seconds: a cold import of torch
 _FEW_FILES = 256
-_REINSTALL = "install Baton again: pip install -e . (or make setup)"
 
 
 def python_version(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
     shown = ".".join(map(str, version))
     if version < OLDEST_PYTHON:
-        return bad("python", f"this is {shown}", "use Python 3.11 or newer: make setup PYTHON=/path/to/python3.11")
+        return bad("python", f"this is {shown}", set_up_with("/path/to/python3.11"))
     return ok("python", shown)
 
 
@@ -40,9 +40,9 @@ def probe(arguments: Sequence[str]) -> dict[str, Any]:
 
 def torch_library(found: Mapping[str, Any]) -> Finding:
     if "error" in found:
-        return bad("torch", f"the process that looks for it failed: {found['error']}", _REINSTALL)
+        return bad("torch", f"the process that looks for it failed: {found['error']}", reinstall())
     torch = found["torch"]
-    return bad("torch", torch["error"], _REINSTALL) if "error" in torch else ok("torch", torch["version"])
+    return bad("torch", torch["error"], reinstall()) if "error" in torch else ok("torch", torch["version"])
 
 
 def device(found: Mapping[str, Any], wanted: str) -> Finding:
@@ -62,7 +62,10 @@ def triton_library(found: Mapping[str, Any]) -> Finding:
     if "version" in triton:
         return ok("triton", triton["version"])
     if found.get("gpus"):
-        return bad("triton", f"there are GPUs, and it cannot be loaded: {triton['error']}", _REINSTALL)
+        told = f"there are GPUs, and it cannot be loaded: {triton['error']}"
+        return bad(
+            "triton", told, "install a CUDA build of torch, which brings it: pip install --force-reinstall torch"
+        )
     return ok("triton", "not there; a CPU needs none")
 
 
@@ -71,7 +74,7 @@ def encryption() -> Finding:
     try:
         import zmq
     except ImportError as error:
-        return bad("libzmq", f"pyzmq cannot be loaded: {error}", _REINSTALL)
+        return bad("libzmq", f"pyzmq cannot be loaded: {error}", reinstall())
     return curve(zmq.zmq_version(), bool(zmq.has("curve")))
 
 

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from baton.cli.checks.finding import Finding, bad, ok, warning
+from baton.cli.default_model import default_model
 from baton.config import Config
+from baton.errors import ConfigError
 from baton.model_source import is_hub_id
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -28,7 +30,7 @@ def model_folder(config: Config, found: Mapping[str, Any]) -> list[Finding]:
     if config.engine != "model":
         return [ok("model", f"none: --engine {config.engine}")]
     if not config.model:
-        return [ok("model", "none named: `baton up` serves its own small one")]
+        return [bundled_model()]
     if not Path(config.model).exists():
         if is_hub_id(config.model):
             told = f"{config.model} is no folder here: the first start downloads it from the model hub"
@@ -38,6 +40,15 @@ def model_folder(config: Config, found: Mapping[str, Any]) -> list[Finding]:
     if wrong:
         return [bad("model", str(wrong), "see the message; download the model again if files are damaged")]
     return [ok("model", f"{config.model}: configuration and weights are sound"), tokenizer(Path(config.model))]
+
+
+def bundled_model() -> Finding:
+    """What `baton up` serves when no model is named. An installed wheel has none."""
+    try:
+        default_model()
+    except ConfigError as error:
+        return bad("model", error.message, "give --model the path of a Hugging Face folder, or a hub id")
+    return ok("model", "none named: `baton up` serves its own small one")
 
 
 def tokenizer(folder: Path) -> Finding:

@@ -55,7 +55,7 @@ def test_device() -> None:
 
 def test_triton() -> None:
     broken = {"triton": {"error": "ImportError"}}
-    judged(machine.triton_library({**broken, "gpus": ["H200"]}), "bad", "ImportError")
+    judged(machine.triton_library({**broken, "gpus": ["H200"]}), "bad", "ImportError", "CUDA build of torch")
     judged(machine.triton_library(broken), "ok", "a CPU needs none")
 
 

@@ -77,6 +77,18 @@ def test_explain_shows_the_waterfall(front: FakeFront, run: Run, capsys: Capture
         assert expected in out
 
 
+def test_explain_says_that_a_prefill_node_was_not_needed(front: FakeFront, run: Run, capsys: Capture) -> None:
+    """Decode held the context: the node that was chosen has no part in the answer, and the way is decode's own."""
+    front.explanation = explanation()
+    attempt = front.explanation.attempts[-1]
+    attempt.way, attempt.why = "local", "held"
+    attempt.ClearField("other_way")
+    assert run("explain", "r1", "--endpoint", front.endpoint) == 0
+    out = plain(capsys.readouterr().out)
+    assert "prefill-0, not needed" in out
+    assert "prompt computed by: the decode node itself (its cache has the context)" in out
+
+
 def test_explain_says_what_spoke_against_a_node(front: FakeFront, run: Run, capsys: Capture) -> None:
     told = explanation()
     for because in ("failed before", "newcomer", "kept apart"):

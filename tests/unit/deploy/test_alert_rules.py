@@ -1,4 +1,5 @@
-"""The alerting rules against series with and without tenants: by our own evaluation of PromQL, and by promtool."""
+"""The alerting rules against series with and without tenants: by our own evaluation of PromQL, and
+by promtool."""
 
 import re
 import shutil
@@ -37,7 +38,8 @@ def test_every_alert_fires_in_a_test_and_stays_silent_in_another() -> None:
 
 
 def test_alerts_about_requests_have_no_class_of_their_own() -> None:
-    """Classes are names that the file of tenants gives; the cluster's own requests are the one class to leave out."""
+    """Classes are names that the file of tenants gives; the cluster's own requests are the one
+    class to leave out."""
     for alert in ALERTS.values():
         for selector in re.findall(r"baton_(?:requests|rejected|request_\w+)\w*\{([^}]*)\}", alert.expression):
             assert 'class!="internal"' in selector, alert.name
@@ -45,7 +47,8 @@ def test_alerts_about_requests_have_no_class_of_their_own() -> None:
 
 
 def test_rates_are_extrapolated_as_prometheus_does() -> None:
-    """Figures of Prometheus 2.42, by promtool: a counter from zero, one that was reset, and one with half a window."""
+    """Figures of Prometheus 2.42, by promtool: a counter from zero, one that was reset, and one
+    with half a window."""
     store = Store()
     store.add_series("steady", "0+10x40", 15)
     store.add_series("reset", "0+10x10 0+10x29", 15)
