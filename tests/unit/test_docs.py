@@ -169,9 +169,7 @@ def test_settings_are_documented() -> None:
 async def test_metrics_are_documented() -> None:
     metrics = Metrics(Dispatcher(Config()))
     metrics.add_ports(Ports(Config(), 1024))
-    exposed = {
-        family.name + ("_total" if family.type == "counter" else "") for family in metrics.registry.collect()
-    }
+    exposed = {family.name + ("_total" if family.type == "counter" else "") for family in metrics.registry.collect()}
     text = section(ARCHITECTURE, "Metrics")
     told = {row[0].strip("`") for row in rows(text) if "*" not in row[0]}
     assert told == exposed
