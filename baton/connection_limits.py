@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from baton.errors import ConfigError
 from baton.exposure import is_loopback
 
+COORDINATOR_PORTS = ("http", "grpc", "admin", "cluster")
 MOST_DESCRIPTORS = 1 << 16  # that are counted on, where the kernel would allow more
 _RESERVE_LEAST, _RESERVE_MOST = 64, 4096  # descriptors that no port gets: files, memory, dialling, this process's own
 _TWELFTHS = {

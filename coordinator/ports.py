@@ -7,10 +7,8 @@ from prometheus_client.registry import Collector
 
 from baton.config import Config
 from baton.connection_guard import ConnectionGuard
-from baton.connection_limits import port_limit
+from baton.connection_limits import COORDINATOR_PORTS, port_limit
 from coordinator.http.connections import ConnectionTable
-
-PORTS = ("http", "grpc", "admin", "cluster")
 
 
 class Ports(Collector):
@@ -18,8 +16,8 @@ class Ports(Collector):
 
     def __init__(self, config: Config, descriptors: int) -> None:
         """Raises ConfigError for more connections than the process may have."""
-        most, per_address = config.max_connections, config.max_connections_per_address
-        self.limits = {name: port_limit(name, descriptors, most=most, per_address=per_address) for name in PORTS}
+        wanted = {"most": config.max_connections, "per_address": config.max_connections_per_address}
+        self.limits = {name: port_limit(name, descriptors, **wanted) for name in COORDINATOR_PORTS}
         self._tables: dict[str, ConnectionTable] = {}
         self._guard = ConnectionGuard()
 

@@ -592,8 +592,8 @@ class Cluster:
 
 
 class NodeLinkStub:
-    """The internal plane: every node dials the coordinator's cluster port and keeps one stream. Metadata carries the
-    cluster token (`baton-cluster-token`).
+    """The internal plane: every node dials the coordinator's cluster port and keeps one stream, over mutual TLS whose keys
+    the cluster token gives. Metadata carries a proof of the token (`baton-cluster-proof-bin`), never the token.
     """
 
     def __init__(self, channel):
@@ -610,8 +610,8 @@ class NodeLinkStub:
 
 
 class NodeLinkServicer:
-    """The internal plane: every node dials the coordinator's cluster port and keeps one stream. Metadata carries the
-    cluster token (`baton-cluster-token`).
+    """The internal plane: every node dials the coordinator's cluster port and keeps one stream, over mutual TLS whose keys
+    the cluster token gives. Metadata carries a proof of the token (`baton-cluster-proof-bin`), never the token.
     """
 
     def Attach(self, request_iterator, context):
@@ -637,8 +637,8 @@ def add_NodeLinkServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class NodeLink:
-    """The internal plane: every node dials the coordinator's cluster port and keeps one stream. Metadata carries the
-    cluster token (`baton-cluster-token`).
+    """The internal plane: every node dials the coordinator's cluster port and keeps one stream, over mutual TLS whose keys
+    the cluster token gives. Metadata carries a proof of the token (`baton-cluster-proof-bin`), never the token.
     """
 
     @staticmethod

@@ -1,5 +1,6 @@
 """What only gRPC has: its own words for conversations and tokens, bytes that are no message, and reflection."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -7,8 +8,10 @@ import grpc
 import pytest
 import pytest_asyncio
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from baton.health_service import STREAMS_PER_CONNECTION
 from baton.pb import generation_pb2 as pb
 from tests.integration.front_fixtures import BOUNDS, Front, done, grpc_error, serving
 from tests.integration.front_text import chatting_tokenizer, ids_of
@@ -120,3 +123,18 @@ async def test_reflection(front: Front) -> None:
     assert methods == ["Generate", "GenerateOnce", "Tokenize", "Detokenize", "ListModels"]
     messages = {message.name: message for file in files for message in file.message_type}
     assert {"text", "chat", "logprobs"} <= {field.name for field in messages["GenerateRequest"].field}
+
+
+async def test_streams_that_anybody_may_open_are_bounded(front: Front) -> None:
+    watched = health_pb2_grpc.HealthStub(front.channel)
+    request = health_pb2.HealthCheckRequest()
+    calls = [watched.Watch(request, timeout=60) for _ in range(STREAMS_PER_CONNECTION)]
+    await asyncio.gather(*(call.read() for call in calls))
+    reflection = reflection_pb2_grpc.ServerReflectionStub(front.channel)
+    for call in (
+        watched.Watch(health_pb2.HealthCheckRequest(), timeout=60),
+        reflection.ServerReflectionInfo(timeout=60),
+    ):
+        assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    for call in calls:
+        call.cancel()

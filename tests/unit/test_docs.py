@@ -28,6 +28,7 @@ from benchmarks.__main__ import _parser
 from coordinator.admin import NOT_YET as UNBUILT_ROUTES
 from coordinator.dispatcher import Dispatcher
 from coordinator.metrics import Metrics
+from coordinator.ports import Ports
 from kv_transfer.core import events, frames
 from tests.unit.test_architecture import ARROWS, sources
 
@@ -166,11 +167,9 @@ def test_settings_are_documented() -> None:
 
 
 async def test_metrics_are_documented() -> None:
-    dispatcher = Dispatcher(Config())
-    exposed = {
-        family.name + ("_total" if family.type == "counter" else "")
-        for family in Metrics(dispatcher).registry.collect()
-    }
+    metrics = Metrics(Dispatcher(Config()))
+    metrics.add_ports(Ports(Config(), 1024))
+    exposed = {family.name + ("_total" if family.type == "counter" else "") for family in metrics.registry.collect()}
     text = section(ARCHITECTURE, "Metrics")
     told = {row[0].strip("`") for row in rows(text) if "*" not in row[0]}
     assert told == exposed

@@ -11,6 +11,7 @@ from baton.cli.checks.finding import Finding, bad, ok, warning
 from baton.cli.checks.installation import reinstall, set_up_with
 from baton.cli.plan import threads_per_node
 from baton.config import Config
+from baton.connection_limits import COORDINATOR_PORTS, MOST_DESCRIPTORS, port_limit
 from baton.errors import ConfigError
 
 OLDEST_PYTHON = (3, 11)
@@ -99,12 +100,28 @@ def cores(config: Config, available: int) -> Finding:
 
 
 def open_files(config: Config, limit: int | None = None) -> Finding:
-    """Every client, every node and every segment takes one."""
-    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if limit is None else limit
-    wanted = config.max_queue + config.max_num_seqs * config.decode + _FEW_FILES
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return ok("open files", "no limit" if soft == resource.RLIM_INFINITY else f"{soft} per process")
-    told, fix = f"{soft} per process", f"ulimit -n {wanted} (or LimitNOFILE= of the service)"
-    if soft < _FEW_FILES:
+    """Every client, every node and every segment takes one. Processes of ours raise the soft limit to the hard one."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1] if limit is None else limit
+    usable = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    wanted = _files_for(config)
+    fix = f"ulimit -n {wanted} (or LimitNOFILE= of the service)"
+    try:
+        limits = {name: port_limit(name, usable, most=config.max_connections) for name in COORDINATOR_PORTS}
+    except ConfigError as error:
+        return bad("open files", error.message, fix)
+    shares = ", ".join(f"{name} {limit.most}" for name, limit in limits.items())
+    told = f"{usable} per process; connections at most: {shares}"
+    if hard == resource.RLIM_INFINITY or hard >= wanted:
+        return ok("open files", told)
+    if usable < _FEW_FILES:
         return bad("open files", told, fix)
     return warning("open files", f"{told}: fewer than --max-queue allows clients", fix)
+
+
+def _files_for(config: Config) -> int:
+    """The limit at which the HTTP port may hold a client for each request that may wait or run."""
+    clients = config.max_queue + config.max_num_seqs * config.decode
+    wanted = clients
+    while port_limit("http", wanted).most < clients and wanted < MOST_DESCRIPTORS:
+        wanted *= 2
+    return wanted

@@ -9,6 +9,8 @@ from baton.cli.ports import FIELDS, hold
 from baton.config import Config
 from baton.errors import ConfigError
 
+_REFUSED = "baton_connections_refused_total"
+
 
 def ask(endpoint: str, admin_token: str) -> Any:
     """The status of the cluster that answers at `endpoint`; None if nobody does. Raises Bad when it refuses to say."""
@@ -29,7 +31,20 @@ def network(config: Config, endpoint: str) -> list[Finding]:
     except Bad as error:
         finding = warning("cluster", f"{endpoint} answers: {error.message}", "give the right --admin-token")
         return [finding, ports(config, occupied=True)]
-    return [cluster(endpoint, status), ports(config, occupied=status is not None)]
+    return [cluster(endpoint, status), *connections(status), ports(config, occupied=status is not None)]
+
+
+def connections(status: Any) -> list[Finding]:
+    """Ports of the cluster that answers which had more connections than they may hold."""
+    counters = status.counters if status is not None else {}
+    refused = {name: int(value) for name, value in sorted(counters.items()) if name.startswith(_REFUSED) and value}
+    if not refused:
+        return []
+    told = ", ".join(f"{name.removeprefix(_REFUSED).strip('{}')}: {count}" for name, count in refused.items())
+    fix = (
+        "raise ulimit -Hn or --max-connections, or keep out who opens them (--max-connections-per-address, a firewall)"
+    )
+    return [warning("connections", f"closed because there were too many, since the coordinator started: {told}", fix)]
 
 
 def cluster(endpoint: str, status: Any) -> Finding:

@@ -3,12 +3,12 @@
 import pytest
 
 from baton.config import Config
-from baton.connection_limits import Connection, PortLimit, connections_to_close, port_limit
+from baton.connection_limits import COORDINATOR_PORTS, Connection, PortLimit, connections_to_close, port_limit
 from baton.errors import ConfigError
-from coordinator.ports import PORTS, Ports
+from coordinator.ports import Ports
 
 LOCAL, ELSEWHERE = "127.0.0.1", "192.0.2.7"
-PROCESSES = {"coordinator": PORTS, "node": ("transfer", "health"), "pool": ("pool", "transfer", "health")}
+PROCESSES = {"coordinator": COORDINATOR_PORTS, "node": ("transfer", "health"), "pool": ("pool", "transfer", "health")}
 
 
 def connection(number: int, *, silent: bool = True, address: str = LOCAL, since: float | None = None) -> Connection:

@@ -74,8 +74,19 @@ def test_cores() -> None:
 
 def test_open_files() -> None:
     judged(machine.open_files(Config(), 100), "bad", "100 per process", "ulimit -n")
-    judged(machine.open_files(Config(), 1024), "warning", "--max-queue")
-    judged(machine.open_files(Config(), 65536), "ok")
+    judged(machine.open_files(Config(), 1024), "warning", "--max-queue", "http 298", "grpc 224", "ulimit -n")
+    judged(machine.open_files(Config(), 65536), "ok", "connections at most: http ")
+    judged(machine.open_files(Config(max_connections=5000), 1024), "bad", "max_connections is 5000", "ulimit -n")
+
+
+def test_connections_that_were_closed_are_shown() -> None:
+    refused = 'baton_connections_refused_total{port="%s"}'
+    status = cluster_pb2.StatusResponse(counters={refused % "http": 17, refused % "grpc": 0})
+    (finding,) = network.connections(status)
+    judged(finding, "warning", 'port="http": 17', "--max-connections")
+    assert "grpc" not in finding.detail
+    assert network.connections(cluster_pb2.StatusResponse(counters={refused % "http": 0})) == []
+    assert network.connections(None) == []
 
 
 def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
