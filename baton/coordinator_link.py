@@ -125,8 +125,8 @@ class CoordinatorLink:
         if away < self._silence:
             self._log.debug("coordinator not there", address=self._address, code=code)
             return
-        fields = {"address": self._address, "code": code, "seconds": round(away, 1)}
-        self._reminders.write(self._log.warning, "coordinator unreachable", **fields)
+        say, seconds = self._log.warning, round(away, 1)
+        self._reminders.write(say, "coordinator unreachable", address=self._address, code=code, seconds=seconds)
 
     def _refused(self, reason: str) -> None:
         """A node that was a member once goes on trying: its coordinator may be being replaced, or the link be bad."""
