@@ -116,6 +116,8 @@ class CoordinatorLink:
             if self.joined:
                 self._disconnected()
                 pause = _FIRST_PAUSE
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError  # a task group that has an error of its own to raise forgets the cancel
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # a redial's pause, not a poll
             pause = min(pause * 2, _LONGEST_PAUSE)
 
