@@ -135,6 +135,8 @@ class CoordinatorLink:
             if self.joined:
                 self._disconnected()
                 pause = _FIRST_PAUSE
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError  # a task group that has an error of its own to raise forgets the cancel
             await asyncio.sleep(max(least, pause * random.uniform(0.5, 1.0)))  # a redial's pause, not a poll
             pause = min(pause * 2, longest)
 
@@ -153,8 +155,8 @@ class CoordinatorLink:
         if away < self._silence:
             self._log.debug("coordinator not there", address=self._address, code=code)
             return
-        fields = {"address": self._address, "code": code, "seconds": round(away, 1)}
-        self._reminders.write(self._log.warning, "coordinator unreachable", **fields)
+        say, seconds = self._log.warning, round(away, 1)
+        self._reminders.write(say, "coordinator unreachable", address=self._address, code=code, seconds=seconds)
 
     def _refused(self, reason: str) -> None:
         """A node that was a member once goes on trying: its coordinator may be being replaced, or the link be bad."""

@@ -90,6 +90,7 @@ class Cluster:
         self.where: Endpoints
         self.left_processes: dict[int, str] = {}
         self.left_segments: list[str] = []
+        self.outlived_sigterm: list[str] = []
 
     # life
 
@@ -138,6 +139,7 @@ class Cluster:
         """After the block: no process of ours runs, no segment is left, and whoever was asked to end did so well."""
         assert self.left_segments == []
         assert self.left_processes == {}
+        assert self.outlived_sigterm == []
         codes = {name: process.returncode for name, process in self._processes.items()}
         unclean = {name: code for name, code in codes.items() if code not in (0, -signal.SIGKILL)}
         assert unclean == {}, self.tail(next(iter(unclean)))
@@ -291,14 +293,15 @@ class Cluster:
     def _stop_all(self) -> None:
         """The coordinator (or the supervisor) first, as `up` does it."""
         for names in ([UP, plan.COORDINATOR], list(self._processes)):
-            running = [p for name in names if (p := self._processes.get(name)) and p.poll() is None]
-            for process in running:
+            running = {name: p for name in names if (p := self._processes.get(name)) and p.poll() is None}
+            for process in running.values():
                 process.send_signal(signal.SIGCONT)
                 process.terminate()
-            for process in running:
+            for name, process in running.items():
                 try:
                     process.wait(self.config.drain_timeout + _END_PATIENCE)
                 except subprocess.TimeoutExpired:
+                    self.outlived_sigterm.append(name)
                     process.kill()
                     process.wait()
 

@@ -251,7 +251,7 @@ async def test_a_refusal_that_names_a_time_is_said_once_and_waited_for(monkeypat
         await asyncio.Event().wait()
 
     async with linked(attach) as rig:
-        monkeypatch.setattr(rig.link._log, "error", lambda what, *, reason: said.append((what, reason)))
+        monkeypatch.setattr(rig.link._log, "error", lambda what, *, reason, **_: said.append((what, reason)))
         await rig.joined()
         assert not rig.running.done()
         assert len(rig.joins) >= 4
@@ -263,3 +263,34 @@ async def test_a_refusal_that_names_a_time_is_said_once_and_waited_for(monkeypat
 def refusal(retry_seconds: float = 0.0) -> CoordinatorMessage:
     error = ConfigError("dtype is bfloat16 here and float32 in the cluster")
     return CoordinatorMessage(refusal=pb.Refusal(error=wire.error_to_pb(error), retry_seconds=retry_seconds))
+
+
+async def test_a_node_that_is_to_end_while_its_stream_breaks_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usual order of a cluster's end: the coordinator goes, and then its nodes are told to. What the stream was
+    broken by must not take the place of the node's own end."""
+    breaking, ended = asyncio.Event(), asyncio.Event()
+
+    async def write(self: CoordinatorLink, call: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            breaking.set()
+            await ended.wait()  # as one that has a message half written
+
+    async def overflow(self: CoordinatorLink) -> None:
+        raise TimeoutError
+
+    async with linked(pinging) as rig:
+        await rig.joined()
+        with monkeypatch.context() as patch:
+            patch.setattr(CoordinatorLink, "_write", write)
+            rig.between.reset()  # the next stream is one with these
+            patch.setattr(CoordinatorLink, "_until_overflow", overflow)
+            async with asyncio.timeout(PATIENCE):
+                await breaking.wait()
+            rig.running.cancel()
+            await asyncio.sleep(0)
+            ended.set()
+            done, _ = await asyncio.wait({rig.running}, timeout=PATIENCE / 3)
+        assert done == {rig.running}
+        assert rig.running.cancelled()
