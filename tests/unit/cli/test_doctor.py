@@ -17,9 +17,9 @@ from baton import segment
 from baton.cli.checks import machine, model_folder, network, shared_memory
 from baton.cli.checks.finding import Finding
 from baton.config import Config
-from baton.memory_room import MemoryRoom
 from baton.errors import ConfigError
 from baton.memory_map import HUGE_PAGE
+from baton.memory_room import MemoryRoom
 from baton.pb import cluster_pb2
 from node_engine import probe
 from tests.models import build_model
