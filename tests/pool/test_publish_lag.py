@@ -23,9 +23,9 @@ PROMPT = of_blocks(1, 2, 3, 4)
 
 @pytest.mark.asyncio
 async def test_a_follower_within_the_publish_lag_takes_what_is_published(tmp_path: Path) -> None:
-    """It is on the other prefill node. Ten copies of 30 ms are the lag; computing the prefix takes 3 s."""
+    """It is on the other two nodes. Ten copies of 30 ms are the lag; computing the prefix takes 3 s."""
     settings = {"engine": "paced", "placement": "round_robin", "paced_prefill_us_per_token": 20000.0}
-    async with pooled_cluster(tmp_path, prefill=2, decode=1, **settings) as cluster:
+    async with pooled_cluster(tmp_path, prefill=2, decode=2, **settings) as cluster:
         await cluster.arm("prefill", "pool.copy.before=delay(0.03)")
         prompts = [[*PREFIX, 1], [*PREFIX, 2]]
         async with cluster.streaming(prompts[0], max_tokens=20, ignore_eos=True) as call:
