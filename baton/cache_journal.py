@@ -60,9 +60,11 @@ class CacheJournal:
             yield self._numbered(tuple(every[start : start + MAX_NAMES]), (), fresh=start == 0)
 
     def begin_snapshot(self) -> None:
-        """What was told before is void. All there is follows in parts, each as it is when its part is told; what changes
-        meanwhile is told as events, in between. Until `end_snapshot` a change and its opposite do not cancel each other
-        out: what the coordinator knows of a name depends on whether its part has been told."""
+        """What was told before is void. All there is follows in parts, each as it is when it is told.
+
+        What changes meanwhile is told as events, in between. Until `end_snapshot` a change and its opposite do not
+        cancel each other out: what the coordinator knows of a name depends on whether its part has been told.
+        """
         self._pending, self._in_parts = {}, True
 
     def take_part(self, names: Iterable[BlockHash], now: float, *, first: bool) -> CacheChange:

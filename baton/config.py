@@ -57,7 +57,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _help("Who computes prompts: prefill nodes, decode nodes, or auto: whichever is predicted to be sooner"),
     ] = "disaggregated"
     max_model_len: Annotated[Count, _help("Longest prompt plus output in tokens; 0 takes the model's own")] = 0
-    kv_memory: Annotated[str, _help("Cache memory of a node: 4GiB, a share such as 0.5, or auto: a tenth, at most 1GiB")] = "auto"
+    kv_memory: Annotated[
+        str, _help("Cache memory of a node: 4GiB, a share such as 0.5, or auto: a tenth, at most 1GiB")
+    ] = "auto"
     block_size: Annotated[int, Meta(ge=1, le=256), _help("Tokens of a KV block")] = 16
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096), _help("Sequences that a node runs at once")] = 64
     max_batched_tokens: Annotated[int, Meta(ge=16, le=65536), _help("Tokens that a node computes in one step")] = 512

@@ -5,8 +5,8 @@ A segment file is `flock`ed by its creator until the process ends, however it en
 be obtained belongs to nobody, and `sweep` removes it. Every byte is allocated before it is mapped, because a
 store to a page that a full tmpfs cannot provide is a SIGBUS, not an error.
 
-A segment's size is promised to it before it is filled in, one segment at a time: two processes that start at once do not
-both get the same room. While it is filled in, the memory that is left is looked at again before each piece.
+A segment's size is promised to it before it is filled in, one segment at a time: two processes that start at once
+do not both get the same room. While it is filled in, what is left is looked at again before each piece.
 """
 
 import errno

@@ -31,6 +31,7 @@ from kv_pool.core.pool import Pool
 from kv_pool.core.tier import Tier
 from kv_pool.disk_mount import DiskTerms
 from kv_pool.disk_tier import DiskTier
+from kv_pool.publications import Publications
 from kv_pool.store import Store, make
 from kv_pool.terms import PROTOCOL_VERSION, REMOTE, RETRY
 
@@ -99,8 +100,9 @@ class _Open:
 
 
 class PoolHost:
-    """`size` of the segment in bytes, and at most that of `most_tokens` tokens; `host_id` is that of the folder by default; `disk`: none if None. `opened` is
-    called when there is a segment, `changed` when the index has gained or lost blocks."""
+    """`size` of the segment in bytes, and at most that of `most_tokens` tokens; `host_id` is that of the folder by
+    default; `disk`: none if None. `opened` is called when there is a segment, `changed` when the index has gained or
+    lost blocks."""
 
     def __init__(
         self,
@@ -130,6 +132,7 @@ class PoolHost:
         self._closed = False
         self._numbers = count(1)
         self._fences: dict[Holder, int] = {}
+        self._publications = Publications(clock)
         self._retry: asyncio.TimerHandle | None = None
         self._log = log.get("pool")
 
@@ -209,6 +212,7 @@ class PoolHost:
     def ended(self, desk: Desk) -> None:
         """Its stream has, with a goodbye or without: either way its byte tells."""
         self.pool.doubt(desk.holder, self._clock())
+        self._publications.all_ended(desk.holder)
         self._prove()
 
     def add_source(self, source: Source) -> None:
@@ -223,7 +227,7 @@ class PoolHost:
         found = self._find(desk, asked)
         self._count("baton_pool_finds_total{result=" + ('"hit"}' if found.blocks else '"miss"}'))
         self._count('baton_pool_found_blocks_total{tier="memory"}', len(found.blocks))
-        return found, self._expect(asked, found)
+        return found, self._expect(desk, asked, found)
 
     async def find_more(self, desk: Desk, asked: Question, arrival: Arrival, known: int) -> Found:
         """What is here when nothing more comes; `known` blocks were before. Raises Stale if the attachment is over by
@@ -240,7 +244,7 @@ class PoolHost:
             self._count(f'baton_pool_found_blocks_total{{tier="{waiting.tier}"}}', came)
             known += came
             remote += came if waiting.tier == REMOTE else 0
-            following = self._expect(asked, found) if came else None
+            following = self._expect(desk, asked, found) if came else None
             if following is None:
                 return replace(found, remote=remote)
             waiting = following
@@ -259,6 +263,7 @@ class PoolHost:
         if self.pool.unfinished(desk.holder) >= _PUBLICATIONS:
             raise InvalidRequest(f"{desk.holder} has {_PUBLICATIONS} unfinished publications: seal or withdraw one")
         granted = self.pool.reserve(desk.holder, chain, first, self._clock())
+        self._publications.begin(desk.holder, chain, granted)
         room_made = self._it.carry_out(self.pool.take_moves())
         if granted.publication is None and granted.first < len(chain):
             self._count("baton_pool_grants_refused_total")
@@ -279,9 +284,11 @@ class PoolHost:
         if not whole:
             self._count("baton_pool_checksum_failures_total")
             self.pool.withdraw(desk.holder, number)
+            self._publications.ended(desk.holder, number)
             raise ChecksumMismatch(f"publication {publication}: a copy is not what its checksum says")
         self._it.sealed(blocks, checksums)
         found = self.pool.seal(desk.holder, number, len(blocks), self._clock())
+        self._publications.ended(desk.holder, number)
         FAILPOINTS.hit("pool.seal.after")
         return found
 
@@ -289,6 +296,7 @@ class PoolHost:
         """Raises InvalidRequest for what it has not reserved."""
         self._writing(desk, publication)
         self.pool.withdraw(desk.holder, PublicationId(publication))
+        self._publications.ended(desk.holder, PublicationId(publication))
 
     async def close(self) -> None:
         self._closed = True
@@ -302,9 +310,13 @@ class PoolHost:
     def _find(self, desk: Desk, asked: Question) -> Found:
         return self.pool.find(desk.holder, asked.chain, asked.most_tokens, self._clock(), partial=asked.partial)
 
-    def _expect(self, asked: Question, found: Found) -> Arrival | None:
+    def _expect(self, desk: Desk, asked: Question, found: Found) -> Arrival | None:
         size = asked.chain.block_size  # of a last block that is wanted in part all of it has to come
         most = min(len(asked.chain), -(-asked.most_tokens // size) if asked.partial else asked.most_tokens // size)
+        first, seconds = len(found.blocks), asked.token_seconds
+        published = self._publications.expected(desk.holder, asked.chain, first, min(most, len(asked.chain)), seconds)
+        if published is not None:
+            return published
         return self._it.arrivals.expect(asked.chain, found, most, asked.token_seconds, asked.elsewhere)
 
     async def _make(self, applicant: Applicant) -> None:

@@ -9,17 +9,20 @@ Events of a node are numbered. When one is missing, what is known of the node is
 left aside, and the caller is told to ask for a snapshot; it is told again if none has come after `PATIENCE`.
 
 A node that leaves, or tells anew all that it has, gives up its bit at once. The entries with that bit mean nothing from
-then on, and are swept a slice at a time: a pool's million of them would hold the event loop for a third of a second.
+then on, and are swept a slice at a time: a pool's million of them would hold the event loop for half a second. Tables
+are split into SHARDS by name, because a table that grows is copied, and copying a million entries takes long as well.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from baton.types import Incarnation
 
 PATIENCE = 1.0  # seconds
 SLICE = 4096  # names that are swept at a time
+SHARDS = 64
 _SWEPT = Incarnation("")  # has a slot whose bit is still in entries
 
 
@@ -29,7 +32,8 @@ class _Cache:
 
     slot: int
     capacity: int
-    names: set[int] = field(default_factory=set)
+    names: list[set[int]] = field(default_factory=lambda: [set() for _ in range(SHARDS)])
+    count: int = 0  # of them
     last: int = 0
     in_step: bool = False  # nothing counts before the first snapshot
     asked_at: float | None = None
@@ -38,18 +42,18 @@ class _Cache:
 class PrefixDirectory:
     def __init__(self) -> None:
         self.resyncs = 0  # snapshots that were asked for
-        self._holders: dict[int, int] = {}  # name -> a bit for each node, by slot
+        self._holders: list[dict[int, int]] = [{} for _ in range(SHARDS)]  # name -> a bit for each node, by slot
         self._caches: dict[Incarnation, _Cache] = {}
         self._by_slot: list[Incarnation | None] = []
         self._all = 0  # the bits of all nodes
-        self._given_up: deque[tuple[int, set[int]]] = deque()  # slots, and the names that still have their bits
+        self._given_up: deque[tuple[int, Iterator[int]]] = deque()  # slots, and the names that still have their bits
 
     def __len__(self) -> int:
         """Different blocks, those that are to be swept included."""
-        return len(self._holders)
+        return sum(map(len, self._holders))
 
     def blocks_of(self, node: Incarnation) -> frozenset[int]:
-        return frozenset(self._caches[node].names)
+        return frozenset(chain.from_iterable(self._caches[node].names))
 
     def join(self, node: Incarnation, capacity: int) -> None:
         """`capacity` in blocks: more than so many are not believed."""
@@ -65,10 +69,11 @@ class PrefixDirectory:
         left = SLICE
         while self._given_up and left:
             slot, names = self._given_up[0]
-            for _ in range(min(left, len(names))):
-                self._drop(names.pop(), 1 << slot)
+            before = left
+            for name in islice(names, before):
+                self._drop(name, 1 << slot)
                 left -= 1
-            if not names:
+            if left:
                 self._given_up.popleft()
                 self._by_slot[slot] = None
         return bool(self._given_up)
@@ -88,7 +93,7 @@ class PrefixDirectory:
             cache.in_step = False
             return self._is_to_ask(cache, now)
         cache.last = sequence
-        self._evict(cache, cache.names.intersection(evicted))
+        self._evict(cache, evicted)
         self._insert(cache, inserted)
         return False
 
@@ -98,9 +103,10 @@ class PrefixDirectory:
         if sequence <= cache.last:
             return
         cache.last, cache.in_step, cache.asked_at = sequence, True, None
-        if cache.names:
+        if cache.count:
             self._give_up(cache)
-            cache.names, cache.slot = set(), self._take_slot(node)
+            fresh = self._caches[node] = _Cache(self._take_slot(node), cache.capacity, last=sequence, in_step=True)
+            cache = fresh
         self._insert(cache, names)
 
     def match(self, names: Iterable[int]) -> dict[Incarnation, int]:
@@ -109,7 +115,7 @@ class PrefixDirectory:
         found: dict[Incarnation, int] = {}
         depth, holders, have = 0, self._holders, self._all
         for name in names:
-            still = have & holders.get(name, 0)
+            still = have & holders[name % SHARDS].get(name, 0)
             if depth and still != have:
                 self._add(found, have & ~still, depth)
             have = still
@@ -129,25 +135,33 @@ class PrefixDirectory:
             bits ^= lowest
 
     def _insert(self, cache: _Cache, names: Iterable[int]) -> None:
-        bit, holders, mine = 1 << cache.slot, self._holders, cache.names
+        bit = 1 << cache.slot
         for name in names:
-            if len(mine) >= cache.capacity:
+            if cache.count >= cache.capacity:
                 return
-            mine.add(name)
-            holders[name] = holders.get(name, 0) | bit
+            shard = name % SHARDS
+            mine, holders = cache.names[shard], self._holders[shard]
+            if name not in mine:
+                mine.add(name)
+                cache.count += 1
+                holders[name] = holders.get(name, 0) | bit
 
-    def _evict(self, cache: _Cache, names: set[int]) -> None:
-        """`names` are some of the node's."""
+    def _evict(self, cache: _Cache, names: Iterable[int]) -> None:
+        """Those of `names` that are the node's."""
         for name in names:
-            self._drop(name, 1 << cache.slot)
-        cache.names.difference_update(names)
+            mine = cache.names[name % SHARDS]
+            if name in mine:
+                mine.remove(name)
+                cache.count -= 1
+                self._drop(name, 1 << cache.slot)
 
     def _drop(self, name: int, bit: int) -> None:
-        left = self._holders[name] & ~bit
+        holders = self._holders[name % SHARDS]
+        left = holders[name] & ~bit
         if left:
-            self._holders[name] = left
+            holders[name] = left
         else:
-            del self._holders[name]
+            del holders[name]
 
     def _take_slot(self, node: Incarnation) -> int:
         slot = self._by_slot.index(None) if None in self._by_slot else len(self._by_slot)
@@ -159,8 +173,8 @@ class PrefixDirectory:
         """What the node has told means nothing any more. A few entries are swept at once."""
         self._all &= ~(1 << cache.slot)
         self._by_slot[cache.slot] = _SWEPT
-        few = len(cache.names) <= SLICE and not self._given_up
-        self._given_up.append((cache.slot, cache.names))
+        few = cache.count < SLICE and not self._given_up
+        self._given_up.append((cache.slot, _taken_apart(cache.names)))
         if few:
             self.sweep()
 
@@ -170,3 +184,9 @@ class PrefixDirectory:
         cache.asked_at = now
         self.resyncs += 1
         return True
+
+
+def _taken_apart(shards: list[set[int]]) -> Iterator[int]:
+    """All names; each set is freed when it has been read, and not all of them in the end."""
+    while shards:
+        yield from shards.pop()

@@ -1,4 +1,4 @@
-"""More cache memory than there is, on real processes: refused in one line with figures and the setting, nothing taken."""
+"""More cache memory than there is, on real processes: refused in one line with figures and the setting."""
 
 import os
 import subprocess

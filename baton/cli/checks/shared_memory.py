@@ -99,5 +99,6 @@ def leftovers(path: Path) -> Finding:
     if not found:
         return ok("stale segments", "none")
     size = sum((path / name).stat().st_size for name in found)
-    return warning("stale segments", f"{len(found)} in {path}, {size_text(size)}", "start a node there, which removes them")
-
+    return warning(
+        "stale segments", f"{len(found)} in {path}, {size_text(size)}", "start a node there, which removes them"
+    )

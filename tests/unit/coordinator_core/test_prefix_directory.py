@@ -280,9 +280,9 @@ class CountedNames(dict[int, int]):
 
 
 def counted(found: PrefixDirectory, call: Callable[[], object]) -> int:
-    entries = found._holders = CountedNames(found._holders)
+    found._holders = [CountedNames(shard) for shard in found._holders]
     call()
-    return entries.changes
+    return sum(shard.changes for shard in found._holders if isinstance(shard, CountedNames))
 
 
 def test_what_a_large_pool_had_is_swept_in_slices_and_means_nothing_until_then() -> None:

@@ -1,0 +1,68 @@
+"""The pool tells the coordinator what it has in parts, each when the last is on its way."""
+
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from baton.block_hash import BlockHash
+from baton.cache_journal import MAX_NAMES, CacheJournal
+from baton.clock import FakeClock
+from baton.config import Config
+from baton.types import Incarnation
+from kv_pool import membership
+
+TOTAL = 2 * MAX_NAMES + 3
+
+
+class Link:
+    """What is sent stays until the test writes it."""
+
+    joined = True
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.sent: list[Any] = []
+        self.asked = 0
+        self.waiting = asyncio.Semaphore(0)
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    async def flushed(self) -> None:
+        self.asked += 1
+        await self.waiting.acquire()
+
+
+class Host:
+    def __init__(self) -> None:
+        self.journal = CacheJournal()
+        self.pool = SimpleNamespace(memory=SimpleNamespace(total=TOTAL))
+        self.largest = 0
+
+    def names(self, first: int, last: int) -> Iterator[BlockHash]:
+        self.largest = max(self.largest, last - first)
+        return (BlockHash(block.to_bytes(8, "big") + bytes(24)) for block in range(first, min(last, TOTAL)))
+
+
+@pytest.mark.asyncio
+async def test_a_snapshot_is_made_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "CoordinatorLink", Link)
+    host: Any = Host()
+    peers: Any = SimpleNamespace(rejoin=lambda _: None)
+    member = membership.Membership(Config(), "pool-0", host, peers, "127.0.0.1:1", FakeClock())
+    link: Any = member._link
+    member.joined(Incarnation("i"))
+    told = []
+    for _ in range(3):
+        await asyncio.sleep(0)
+        told.append(len(link.sent))
+        link.waiting.release()
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert told == [1, 2, 3], "one part, and no more before it is written"
+    assert host.largest == MAX_NAMES
+    first, *others = link.sent
+    assert len(first.cache_snapshot.names) == MAX_NAMES
+    assert [len(one.cache_events.inserted) for one in others] == [MAX_NAMES, 3]
