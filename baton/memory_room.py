@@ -87,9 +87,9 @@ def _group_rooms(proc: Path, groups: Path) -> Iterator[tuple[str, int]]:
     for line in lines:
         number, controllers, path = line.split(":", 2)
         if number == "0":
-            hierarchies = ((groups, _V2_LIMITS), (groups / "unified", _V2_LIMITS))
+            hierarchies = [(groups, _V2_LIMITS), (groups / "unified", _V2_LIMITS)]
         elif "memory" in controllers.split(","):
-            hierarchies = ((groups / "memory", _V1_LIMITS),)
+            hierarchies = [(groups / "memory", _V1_LIMITS)]
         else:
             continue
         for root, files in hierarchies:

@@ -34,6 +34,20 @@ def test_prompt_tokens_are_counted_once_and_the_rest_is_recomputed(
     assert counters.recomputed_tokens == {"out_of_blocks": 5}
 
 
+def test_what_an_attempt_without_a_report_computed_is_no_hit_of_the_next(
+    world: World, p0: Incarnation, d0: Incarnation
+) -> None:
+    """The first attempt fails before anybody has reported; the second finds the blocks that it left behind."""
+    request = world.submit()
+    world.fail(p0, world.key(p0), OutOfBlocks("full"))
+    again = world.key(d0)
+    world.reserve(d0, again, p0)
+    world.say(p0, m.PrefillEnded(again, computed_tokens=4, cached_tokens=16))
+    world.token(d0, again, 0, finish=FinishReason.STOP)
+    assert world.end(request).result == m.Finished(FinishReason.STOP, 0)
+    assert {k: v for k, v in world.brain.counters.prompt_tokens.items() if v} == {"computed_prefill": 20}
+
+
 def test_prefill_is_heard_out_behind_the_news_of_the_commit(world: World, p0: Incarnation, d0: Incarnation) -> None:
     """They come on two streams: what prefill's cache had counts, whichever is the faster."""
     request = world.submit()
