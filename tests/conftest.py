@@ -7,6 +7,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two threads each would wait for one another
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 # How fast examples are drawn and run says something about the machine, and nothing about what is tested.
@@ -47,6 +48,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_runtest_teardown() -> None:
+    """A node that ran inside a test leaves none of its logging to the next one."""
+    structlog.reset_defaults()
 
 
 def pytest_unconfigure() -> None:

@@ -143,6 +143,8 @@ def test_log_files_are_bounded_and_go_on_after_the_disk_was_full(detached: Calla
         resource.prlimit(up["pid"], resource.RLIMIT_FSIZE, before)
         while "log lines dropped" not in told():
             ask()
+    own = [json.loads(line) for line in (up["logs"] / "up.log").read_text().splitlines()]
+    assert {line["node"] for line in own} == {"up"}  # no text among the lines
     assert sorted(path.name for path in up["logs"].glob("coordinator*")) == [file.name for file in files]
     assert all(file.stat().st_size < 3 * 8192 for file in files)  # a batch of lines may pass the bound
 
