@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from baton.clock import steady
+from baton.connection_limits import port_limit
+from baton.descriptors import descriptor_limit
 from baton.failpoints import Failpoints
 from baton.pb.pool_pb2_grpc import PoolLinkServicer
 from baton.types import Incarnation, NodeName, PeerAddress
@@ -91,6 +93,9 @@ class End:
             self.pool.release(NODE, found.pin)
 
 
+LIMIT = port_limit("pool", descriptor_limit())
+
+
 @asynccontextmanager
 async def end(folder: Path, name: str, transport: str = "zmq", blocks: int = 64, **changed: Any) -> AsyncIterator[End]:
     os.makedirs(folder, exist_ok=True)
@@ -115,7 +120,7 @@ async def end(folder: Path, name: str, transport: str = "zmq", blocks: int = 64,
     sender = Sender(lambda emit: build_outbound(emit=emit, **parts), me, pool, steady)
     service = PeerService()
     service.sender = sender
-    server, port = listening("127.0.0.1:0", TOKEN, PoolLinkServicer(), service)
+    server, port = listening("127.0.0.1:0", TOKEN, PoolLinkServicer(), service, LIMIT)
     await server.start()
     address = PeerAddress(me.name, incarnation, me.host_id, f"127.0.0.1:{port}")
     receiver.rejoin(incarnation)
