@@ -57,6 +57,9 @@ class Rogue:
             "max_model_len": engine.max_model_len,
             "vocab_size": engine.vocab_size,
             "eos_token_ids": engine.eos_token_ids,
+            "implementation": engine.identity.implementation,
+            "dtype": engine.identity.dtype,
+            "quantization": engine.identity.quantization,
         }
         self._node = FakeNode(scene.cluster.where.cluster, "rogue", "prefill", config.cluster_token, changes)
         self._dialer = ZmqDialer(derive_keys(config.cluster_token), TransferSettings())
