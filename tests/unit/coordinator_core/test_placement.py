@@ -132,7 +132,7 @@ def key(number: int) -> AttemptKey:
 
 @pytest.fixture
 def node() -> Node:
-    return Node(join_info("d0", DECODE), Incarnation("d0"), 0.0, 0.0)
+    return Node(join_info("d0", DECODE), Incarnation("d0"), 0.0, 0.0, b"")
 
 
 @pytest.fixture

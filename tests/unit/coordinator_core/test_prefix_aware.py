@@ -155,7 +155,7 @@ def test_a_thousand_at_once_are_spread(name: str) -> None:
     loads, policy, costs = Loads(), POLICIES[name](), CostModel()
     sizes = {"num_blocks": 100_000, "max_num_seqs": 4096, "max_batched_tokens": 65536}
     nodes = [
-        Node(join_info(f"{role.value}{number}", role, **sizes), Incarnation(f"{role.value}{number}"), 0.0, 0.0)
+        Node(join_info(f"{role.value}{number}", role, **sizes), Incarnation(f"{role.value}{number}"), 0.0, 0.0, b"")
         for role in Role
         for number in range(8)
     ]
@@ -200,7 +200,7 @@ def test_recent_work_fades_and_floats_do_not_end() -> None:
 
 def test_a_change_of_scale_is_seen_in_every_view() -> None:
     loads = Loads()
-    nodes = [Node(join_info(name, PREFILL), Incarnation(name), 0.0, 0.0) for name in ("p0", "p1")]
+    nodes = [Node(join_info(name, PREFILL), Incarnation(name), 0.0, 0.0, b"") for name in ("p0", "p1")]
     for node in nodes:
         loads.add_node(node.incarnation)
         loads.keep_scale(NOW)
