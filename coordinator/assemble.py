@@ -17,7 +17,7 @@ from baton.exposure import check_exposure
 from baton.generation_defaults import GenerationDefaults, load_generation_defaults
 from baton.limits import LINK_OPTIONS
 from coordinator import admin, tenants_file, tokenizer_files
-from coordinator.auth import Clients
+from coordinator.auth import Clients, allowed_origins
 from coordinator.cluster_service import ClusterService
 from coordinator.dispatcher import Dispatcher
 from coordinator.grpc_port import GrpcPort, bind_grpc
@@ -28,6 +28,7 @@ from coordinator.ledgers import Ledgers
 from coordinator.metrics import Metrics
 from coordinator.node_link import NodeLink
 from coordinator.refusals import Refusals
+from coordinator.text_workers import TextWorkers
 from coordinator.tokenizer import Text
 from coordinator.warmup import Readiness
 
@@ -55,6 +56,7 @@ class Coordinator:
         self._readiness = Readiness(config, self._dispatcher)
         self._cluster = ClusterService(config, self._dispatcher, self._ledgers, self._readiness, self._metrics)
         self._text: asyncio.Future[Text] = asyncio.get_running_loop().create_future()
+        self._workers = TextWorkers()
         refusals = Refusals(self._dispatcher.count_rejection)
         intake = Intake(
             self._dispatcher,
@@ -63,8 +65,9 @@ class Coordinator:
             longest=config.request_timeout,
             refusals=refusals,
             defaults=_defaults(config),
+            workers=self._workers,
         )
-        clients = app.build(intake, self._readiness, self._who)
+        clients = app.build(intake, self._readiness, self._who, allowed_origins(config.allowed_origins))
         operators = admin.build(self._cluster, self._readiness, config.admin_token, refusals)
         with ExitStack() as bound:
             http = bound.enter_context(bind(config.host, config.port, "--port"))
@@ -117,7 +120,7 @@ class Coordinator:
 
     async def _warm_up(self) -> None:
         """Text prompts are part of being ready, so the tokenizer comes first: it loads while nodes do."""
-        self._text.set_result(await tokenizer_files.load(self._config.model, self._config.engine))
+        self._text.set_result(await tokenizer_files.load(self._config.model, self._config.engine, self._workers))
         await self._readiness.run()
 
     async def _end_requests(self) -> None:

@@ -39,7 +39,7 @@ class GrpcPort:
         self._health = health.aio.HealthServicer()
         self._changed: asyncio.Queue[bool] = asyncio.Queue()
         self._following: asyncio.Task[None] | None = None
-        add_handlers(self.server, _GENERATION, GenerationService(intake, who))
+        add_handlers(self.server, _GENERATION, GenerationService(intake, who), intake.bodies.grpc)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         reflection.enable_server_reflection((*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self.server)
         self._readiness = readiness

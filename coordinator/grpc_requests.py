@@ -6,10 +6,12 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from baton.errors import DeadlineExceeded, InvalidRequest
+from baton.limits import check_count, check_message_count, check_prompt_count
 from baton.pb import generation_pb2 as pb
 from coordinator.ask import Ask, Prompt
 from coordinator.chat_template import Conversation
 
+_NAMED_BYTES = 4096  # of unknown fields: among more, none is looked for to be named
 _OPTIONAL = (
     "max_tokens",
     "temperature",
@@ -27,6 +29,7 @@ _OPTIONAL = (
 
 def to_ask(request: pb.GenerateRequest, timeout: float | None, client_id: str | None) -> Ask:
     """`timeout` is what the call's deadline leaves. Raises InvalidRequest, DeadlineExceeded."""
+    _check_counts(request)
     require_known(request)
     if timeout is not None and timeout <= 0:
         raise DeadlineExceeded("the deadline passed before the request was read")
@@ -47,6 +50,22 @@ def to_ask(request: pb.GenerateRequest, timeout: float | None, client_id: str | 
         wording={"prompt": "messages"} if request.HasField("chat") else {},
         **given,
     )
+
+
+def _check_counts(request: pb.GenerateRequest) -> None:
+    """Of what is gone through one by one from here on."""
+    for field in ("stop", "stop_token_ids", "logit_bias"):
+        check_count(field, len(getattr(request, field)))
+    match request.WhichOneof("prompt"):
+        case "prompts":
+            check_prompt_count(len(request.prompts.prompts))
+        case "chat":
+            _check_chat(request.chat)
+
+
+def _check_chat(chat: pb.Conversation) -> None:
+    check_message_count(len(chat.messages))
+    check_count("chat_template_kwargs", len(chat.chat_template_kwargs))
 
 
 def _prompts(request: pb.GenerateRequest) -> Sequence[Prompt] | Conversation | None:
@@ -95,6 +114,8 @@ def _message(message: pb.Message) -> dict[str, object]:
 
 def to_wording(request: pb.TokenizeRequest) -> Prompt | Conversation:
     """Raises InvalidRequest."""
+    if request.HasField("chat"):
+        _check_chat(request.chat)
     require_known(request)
     match request.WhichOneof("prompt"):
         case "text":
@@ -107,6 +128,18 @@ def to_wording(request: pb.TokenizeRequest) -> Prompt | Conversation:
 
 def require_known(message: Message) -> None:
     """Raises InvalidRequest for a field that this version does not know, at any depth: it would be ignored."""
+    known = type(message)()
+    known.CopyFrom(message)
+    known.DiscardUnknownFields()
+    unknown = message.ByteSize() - known.ByteSize()
+    if unknown > _NAMED_BYTES:
+        raise InvalidRequest(f"{unknown} bytes are of fields that {message.DESCRIPTOR.name} does not have")
+    if unknown:
+        _name_unknown(message)
+
+
+def _name_unknown(message: Message) -> None:
+    """Raises InvalidRequest for the first unknown field that is found."""
     unknown = UnknownFieldSet(message)
     if len(unknown):
         number, kind = unknown[0].field_number, message.DESCRIPTOR.name
@@ -119,4 +152,4 @@ def require_known(message: Message) -> None:
         else:
             parts = value if field.is_repeated else (value,)
         for part in parts:
-            require_known(part)
+            _name_unknown(part)

@@ -12,11 +12,13 @@ from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
 from baton.generation_defaults import GenerationDefaults
 from baton.limits import TextLimit
 from coordinator.answer import Answer, Choice, Echo
+from coordinator.arriving_bodies import ArrivingBodies
 from coordinator.ask import Ask, Prompt, check, check_timeout, prompts_of, to_submission, worded
 from coordinator.chat_template import Conversation
 from coordinator.generation import Generator, Submission
 from coordinator.refusals import Refusals
 from coordinator.telling import Teller
+from coordinator.text_workers import TextWorkers
 from coordinator.tokenizer import Text
 
 QUANTIZATION = "none"  # of weights, in this version
@@ -35,9 +37,12 @@ class Intake:
         longest: float,
         refusals: Refusals,
         defaults: GenerationDefaults | None = None,
+        workers: TextWorkers | None = None,
         clock: Clock = steady,
     ) -> None:
         self.refusals = refusals
+        self.bodies = ArrivingBodies()
+        self.workers = workers or TextWorkers()
         self._generator = generator
         self._model = model
         self._text = text

@@ -33,6 +33,7 @@ from coordinator.refusals import Refusals
 from coordinator.tokenizer import NoTokenizer, Text
 
 BOUNDS = ModelBounds(vocab_size=1000, max_model_len=512, cache_tokens=4096, model_digest="ab12", dtype="float32")
+COMPLETIONS = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"  # a head, but its end
 BUFFER = 64  # events that a generation holds for its reader
 
 
@@ -259,14 +260,19 @@ async def serving(
     port = GrpcPort(intake, readiness, who)
     port.bind("127.0.0.1", 0)
     await port.start()
+    json_body = {"content-type": "application/json"}
     key = {"authorization": f"Bearer {api_key}".encode()} if api_key else {}
     running = [asyncio.create_task(listener.run_until_stopped()) for listener in listeners]
     for listener in listeners:
         await listener.listening.wait()
     try:
         async with (
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{listeners[0].port}", headers=key, timeout=30) as http,
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{listeners[1].port}", timeout=30) as admin_http,
+            httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{listeners[0].port}", headers=json_body | key, timeout=30
+            ) as http,
+            httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{listeners[1].port}", headers=json_body, timeout=30
+            ) as admin_http,
             grpc.aio.insecure_channel(f"127.0.0.1:{port.port}") as channel,
         ):
             yield Front(
@@ -299,7 +305,7 @@ async def raw_post(
     await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", front.http_port))
     reader, writer = await asyncio.open_connection(sock=connection)
     payload = json.dumps(body).encode()
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(payload) + payload)
+    writer.write(COMPLETIONS + b"content-length: %d\r\n\r\n" % len(payload) + payload)
     return reader, writer
 
 

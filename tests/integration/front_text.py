@@ -5,8 +5,8 @@ import functools
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from coordinator.chat_template import ChatTemplate
 from coordinator.byte_alphabet import BYTE_OF_CHAR
+from coordinator.chat_template import ChatTemplate
 from coordinator.tokenizer import HfTokenizer
 
 EOS = "<|end|>"
