@@ -21,7 +21,7 @@ from baton.limits import (
 )
 
 PATIENCE = 1.0  # seconds for which a body waits for room
-_DISPLACED_AFTER = 2.0  # seconds of arriving after which a body gives way to one that waits
+DISPLACED_AFTER = 2.0  # seconds of arriving after which a body gives way to one that waits
 _RETRY = 1.0  # seconds
 
 
@@ -90,7 +90,7 @@ class BodyRoom:
     def _make_room(self, size: int) -> bool:
         """Displace the oldest of those that have been arriving for too long, if that is what it takes."""
         now = asyncio.get_running_loop().time()
-        overdue = [body for body in self._bodies if body.timer is not None and now - body.since >= _DISPLACED_AFTER]
+        overdue = [body for body in self._bodies if body.timer is not None and now - body.since >= DISPLACED_AFTER]
         for body in overdue:
             if self._fits(size):
                 break

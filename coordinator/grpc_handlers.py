@@ -25,7 +25,7 @@ def add_handlers(
 ) -> None:
     """`methods` has a coroutine function for each method of the service. One that streams writes to its context.
     Requests have `room` while they arrive, one of their own unless it is given."""
-    handlers, room = {}, room or grpc_room()
+    handlers, room = {}, grpc_room() if room is None else room
     for method in service.methods:
         streams = method.server_streaming
         make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler

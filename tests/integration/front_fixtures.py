@@ -22,6 +22,7 @@ from baton.ratio import Split
 from baton.slo import Slo
 from baton.types import FinishReason, RequestId, Standing, mint_id
 from coordinator import admin
+from coordinator.arriving_bodies import ArrivingBodies
 from coordinator.auth import Clients
 from coordinator.core.tenants import Tenants
 from coordinator.generation import Delta, Done, Event, PromptScores, Submission
@@ -222,6 +223,7 @@ class Front:
     brain: FakeBrain
     readiness: FakeReadiness
     refused: list[str]  # codes, in order
+    bodies: ArrivingBodies
     apps: Any  # the client-facing and the admin application
     http_port: int
     admin_port: int
@@ -248,6 +250,7 @@ async def serving(
     admin_token: str = "",
     longest: float = 60.0,
     defaults: GenerationDefaults | None = None,
+    origins: frozenset[str] = frozenset(),
 ) -> AsyncIterator[Front]:
     brain, readiness, refused = FakeBrain(), FakeReadiness(), []
     refusals = Refusals(lambda error, _: refused.append(error.code))
@@ -255,7 +258,7 @@ async def serving(
     loaded.set_result(text or NoTokenizer("demo has no tokenizer files"))
     intake = Intake(brain, loaded, model="demo", longest=longest, refusals=refusals, defaults=defaults)
     who = Clients(api_key, tenants)
-    apps = app.build(intake, readiness, who), admin.build(brain, readiness, admin_token, refusals)
+    apps = app.build(intake, readiness, who, origins), admin.build(brain, readiness, admin_token, refusals)
     listeners = [Listener(one, bind("127.0.0.1", 0, "--port")) for one in apps]
     port = GrpcPort(intake, readiness, who)
     port.bind("127.0.0.1", 0)
@@ -279,6 +282,7 @@ async def serving(
                 brain=brain,
                 readiness=readiness,
                 refused=refused,
+                bodies=intake.bodies,
                 apps=apps,
                 http_port=listeners[0].port,
                 admin_port=listeners[1].port,
