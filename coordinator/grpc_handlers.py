@@ -5,11 +5,11 @@ What protoc generates for this would answer them with INTERNAL or UNKNOWN, a fau
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
-from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
@@ -69,7 +69,7 @@ async def _first(messages: AsyncIterator[bytes], body: ArrivingBody) -> bytes:
 
 def _read(data: bytes, kind: type[Message]) -> Message:
     """Raises InvalidRequest."""
-    check_field_count(data, kind.DESCRIPTOR)
+    check_field_count(data, cast(Descriptor, kind.DESCRIPTOR))
     try:
         return kind.FromString(data)
     except DecodeError:
