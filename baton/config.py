@@ -87,6 +87,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _help("Fields of a request that Baton does not know: refuse the request, or drop and count them"),
     ] = "error"
     max_queue: Annotated[Positive, _help("Requests that may wait; more are refused with 429")] = 1024
+    max_queue_tokens: Annotated[
+        Positive, _help("Prompt tokens that may wait, about 36 bytes each; more are refused with 429")
+    ] = 8388608
     placement: Annotated[
         Literal["round_robin", "least_loaded", "prefix_aware"], _help("How nodes are chosen for a request")
     ] = "prefix_aware"
@@ -124,6 +127,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = ""
     cluster_token: Annotated[str, _help("Secret shared by the cluster's processes; @FILE reads it from a file")] = ""
     admin_token: Annotated[str, _help("Token of the admin port and of Cluster calls; @FILE reads it from a file")] = ""
+    allowed_origins: Annotated[
+        str, _help("Origins whose web pages may call the HTTP port, as https://chat.example, comma-separated")
+    ] = ""
     insecure: Annotated[bool, _help("Allow non-loopback binds without keys")] = False
     core_dumps: Annotated[
         bool, _help("Let processes be dumped and traced (core files, gdb, py-spy); prompts and keys are in there")

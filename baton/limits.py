@@ -32,6 +32,7 @@ MAX_JSON_NAMES = 2**15  # of members of all objects of one JSON body
 MAX_JSON_STRINGS = 2**16  # of one JSON body, names too
 MAX_JSON_CONTAINERS = 2**15  # objects and arrays of one JSON body
 MAX_JSON_VALUES = 2**20  # of one JSON body: a prompt of a million tokens fits
+MAX_GRPC_FIELDS = 2**13  # of one request over gRPC and of the messages in it
 MAX_TOKENS_TOLD = 2**18  # that /tokenize counts and /detokenize takes, where the context is shorter
 MAX_TEXT_BYTES = 64 << 20  # of texts that wait to be tokenized or are being tokenized
 MAX_SMALL_BODY = 64 << 10  # bytes of a body that counts as small while it arrives
@@ -95,9 +96,7 @@ class TextLimit:
 
     def too_long(self, tokens: int, more: str = "") -> TooLong:
         """`more` is "more than " if not all of them were counted."""
-        return TooLong(
-            f"prompt has {more}{tokens} tokens: the limit is {self.tokens} ({self.reason})", param="prompt"
-        )
+        return TooLong(f"prompt has {more}{tokens} tokens: the limit is {self.tokens} ({self.reason})", param="prompt")
 
 
 def prompt_limit(bounds: ModelBounds) -> TextLimit:

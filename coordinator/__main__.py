@@ -10,8 +10,8 @@ from baton.model_source import with_local_model
 from coordinator.assemble import coordinate
 
 FIELDS = (
-    *("model", "served_model_name", "engine", "load_format", "mode", "prefill", "request_timeout", "max_queue"),
-    *("max_attempts", "unknown_fields", "metrics_on_http"),
+    *("model", "served_model_name", "engine", "load_format", "mode", "prefill", "request_timeout", "max_attempts"),
+    *("max_queue", "max_queue_tokens", "allowed_origins", "unknown_fields", "metrics_on_http"),
     *("retry_budget", "placement", "explain_keep", "slo", "ratio_auto"),
     *("local_prefill_share", "degrade_wait", "degraded_max_tokens"),
     *("host", "port", "grpc_port", "admin_host", "admin_port", "cluster_host", "cluster_port", "state_dir"),

@@ -13,14 +13,16 @@ from baton.errors import BatonError, InvalidRequest, NotAvailable, Unavailable
 from baton.pb.cluster_pb2 import DrainResponse, ExplainResponse, LedgerResponse, Ratio, RatioAdvice, StatusResponse
 from baton.ratio import Split, parse_split
 from baton.slo import Slo, parse_slo
+from coordinator.arriving_bodies import ArrivingBodies
 from coordinator.auth import AdminGate
 from coordinator.http import errors
 from coordinator.http.boundary import Boundary, answer_head, check_operator
-from coordinator.http.connection import read_body
+from coordinator.http.connection import arriving
 from coordinator.http.decoding import Body, Decoder
 from coordinator.http.metrics_page import add_metrics
 from coordinator.readiness import Readiness
 from coordinator.refusals import Refusals
+from coordinator.text_workers import TextWorkers
 
 NOT_YET = (("/", "GET"),)
 BODY_TIMEOUT = 10.0  # seconds
@@ -122,10 +124,11 @@ def _add_views(app: FastAPI, cluster: ClusterView) -> None:
 
 
 def _add_drain(app: FastAPI, cluster: ClusterView) -> None:
-    decoder = Decoder(_Drain)
+    decoder, bodies, workers = Decoder(_Drain), ArrivingBodies(), TextWorkers()
 
     async def drain(request: Request) -> Response:
-        wanted = await decoder.decode(await read_body(request, BODY_TIMEOUT))
+        async with arriving(request, BODY_TIMEOUT, bodies) as body:
+            wanted = await decoder.decode(body, workers)
         done = cluster.undrain(wanted.node) if wanted.undrain else cluster.drain(wanted.node, wanted.timeout)
         return _json(done)
 
@@ -133,13 +136,14 @@ def _add_drain(app: FastAPI, cluster: ClusterView) -> None:
 
 
 def _add_ratio(app: FastAPI, cluster: ClusterView) -> None:
-    decoder = Decoder(_SetRatio)
+    decoder, bodies, workers = Decoder(_SetRatio), ArrivingBodies(), TextWorkers()
 
     async def show() -> Response:
         return _json(cluster.ratio())
 
     async def change(request: Request) -> Response:
-        return _json(_change_ratio(cluster, await decoder.decode(await read_body(request, BODY_TIMEOUT))))
+        async with arriving(request, BODY_TIMEOUT, bodies) as body:
+            return _json(_change_ratio(cluster, await decoder.decode(body, workers)))
 
     async def advise(request: Request) -> Response:
         slo = request.query_params.get("slo")

@@ -71,8 +71,8 @@ def check(ask: Ask) -> None:
     if ask.prompts is None:
         raise InvalidRequest("prompt is missing: it must be text or token ids", param="prompt")
     limits.check_choices(ask.n, ask.first_choice, prompts_of(ask))
-    for field in ("stop", "stop_token_ids", "logit_bias"):
-        limits.check_count(field, len(getattr(ask, field)))
+    for name in ("stop", "stop_token_ids", "logit_bias"):
+        limits.check_count(name, len(getattr(ask, name)))
     if isinstance(ask.prompts, Conversation):
         limits.check_message_count(len(ask.prompts.messages))
         limits.check_count("chat_template_kwargs", len(ask.prompts.arguments))

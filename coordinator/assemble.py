@@ -16,7 +16,7 @@ from baton.exposure import check_exposure
 from baton.generation_defaults import GenerationDefaults, load_generation_defaults
 from baton.model_files import read_model_files
 from coordinator import admin, tenants_file, tokenizer_files
-from coordinator.auth import AdminGate, Clients
+from coordinator.auth import AdminGate, Clients, allowed_origins
 from coordinator.cluster_service import ClusterService
 from coordinator.core.identity import CoordinatorModel
 from coordinator.dispatcher import Dispatcher
@@ -29,6 +29,7 @@ from coordinator.metrics import Metrics
 from coordinator.node_port import NodePort
 from coordinator.ports import Ports
 from coordinator.refusals import Refusals
+from coordinator.text_workers import TextWorkers
 from coordinator.tokenizer import Text
 from coordinator.unknown_fields import UnknownFields
 from coordinator.warmup import Readiness
@@ -60,6 +61,7 @@ class Coordinator:
         self._readiness = Readiness(config, self._dispatcher)
         self._cluster = ClusterService(config, self._dispatcher, self._ledgers, self._readiness, self._metrics)
         self._text: asyncio.Future[Text] = asyncio.get_running_loop().create_future()
+        self._workers = TextWorkers()
         refusals = Refusals(self._dispatcher.count_rejection)
         intake = Intake(
             self._dispatcher,
@@ -70,9 +72,16 @@ class Coordinator:
             defaults=_defaults(config),
             unknown_fields=unknown_fields,
             on_client_id=self._cluster.client_ids.add,
+            workers=self._workers,
         )
         metrics = app.OperatorMetrics(self._cluster.metrics, AdminGate(config.admin_token))
-        clients = app.build(intake, self._readiness, self._who, metrics if config.metrics_on_http else None)
+        clients = app.build(
+            intake,
+            self._readiness,
+            self._who,
+            metrics if config.metrics_on_http else None,
+            allowed_origins(config.allowed_origins),
+        )
         operators = admin.build(self._cluster, self._readiness, config.admin_token, refusals)
         with ExitStack() as bound:
             ports = self._ports
@@ -127,7 +136,7 @@ class Coordinator:
 
     async def _warm_up(self) -> None:
         """Text prompts are part of being ready, so the tokenizer comes first: it loads while nodes do."""
-        self._text.set_result(await tokenizer_files.load(self._config.model, self._config.engine))
+        self._text.set_result(await tokenizer_files.load(self._config.model, self._config.engine, self._workers))
         await self._readiness.run()
 
     async def _end_requests(self) -> None:

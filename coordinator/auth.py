@@ -4,7 +4,7 @@ import hmac
 from collections.abc import Iterable
 from urllib.parse import urlsplit
 
-from baton.errors import Unauthenticated
+from baton.errors import ConfigError, Unauthenticated
 from baton.exposure import is_loopback, is_numeric_or_local
 from baton.types import Standing
 from coordinator.core.tenants import ANYONE, Tenant, Tenants
@@ -51,6 +51,11 @@ class Clients:
         self._key = BearerKey(api_key, "--api-key")
         self.tenants = tenants
 
+    @property
+    def required(self) -> bool:
+        """Whether callers need a key."""
+        return self.tenants is not None or self._key.required
+
     def identify(self, authorization: bytes | None) -> Tenant:
         """Raises Unauthenticated."""
         if self.tenants is None:
@@ -64,6 +69,35 @@ class Clients:
     def standing(self, tenant: Tenant, priority: int) -> Standing:
         """See `Tenants.standing`."""
         return (self.tenants or _NO_FILE).standing(tenant, priority)
+
+
+def allowed_origins(setting: str) -> frozenset[str]:
+    """Those of --allowed-origins. Raises ConfigError."""
+    origins = frozenset(filter(None, map(str.strip, setting.split(","))))
+    for origin in origins:
+        try:
+            parts = urlsplit(origin)
+        except ValueError:
+            parts = urlsplit("")
+        if not (parts.scheme in ("http", "https") and parts.netloc) or parts.path or parts.query:
+            raise ConfigError(
+                f"allowed_origins has {origin!r}: an origin is http://HOST or https://HOST, with :PORT if any"
+            )
+    return origins
+
+
+def may_call(origin: str | None, host: str, origins: frozenset[str]) -> bool:
+    """Whether a call that needs no key may come from a web page of this origin: one of this machine, one that this very
+    port serves under a name that nobody can give it from outside, or one that is allowed. `origin` and `host` are
+    headers; calls that are no web page's have no origin."""
+    if origin is None or origin in origins:
+        return True
+    try:
+        parts = urlsplit(origin)
+        name = parts.hostname or ""
+    except ValueError:
+        return False
+    return is_loopback(name) or (parts.netloc == host and is_numeric_or_local(name))
 
 
 class AdminGate:

@@ -81,6 +81,7 @@ class Dispatcher:
             config.degrade_wait,
             config.degraded_max_tokens,
             _objective(config.slo),
+            config.max_queue_tokens,
         )
         self._config = config
         self.brain = Brain(Registry(config.silence, config.stall, served), POLICIES[config.placement](), settings)

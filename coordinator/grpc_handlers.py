@@ -3,39 +3,74 @@
 What protoc generates for this would answer them with INTERNAL or UNKNOWN, a fault of ours.
 """
 
-from collections.abc import Awaitable, Callable
-from typing import Any
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, cast
 
 import grpc
 import grpc.aio
-from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.descriptor import Descriptor, ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
-from baton.errors import InvalidRequest
-from coordinator.grpc_terms import Context, abort
+from baton.errors import DeadlineExceeded, InvalidRequest
+from baton.limits import BODY_SECONDS, MAX_BODY_BYTES
+from coordinator.arriving_bodies import ArrivingBody, BodyRoom, grpc_room
+from coordinator.grpc_bounds import check_field_count
+from coordinator.grpc_terms import Context, told
 
 
-def add_handlers(server: grpc.aio.Server, service: ServiceDescriptor, methods: object) -> None:
-    """`methods` has a coroutine function for each method of the service. One that streams writes to its context."""
-    handlers = {}
+def add_handlers(
+    server: grpc.aio.Server, service: ServiceDescriptor, methods: object, room: BodyRoom | None = None
+) -> None:
+    """`methods` has a coroutine function for each method of the service. One that streams writes to its context.
+    Requests have `room` while they arrive, one of their own unless it is given."""
+    handlers, room = {}, grpc_room() if room is None else room
     for method in service.methods:
         streams = method.server_streaming
-        make = grpc.unary_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
+        make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
         handlers[method.name] = make(
-            _parsed(getattr(methods, method.name), GetMessageClass(method.input_type)),
+            _parsed(getattr(methods, method.name), GetMessageClass(method.input_type), room),
             request_deserializer=None,
             response_serializer=GetMessageClass(method.output_type).SerializeToString,
         )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 
-def _parsed(method: Callable[[Any, Context], Awaitable[Any]], kind: type[Message]) -> Callable[..., Awaitable[Any]]:
-    async def call(data: bytes, context: Context) -> Any:
-        try:
-            request = kind.FromString(data)
-        except DecodeError:
-            await abort(context, InvalidRequest(f"the message is no {kind.DESCRIPTOR.name}: its bytes cannot be read"))
+def _parsed(
+    method: Callable[[Any, Context], Awaitable[Any]], kind: type[Message], room: BodyRoom
+) -> Callable[..., Awaitable[Any]]:
+    """The server would wait for the one message of a request for ever, and for any number of them. So it is taken here,
+    as the first of a stream: on the wire the two are the same."""
+
+    async def call(messages: AsyncIterator[bytes], context: Context) -> Any:
+        async with told(context), room.take(MAX_BODY_BYTES) as body:
+            request = _read(await _first(messages, body), kind)
         return await method(request, context)
 
     return call
+
+
+async def _first(messages: AsyncIterator[bytes], body: ArrivingBody) -> bytes:
+    """Raises DeadlineExceeded, Overloaded, InvalidRequest if there is none."""
+    try:
+        async with asyncio.timeout(BODY_SECONDS) as timer:
+            body.reading(timer)
+            data = await anext(messages)
+            body.complete()
+            return data
+    except TimeoutError:
+        if body.displaced:
+            raise body.refusal() from None
+        raise DeadlineExceeded(f"the request did not arrive within {BODY_SECONDS:g} s") from None
+    except StopAsyncIteration:
+        raise InvalidRequest("the call has no message") from None
+
+
+def _read(data: bytes, kind: type[Message]) -> Message:
+    """Raises InvalidRequest."""
+    check_field_count(data, cast(Descriptor, kind.DESCRIPTOR))
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise InvalidRequest(f"the message is no {kind.DESCRIPTOR.name}: its bytes cannot be read") from None

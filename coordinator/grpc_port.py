@@ -41,7 +41,7 @@ class GrpcPort:
         self._health = add_health(self.server, *_SERVICES)
         self._changed: asyncio.Queue[bool] = asyncio.Queue()
         self._following: asyncio.Task[None] | None = None
-        add_handlers(self.server, _GENERATION, GenerationService(intake, who))
+        add_handlers(self.server, _GENERATION, GenerationService(intake, who), intake.bodies.grpc)
         self._readiness = readiness
         readiness.on_change.append(lambda ready, _: self._changed.put_nowait(ready))
 

@@ -6,11 +6,13 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from baton.errors import DeadlineExceeded, InvalidRequest
+from baton.limits import check_count, check_message_count, check_prompt_count
 from baton.pb import generation_pb2 as pb
 from coordinator.ask import Ask, Prompt
 from coordinator.chat_template import Conversation
 from coordinator.unknown_fields import REFUSED, UnknownFields
 
+_NAMED_BYTES = 4096  # of unknown fields: among more, none is looked for to be named
 _OPTIONAL = (
     "max_tokens",
     "temperature",
@@ -30,6 +32,7 @@ def to_ask(
     request: pb.GenerateRequest, timeout: float | None, client_id: str | None, unknown: UnknownFields = REFUSED
 ) -> Ask:
     """`timeout` is what the call's deadline leaves. Raises InvalidRequest, DeadlineExceeded."""
+    _check_counts(request)
     check_known(request, unknown)
     if timeout is not None and timeout <= 0:
         raise DeadlineExceeded("the deadline passed before the request was read")
@@ -50,6 +53,22 @@ def to_ask(
         wording={"prompt": "messages"} if request.HasField("chat") else {},
         **given,
     )
+
+
+def _check_counts(request: pb.GenerateRequest) -> None:
+    """Of what is gone through one by one from here on."""
+    for field in ("stop", "stop_token_ids", "logit_bias"):
+        check_count(field, len(getattr(request, field)))
+    match request.WhichOneof("prompt"):
+        case "prompts":
+            check_prompt_count(len(request.prompts.prompts))
+        case "chat":
+            _check_chat(request.chat)
+
+
+def _check_chat(chat: pb.Conversation) -> None:
+    check_message_count(len(chat.messages))
+    check_count("chat_template_kwargs", len(chat.chat_template_kwargs))
 
 
 def _prompts(request: pb.GenerateRequest) -> Sequence[Prompt] | Conversation | None:
@@ -98,6 +117,8 @@ def _message(message: pb.Message) -> dict[str, object]:
 
 def to_wording(request: pb.TokenizeRequest, unknown: UnknownFields = REFUSED) -> Prompt | Conversation:
     """Raises InvalidRequest."""
+    if request.HasField("chat"):
+        _check_chat(request.chat)
     check_known(request, unknown)
     match request.WhichOneof("prompt"):
         case "text":
@@ -110,13 +131,19 @@ def to_wording(request: pb.TokenizeRequest, unknown: UnknownFields = REFUSED) ->
 
 def check_known(message: Message, unknown: UnknownFields) -> None:
     """Raises InvalidRequest for a field that this version does not know, at any depth, or counts those that are
-    ignored."""
-    found = list(_unknown_fields(message))
-    if not found:
+    ignored. Among more than `_NAMED_BYTES` none is looked for: they count as one."""
+    known = type(message)()
+    known.CopyFrom(message)
+    known.DiscardUnknownFields()
+    surplus = message.ByteSize() - known.ByteSize()
+    if not surplus:
         return
+    found = list(_unknown_fields(message)) if surplus <= _NAMED_BYTES else []
     if unknown.ignored:
-        unknown.count_dropped(len(found))
+        unknown.count_dropped(max(1, len(found)))
         return
+    if not found:
+        raise InvalidRequest(f"{surplus} bytes are of fields that {message.DESCRIPTOR.name} does not have")
     number, kind = found[0]
     raise InvalidRequest(f"field number {number} is not a field of {kind}", param=str(number))
 

@@ -13,11 +13,13 @@ from baton.generation_defaults import GenerationDefaults
 from baton.limits import TextLimit
 from baton.types import RequestId
 from coordinator.answer import Answer, Choice, Echo
+from coordinator.arriving_bodies import ArrivingBodies
 from coordinator.ask import Ask, Prompt, check, check_timeout, prompts_of, to_submission, worded
 from coordinator.chat_template import Conversation
 from coordinator.generation import Generator, Submission
 from coordinator.refusals import Refusals
 from coordinator.telling import Teller
+from coordinator.text_workers import TextWorkers
 from coordinator.tokenizer import Text
 from coordinator.unknown_fields import REFUSED, UnknownFields
 
@@ -39,11 +41,14 @@ class Intake:
         refusals: Refusals,
         defaults: GenerationDefaults | None = None,
         unknown_fields: UnknownFields = REFUSED,
+        workers: TextWorkers | None = None,
         clock: Clock = steady,
         on_client_id: Callable[[str, RequestId], None] | None = None,
     ) -> None:
         self.refusals = refusals
         self.unknown_fields = unknown_fields
+        self.bodies = ArrivingBodies()
+        self.workers = workers or TextWorkers()
         self._generator = generator
         self._model = model
         self._text = text

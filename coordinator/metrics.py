@@ -184,6 +184,7 @@ class BrainCollector(Collector):
         nodes = list(self._brain.registry.nodes.values())
         depth = GaugeMetricFamily("baton_queue_depth", "Requests waiting, by where they wait", labels=["role"])
         depth.add_metric(["coordinator"], self._brain.queued)
+        tokens = GaugeMetricFamily("baton_queue_tokens", "Prompt tokens of waiting requests", self._brain.queued_tokens)
         for role in Role:
             reported = [node.stats for node in nodes if node.info.role is role and node.stats is not None]
             depth.add_metric([role.value], sum(stats.waiting for stats in reported))
@@ -235,7 +236,7 @@ class BrainCollector(Collector):
         target = self._brain.switches.target
         for role in Role if target is not None else ():
             wanted.add_metric([role.value], target.of(role) if target else 0)
-        own = [depth, roles, blocks, attempts, errors, directory, running, wanted, breakers, left, held, still]
+        own = [depth, tokens, roles, blocks, attempts, errors, directory, running, wanted, breakers, left, held, still]
         return [*own, degraded, pressure, local, *self._steering()]
 
     def _steering(self) -> list[Metric]:

@@ -15,28 +15,29 @@ import tokenizers
 from baton import log
 from baton.errors import ConfigError
 from coordinator.chat_template import ChatTemplate
+from coordinator.text_workers import TextWorkers
 from coordinator.tokenizer import HfTokenizer, NoTokenizer, Text
 
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _log = log.get("tokenizer")
 
 
-async def load(model: str, engine: str) -> Text:
+async def load(model: str, engine: str, workers: TextWorkers | None = None) -> Text:
     """The tokenizer of a model folder or of a model in the local Hugging Face cache.
 
-    Raises ConfigError when files are there but cannot be used.
+    `workers` do its work on long texts. Raises ConfigError when files are there but cannot be used.
     """
     if engine == "paced":
         return NoTokenizer("the paced engine has no tokenizer")
-    return await asyncio.to_thread(_load, model)
+    return await asyncio.to_thread(_load, model, workers)
 
 
-def _load(model: str) -> Text:
+def _load(model: str, workers: TextWorkers | None) -> Text:
     folder = Path(model)
     if not model or (folder.is_dir() and not any((folder / name).exists() for name in _FILES)):
         return NoTokenizer(f"{folder.name or 'the model'} has no tokenizer files")
     try:
-        text = _from_files(folder) or _from_transformers(model)
+        text = _from_files(folder, workers) or _from_transformers(model, workers)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"the tokenizer of {model} cannot be loaded ({first_line}): check its files") from error
@@ -44,7 +45,7 @@ def _load(model: str) -> Text:
     return text
 
 
-def _from_files(folder: Path) -> HfTokenizer | None:
+def _from_files(folder: Path, workers: TextWorkers | None) -> HfTokenizer | None:
     """None if the files alone do not say how this tokenizer works."""
     file, settings_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if not file.exists():
@@ -62,7 +63,7 @@ def _from_files(folder: Path) -> HfTokenizer | None:
     bos = backend.token_to_id(special["bos_token"]) if "bos_token" in special else None
     if not _agree(backend, bos, settings):
         return None
-    return HfTokenizer(backend, bos, _template(_template_source(folder, settings), special))
+    return HfTokenizer(backend, bos, _template(_template_source(folder, settings), special), workers)
 
 
 def _agree(backend: tokenizers.Tokenizer, bos: int | None, settings: Mapping[str, Any]) -> bool:
@@ -97,7 +98,7 @@ def _content(token: object) -> str | None:
     return content if isinstance(content, str) else None
 
 
-def _from_transformers(model: str) -> HfTokenizer:
+def _from_transformers(model: str, workers: TextWorkers | None) -> HfTokenizer:
     from transformers import AutoTokenizer  # here, because only who needs it shall pay for it
 
     loaded = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False, use_fast=True)
@@ -108,4 +109,4 @@ def _from_transformers(model: str) -> HfTokenizer:
     if isinstance(source, dict):
         source = source.get("default")
     special = {name: token for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
-    return HfTokenizer(backend, loaded.bos_token_id, _template(source, special))
+    return HfTokenizer(backend, loaded.bos_token_id, _template(source, special), workers)

@@ -1,10 +1,10 @@
 """Who is let in. Asked before anything is spent on a request, and cheap: a few sums over what waits.
 
 - A tenant's own limits on requests and tokens (`TokenBucket`).
-- A bounded queue. The bound holds for what a class has to wait for, so that lower classes fill no place of a higher
-  one; and among tenants of a class each may take its weight's worth of the places that are still free (Choudhury,
-  Hahne: "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", IEEE/ACM Transactions on Networking,
-  1998), so that one that floods the queue leaves room for the others.
+- A bounded queue, in requests and in prompt tokens. The bounds hold for what a class has to wait for, so that lower
+  classes fill no place of a higher one; and among tenants of a class each may take its weight's worth of the places
+  that are still free (Choudhury, Hahne: "Dynamic Queue Length Thresholds for Shared-Memory Packet Switches", IEEE/ACM
+  Transactions on Networking, 1998), so that one that floods the queue leaves room for the others.
 - The predicted wait against what the request's deadline leaves beside computing its prompt and giving the answer, which
   would be computed for nothing if the deadline cut it off, or the class's `max_wait` if that is shorter. It is what is
   ahead in the queue over the rate at which it drains, and what nodes have still to compute.
@@ -20,6 +20,7 @@ from baton.types import Request, RequestId, Standing
 from coordinator.core.degradation import Degradation, Step
 from coordinator.core.fair_order import Claim
 from coordinator.core.queue import WaitingQueue, clamp_retry, due
+from coordinator.core.settings import QueueLimits
 from coordinator.core.tenants import Tenant, Tenants
 from coordinator.core.token_bucket import TokenBucket
 
@@ -60,13 +61,13 @@ class Admission:
     def __init__(
         self,
         queue: WaitingQueue,
-        max_queue: int,
+        limits: QueueLimits,
         prospects: Expectations,
         degradation: Degradation | None = None,
     ) -> None:
         self.tenants = Tenants()
         self._queue = queue
-        self._max_queue = max_queue
+        self._limits = limits
         self._prospects = prospects
         self._degradation = degradation or Degradation()
         self._accounts: dict[str, _Account] = {}
@@ -101,6 +102,7 @@ class Admission:
         self._require_rate(tenant, now)
         try:
             self._require_place(standing, tenant, bid.count)
+            self._require_token_place(standing, bid.tokens)
             self._require_patience(Claim(tenant.name, standing.level, tenant.weight, bid.tokens), standing, bid, now)
         except Overloaded:
             self._queue.refused(standing.level, standing.tenant, bid.count, now)
@@ -149,7 +151,7 @@ class Admission:
                 )
 
     def _require_place(self, standing: Standing, tenant: Tenant, count: int) -> None:
-        limit, waiting = self._max_queue, self._queue.waiting(standing.level)
+        limit, waiting = self._limits.requests, self._queue.waiting(standing.level)
         more = f", {count} more would come" if count > 1 else ""
         if waiting + count > limit:
             raise Overloaded(
@@ -164,6 +166,16 @@ class Admission:
                     f" {share:.0f} (--max-queue)",
                     retry_after=self._queue.retry_after(standing.level),
                 )
+
+    def _require_token_place(self, standing: Standing, tokens: int) -> None:
+        """What waits is held in memory. One that finds nobody waiting is let in, however long it is."""
+        limit, waiting = self._limits.tokens, self._queue.waiting_tokens(standing.level)
+        if waiting and waiting + max(tokens, 1) > limit:
+            raise Overloaded(
+                f"{waiting} prompt tokens are waiting, {tokens} more would come, the limit is {limit}"
+                " (--max-queue-tokens)",
+                retry_after=self._queue.retry_after(standing.level),
+            )
 
     def _require_patience(self, claim: Claim, standing: Standing, bid: Bid, now: float) -> None:
         """What takes longer to serve than it has is no reason to come back later: it is let in, and ends with

@@ -232,6 +232,11 @@ class Brain:
         return len(self._table.queue) + len(self._table.retries)
 
     @property
+    def queued_tokens(self) -> int:
+        """Prompt tokens of the requests that wait for their turn to be placed."""
+        return self._table.queue.tokens
+
+    @property
     def running(self) -> int:
         """Requests placed and not ended."""
         return len(self._table.records) - self.queued

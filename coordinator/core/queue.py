@@ -113,6 +113,15 @@ class WaitingQueue:
             return self._class(level).waiting(tenant)
         return sum(len(order) for each, order in self._classes.items() if each <= level)
 
+    def waiting_tokens(self, level: int) -> int:
+        """Prompt tokens of the requests that a class of this level has to wait for."""
+        return sum(order.backlog()[0] for each, order in self._classes.items() if each <= level)
+
+    @property
+    def tokens(self) -> int:
+        """Prompt tokens of all that wait."""
+        return sum(order.backlog()[0] for order in self._classes.values())
+
     def ahead(self, claim: Claim, *, decode_full: bool) -> Ahead:
         tokens, requests = self._class(claim.level).ahead(claim)
         for level, order in self._classes.items():

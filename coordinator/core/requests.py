@@ -65,7 +65,7 @@ class RequestTable:
         self.endings = Endings(self.counters, self.knowledge.workload, settings.explain_keep)
         self.prospects = Prospects(registry, self.loads, self.knowledge.costs, self.knowledge.answers)
         self.degradation = Degradation()
-        self.admission = Admission(self.queue, settings.max_queue, self.prospects, self.degradation)
+        self.admission = Admission(self.queue, settings.queue_limits, self.prospects, self.degradation)
         self.breakers = Breakers()
         budget = RetryBudget(settings.retry_share)
         self.retries = Retries(self.records, self.queue, self.timers, budget, settings.max_queue)

@@ -1,7 +1,7 @@
 """What a coordinator's operator decides for its requests, and how long one rests between attempts that fail."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from baton.slo import Slo
 from baton.types import Role
@@ -12,13 +12,20 @@ FIRST_REST, LONGEST_REST = 0.1, 2.0  # seconds between attempts that fail
 DEFAULT_SLO = Slo(0.5, 0.05)
 
 
+class QueueLimits(NamedTuple):
+    """What may wait: so many requests, and so many prompt tokens."""
+
+    requests: int
+    tokens: int = 2**62
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """`answer_timeout`: seconds in which decode must answer a Submit that has a writer with Reserved or Refused.
     `explain_keep`: ended requests that can be explained. `retry_share`: see `RetryBudget`. `prefill_share`: see
     `Decisions`. `degrade_wait`: seconds that a request may wait to be placed, where its class has no limit, before
     service is degraded; `degraded_max_tokens`: outputs are then capped at this, 0: never. `slo`: what counts as good,
-    unless another is asked for."""
+    unless another is asked for. `max_queue_tokens`: prompt tokens that may wait."""
 
     mode: Literal["disaggregated", "colocated", "auto"]
     max_queue: int
@@ -30,6 +37,11 @@ class Settings:
     degrade_wait: float = 5.0
     degraded_max_tokens: int = 0
     slo: Slo = DEFAULT_SLO
+    max_queue_tokens: int = 2**23
+
+    @property
+    def queue_limits(self) -> QueueLimits:
+        return QueueLimits(self.max_queue, self.max_queue_tokens)
 
     @property
     def roles(self) -> tuple[Role, ...]:

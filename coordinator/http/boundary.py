@@ -16,6 +16,7 @@ from coordinator.ask import check_client_id
 from coordinator.auth import AdminGate
 from coordinator.defects import internal
 from coordinator.http import errors
+from coordinator.http.connection import CLOSE
 from coordinator.refusals import Refusals
 
 TENANT = "tenant"  # where the guard leaves who calls
@@ -64,6 +65,8 @@ class Boundary:
                 headers = MutableHeaders(scope=message)
                 if echoed is not None:
                     headers["x-request-id"] = echoed
+                if state.get(CLOSE):
+                    headers["connection"] = "close"
                 if REQUEST_ID in state:
                     headers["x-baton-request-id"] = state[REQUEST_ID]
             await send(message)

@@ -8,30 +8,68 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from baton.errors import Cancelled, DeadlineExceeded, TooLarge
-from baton.limits import MAX_BODY_BYTES
+from baton.limits import BODY_SECONDS, MAX_BODY_BYTES, MAX_SMALL_BODY
+from coordinator.arriving_bodies import ArrivingBodies, ArrivingBody
+from coordinator.http.errors import UnsupportedMediaType
+
+CLOSE = "close"  # where it is left that the connection is to be closed after the response
 
 
-async def read_body(request: Request, limit: float) -> bytes:
-    """The whole body, if it comes within `limit` seconds.
+@asynccontextmanager
+async def arriving(request: Request, limit: float, bodies: ArrivingBodies) -> AsyncIterator[bytes]:
+    """The whole body, if it comes within `limit` seconds and BODY_SECONDS. Its room is kept while the block runs.
 
-    Raises TooLarge as soon as it is seen to be, DeadlineExceeded, or Cancelled when the client goes away.
+    Raises UnsupportedMediaType, TooLarge or Overloaded before it is read, or as soon as it is seen to be; also
+    DeadlineExceeded, and Cancelled when the client goes away.
     """
+    check_media_type(request)
+    declared = _declared(request)
+    async with bodies.of_size(declared).take(MAX_SMALL_BODY if declared is None else declared) as room:
+        yield await _read(request, min(limit, BODY_SECONDS), room)
+
+
+def check_media_type(request: Request) -> None:
+    """Raises UnsupportedMediaType for a body that does not say that it is JSON. A web page of anywhere may send any
+    body but such a one without asking."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        shown = repr(media_type[:64]) if media_type else "missing"
+        raise UnsupportedMediaType(f"content-type is {shown}: it must be application/json", param="content-type")
+
+
+def _declared(request: Request) -> int | None:
+    """How long the body says that it will be; None if it does not say. Raises TooLarge."""
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+    if not declared.isdecimal():
+        return None
+    if int(declared) > MAX_BODY_BYTES:
         raise _too_large(f"{int(declared)} bytes")
+    return int(declared)
+
+
+async def _read(request: Request, limit: float, room: ArrivingBody) -> bytes:
     body = bytearray()
+    state = request.scope["state"]
+    state[CLOSE] = True  # unless all of it is read
     try:
-        async with asyncio.timeout(limit):
+        async with asyncio.timeout(limit) as timer:
+            room.reading(timer)
             while True:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
                     raise Cancelled("the client closed the connection before its request was complete")
                 body += message.get("body", b"")
                 if len(body) > MAX_BODY_BYTES:
+                    state[CLOSE] = False  # it is read to its end and dropped, so that its client hears of it
                     raise _too_large(f"more than {MAX_BODY_BYTES} bytes")
+                room.grow(len(body))
                 if not message.get("more_body", False):
+                    room.complete()
+                    state[CLOSE] = False
                     return bytes(body)
     except TimeoutError:
+        if room.displaced:
+            raise room.refusal() from None
         raise DeadlineExceeded(f"the body did not arrive within {limit:g} s") from None
 
 

@@ -1,19 +1,21 @@
 """JSON bodies to typed requests, strictly: what is not understood is refused by name, unless --unknown-fields says
 otherwise."""
 
-import asyncio
-import json
 import re
+from collections.abc import Callable
 from typing import ClassVar, Generic, TypeVar
 
 import msgspec
 
 from baton.errors import InvalidRequest
+from baton.limits import check_count, check_message_count, check_prompt_count
+from coordinator.http.json_bounds import check_json_size, check_names_once
 from coordinator.http.known_fields import shape_of, without_unknown_fields
 from coordinator.http.unserved_fields import NoOps, with_unserved_fields
+from coordinator.text_workers import TextWorkers
 from coordinator.unknown_fields import REFUSED, UnknownFields
 
-INLINE_BYTES = 64 << 10  # longer bodies are decoded off the event loop
+INLINE_BYTES = 16 << 10  # longer bodies are decoded off the event loop
 _PATH = re.compile(r" - at `\$\.(?P<field>\w+)(?P<rest>[^`]*)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`(?: - at `\$\.(?P<parent>[^`]+)`)?$", re.DOTALL)
 _SECRET = frozenset({"prompt", "messages", "tokens"})  # fields whose values are repeated nowhere
@@ -26,6 +28,7 @@ class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 Kind = TypeVar("Kind", bound=Body)
+Result = TypeVar("Result")
 
 
 class Decoder(Generic[Kind]):
@@ -37,18 +40,29 @@ class Decoder(Generic[Kind]):
         self._shape = shape_of(wire)
         self._unknown = unknown
 
-    async def decode(self, body: bytes) -> Kind:
-        """Raises InvalidRequest naming the field and what is wrong with it."""
-        return self.decode_now(body) if len(body) <= INLINE_BYTES else await asyncio.to_thread(self.decode_now, body)
+    async def decode(self, body: bytes, workers: TextWorkers) -> Kind:
+        """Raises InvalidRequest naming the field and what is wrong with it, Overloaded when too much text waits."""
+        return await self.decode_then(body, workers, lambda request: request)
+
+    async def decode_then(self, body: bytes, workers: TextWorkers, then: Callable[[Kind], Result]) -> Result:
+        """What `then` makes of the request, and what it raises. Both are done off the event loop if the body is
+        long."""
+
+        def work() -> Result:
+            return then(self.decode_now(body))
+
+        return work() if len(body) <= INLINE_BYTES else await workers.run(work, len(body))
 
     def decode_now(self, body: bytes) -> Kind:
+        check_json_size(body)
         try:
             request = self._decode_known(body)
-            _check_once(body)
         except msgspec.ValidationError as error:
             raise _explain(str(error), body) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _not_json(error) from None
+        check_names_once(body)
+        _check_counts(request)
         _check_no_ops(request)
         return request
 
@@ -67,18 +81,17 @@ class Decoder(Generic[Kind]):
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def _check_once(body: bytes) -> None:
-    """Raises InvalidRequest for a field that is given twice: readers of JSON differ in which one counts."""
-    if body.count(b":") > 1:
-        json.loads(body, object_pairs_hook=_distinct, parse_int=str, parse_float=str)
-
-
-def _distinct(pairs: list[tuple[str, object]]) -> None:
-    seen: set[str] = set()
-    for name, _ in pairs:
-        if name in seen:
-            raise InvalidRequest(f"{cut(name)} is given twice", param=cut(name))
-        seen.add(name)
+def _check_counts(request: Body) -> None:
+    """Of what is gone through one by one from here on."""
+    for field in ("stop", "stop_token_ids", "logit_bias", "chat_template_kwargs"):
+        value = getattr(request, field, None)
+        if isinstance(value, list | dict):
+            check_count(field, len(value))
+    messages, prompt = getattr(request, "messages", None), getattr(request, "prompt", None)
+    if messages:
+        check_message_count(len(messages))
+    if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int | float):
+        check_prompt_count(len(prompt))
 
 
 def _check_no_ops(request: Body) -> None:

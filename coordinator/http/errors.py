@@ -7,7 +7,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.errors import BatonError, InvalidRequest, NotFound
+from baton.errors import BatonError, InvalidRequest, NotFound, Rejected
 from coordinator.defects import internal
 
 
@@ -25,6 +25,19 @@ class ErrorBody(msgspec.Struct):
 class MethodNotAllowed(InvalidRequest):
     http_status = 405
     code = "method_not_allowed"
+
+
+class UnsupportedMediaType(InvalidRequest):
+    http_status = 415
+    code = "unsupported_media_type"
+
+
+class ForeignOrigin(Rejected):
+    """A web page of elsewhere calls, where no key is asked for."""
+
+    http_status = 403
+    type = "permission_error"
+    code = "foreign_origin"
 
 
 def body_of(error: BatonError) -> bytes:

@@ -121,8 +121,10 @@ _EVENT: Json = {
 _ERRORS = {
     400: "The request is wrong: the message names the field, the value and the bound",
     401: "A key is needed, or is not valid",
+    403: "A web page of another origin calls where no key is asked for",
     404: "There is no such model",
     413: "The body is too large",
+    415: "The body does not say that it is JSON",
     429: "The queue is full: try again after Retry-After",
     500: "A defect",
     503: "The cluster cannot serve it now: try again after Retry-After",

@@ -7,7 +7,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from baton import log
 from baton.errors import InvalidRequest
-from baton.limits import MAX_BODY_BYTES
+from baton.limits import BODY_SECONDS, MAX_BODY_BYTES
 from baton.process.log_rate import RateLimitedLog
 from coordinator.http import errors
 from coordinator.http.connections import ConnectionTable
@@ -17,6 +17,7 @@ MAX_DROPPED_BYTES = 4 * MAX_BODY_BYTES  # of a body refused with 413, read and d
 _SLICE = 16 << 10  # bytes parsed at once: so much of a pipelined head may go uncounted
 WRITE_HIGH, WRITE_LOW = 64 << 10, 16 << 10  # bytes written and not yet taken by the kernel
 HEAD_SECONDS = 30.0
+CLOSED_AFTER = BODY_SECONDS + 5.0  # seconds of a body that does not end, also one that nobody reads any more
 
 _log = log.get("http")
 _limited = RateLimitedLog()
@@ -35,6 +36,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = True
         self._head_bytes = 0
         self._body_bytes = 0
+        self._body_timer: asyncio.TimerHandle | None = None
         self._head_timer = self.loop.call_later(HEAD_SECONDS, self._head_overdue)
         self._table.add(self, self.client[0] if self.client else "")
 
@@ -43,6 +45,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_timer.cancel()
+        if self._body_timer is not None:
+            self._body_timer.cancel()
         self._table.remove(self)
         super().connection_lost(exc)
 
@@ -71,6 +75,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._head_timer.cancel()
         self._head_bytes = self._body_bytes = 0
         self._table.busy(self)
+        self._body_timer = self.loop.call_later(CLOSED_AFTER, self.transport.close)
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
@@ -87,6 +92,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._in_head = True
+        if self._body_timer is not None:
+            self._body_timer.cancel()
         super().on_message_complete()
 
     def _head_overdue(self) -> None:

@@ -1,8 +1,10 @@
 """The routes that take a body: generation, tokenizing, detokenizing."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 from fastapi import FastAPI
 from starlette.requests import Request
@@ -19,13 +21,15 @@ from coordinator.http.chat_schema import ChatRequest
 from coordinator.http.chat_shape import ChatShape
 from coordinator.http.completion_schema import CompletionRequest
 from coordinator.http.completion_shape import CompletionShape
-from coordinator.http.connection import read_body
-from coordinator.http.decoding import Decoder, Kind
+from coordinator.http.connection import arriving
+from coordinator.http.decoding import Decoder, Kind, Result
 from coordinator.http.information import json_response
 from coordinator.http.token_schema import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
 from coordinator.intake import Intake
 
 TIMEOUT_HEADER = "x-request-timeout"
+
+Asking = TypeVar("Asking", CompletionRequest, ChatRequest)
 
 
 def add_routes(app: FastAPI, intake: Intake, who: Clients) -> None:
@@ -42,27 +46,29 @@ def add_routes(app: FastAPI, intake: Intake, who: Clients) -> None:
 
     async def completions(request: Request) -> Response:
         with counted(request):
-            body, left = await _read(request, intake, completion)
-            ask = on_account(body.to_ask(left, request.headers.get("x-request-id")), request)
+            body, ask = await _read_ask(request, intake, completion)
+            ask = on_account(ask, request)
         return AnswerResponse(intake, ask, partial(CompletionShape, body), stream=bool(body.stream))
 
     async def chat_completions(request: Request) -> Response:
         with counted(request):
-            body, left = await _read(request, intake, chat)
-            ask = on_account(body.to_ask(left, request.headers.get("x-request-id")), request)
+            body, ask = await _read_ask(request, intake, chat)
+            ask = on_account(ask, request)
         return AnswerResponse(intake, ask, partial(ChatShape, body), stream=bool(body.stream))
 
     async def tokenize(request: Request) -> Response:
         with counted(request):
-            body, left = await _read(request, intake, tokenizing)
+            body, wording, left = await _read(
+                request, intake, tokenizing, lambda body, left: (body, body.wording, left)
+            )
             intake.check_model(body.model)
-            text, tokens = await intake.tokenize(body.wording, body.add_special_tokens, left)
+            text, tokens = await intake.tokenize(wording, body.add_special_tokens, left)
         pieces = await text.pieces(tokens) if body.return_token_strs else None
         return json_response(Tokens(len(tokens), intake.served()[1], tokens, pieces))
 
     async def detokenize(request: Request) -> Response:
         with counted(request):
-            body, left = await _read(request, intake, detokenizing)
+            body, left = await _read(request, intake, detokenizing, lambda body, left: (body, left))
             intake.check_model(body.model)
             if body.tokens is None:
                 raise InvalidRequest("tokens is missing: it must be token ids", param="tokens")
@@ -74,11 +80,19 @@ def add_routes(app: FastAPI, intake: Intake, who: Clients) -> None:
     app.add_api_route("/detokenize", detokenize, methods=["POST"])
 
 
-async def _read(request: Request, intake: Intake, decoder: Decoder[Kind]) -> tuple[Kind, float]:
-    """The body, and the seconds that are left for the rest."""
+async def _read(
+    request: Request, intake: Intake, decoder: Decoder[Kind], then: Callable[[Kind, float], Result]
+) -> Result:
+    """What `then` makes of the body and of the seconds that are left for the rest."""
     limit, began = intake.time_limit(_wanted_time(request), TIMEOUT_HEADER), steady()
-    body = await decoder.decode(await read_body(request, limit))
-    return body, max(limit - (steady() - began), 0.001)
+    async with arriving(request, limit, intake.bodies) as body:
+        left = max(limit - (steady() - began), 0.001)
+        return await decoder.decode_then(body, intake.workers, lambda read: then(read, left))
+
+
+async def _read_ask(request: Request, intake: Intake, decoder: Decoder[Asking]) -> tuple[Asking, Ask]:
+    client_id = request.headers.get("x-request-id")
+    return await _read(request, intake, decoder, lambda body, left: (body, body.to_ask(left, client_id)))
 
 
 def _wanted_time(request: Request) -> float | None:

@@ -24,6 +24,7 @@ from baton.ratio import Split
 from baton.slo import Slo
 from baton.types import FinishReason, RequestId, Standing, mint_id
 from coordinator import admin
+from coordinator.arriving_bodies import ArrivingBodies
 from coordinator.auth import AdminGate, Clients
 from coordinator.core.tenants import Tenants
 from coordinator.generation import Delta, Done, Event, PromptScores, Submission
@@ -37,6 +38,7 @@ from coordinator.tokenizer import NoTokenizer, Text
 from coordinator.unknown_fields import REFUSED, UnknownFields
 
 BOUNDS = ModelBounds(vocab_size=1000, max_model_len=512, cache_tokens=4096, model_digest="ab12", dtype="float32")
+COMPLETIONS = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"  # a head, but its end
 BUFFER = 64  # events that a generation holds for its reader
 
 
@@ -225,6 +227,7 @@ class Front:
     brain: FakeBrain
     readiness: FakeReadiness
     refused: list[str]  # codes, in order
+    bodies: ArrivingBodies
     apps: Any  # the client-facing and the admin application
     http_port: int
     admin_port: int
@@ -254,6 +257,7 @@ async def serving(
     unknown_fields: UnknownFields = REFUSED,
     metrics_on_http: bool = False,
     model: str = "demo",
+    origins: frozenset[str] = frozenset(),
 ) -> AsyncIterator[Front]:
     brain, readiness, refused = FakeBrain(), FakeReadiness(), []
     refusals = Refusals(lambda error, _: refused.append(error.code))
@@ -270,27 +274,33 @@ async def serving(
     )
     who = Clients(api_key, tenants)
     metrics = app.OperatorMetrics(brain.metrics, AdminGate(admin_token)) if metrics_on_http else None
-    apps = app.build(intake, readiness, who, metrics), admin.build(brain, readiness, admin_token, refusals)
+    apps = app.build(intake, readiness, who, metrics, origins), admin.build(brain, readiness, admin_token, refusals)
     ports = Ports(Config(), descriptor_limit())
     tables = [ports.table(name) for name in ("http", "admin")]
     listeners = [Listener(one, bind("127.0.0.1", 0, "--port"), table) for one, table in zip(apps, tables, strict=True)]
     port = GrpcPort(intake, readiness, who, ports.limits["grpc"])
     port.bind("127.0.0.1", 0)
     await port.start()
+    json_body = {"content-type": "application/json"}
     key = {"authorization": f"Bearer {api_key}".encode()} if api_key else {}
     running = [asyncio.create_task(listener.run_until_stopped()) for listener in listeners]
     for listener in listeners:
         await listener.listening.wait()
     try:
         async with (
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{listeners[0].port}", headers=key, timeout=30) as http,
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{listeners[1].port}", timeout=30) as admin_http,
+            httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{listeners[0].port}", headers=json_body | key, timeout=30
+            ) as http,
+            httpx.AsyncClient(
+                base_url=f"http://127.0.0.1:{listeners[1].port}", headers=json_body, timeout=30
+            ) as admin_http,
             grpc.aio.insecure_channel(f"127.0.0.1:{port.port}") as channel,
         ):
             yield Front(
                 brain=brain,
                 readiness=readiness,
                 refused=refused,
+                bodies=intake.bodies,
                 apps=apps,
                 http_port=listeners[0].port,
                 admin_port=listeners[1].port,
@@ -317,7 +327,7 @@ async def raw_post(
     await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", front.http_port))
     reader, writer = await asyncio.open_connection(sock=connection)
     payload = json.dumps(body).encode()
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(payload) + payload)
+    writer.write(COMPLETIONS + b"content-length: %d\r\n\r\n" % len(payload) + payload)
     return reader, writer
 
 

@@ -12,7 +12,16 @@ import pytest
 
 from baton.pb import generation_pb2 as pb
 from coordinator.generation import Delta
-from tests.integration.front_fixtures import FakeGeneration, Front, GatedText, done, grpc_error, raw_post, serving
+from tests.integration.front_fixtures import (
+    COMPLETIONS,
+    FakeGeneration,
+    Front,
+    GatedText,
+    done,
+    grpc_error,
+    raw_post,
+    serving,
+)
 
 CALLS = ["http once", "http stream", "grpc once", "grpc stream"]
 
@@ -83,7 +92,7 @@ async def test_leaving(kind: str, phase: Phase) -> None:
 async def test_leaving_before_the_body_is_complete() -> None:
     async with serving() as front:
         reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        writer.write(COMPLETIONS + b"content-length: 100\r\n\r\n{")
         writer.close()
         assert (await front.http.post("/v1/completions", json={"prompt": [1]})).status_code == 200
         assert len(front.brain.submissions) == 1

@@ -12,7 +12,7 @@ from baton import errors
 from baton.errors import BatonError
 from baton.pb import generation_pb2 as pb
 from coordinator.generation import Delta
-from tests.integration.front_fixtures import FakeGeneration, Front, grpc_error, overloaded, serving
+from tests.integration.front_fixtures import COMPLETIONS, FakeGeneration, Front, grpc_error, overloaded, serving
 
 CANARY = "canary-sings-at-dawn"
 ASK = pb.GenerateRequest(token_ids={"ids": [1]})
@@ -94,7 +94,7 @@ async def test_an_error_event_closes_the_connection() -> None:
         front.brain.script = lambda generation: generation.give(Delta((1,)), errors.NodeGone("gone"))
         reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
         body = b'{"prompt": [1], "stream": true}'
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        writer.write(COMPLETIONS + b"content-length: %d\r\n\r\n" % len(body) + body)
         async with asyncio.timeout(30):
             received = await reader.read()  # until the end of the connection
         assert received.endswith(b"0\r\n\r\n")

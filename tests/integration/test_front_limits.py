@@ -11,7 +11,16 @@ from baton.limits import MAX_BODY_BYTES
 from baton.pb import generation_pb2 as pb
 from coordinator.generation import Delta
 from coordinator.http import protocol
-from tests.integration.front_fixtures import BUFFER, FakeGeneration, Front, done, grpc_error, raw_post, serving
+from tests.integration.front_fixtures import (
+    BUFFER,
+    COMPLETIONS,
+    FakeGeneration,
+    Front,
+    done,
+    grpc_error,
+    raw_post,
+    serving,
+)
 
 
 async def send(front: Front, *parts: bytes) -> bytes:
@@ -34,13 +43,13 @@ def error_of(response: bytes) -> tuple[bytes, str]:
 
 async def test_a_declared_body_is_refused_before_it_is_sent() -> None:
     async with serving() as front:
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {MAX_BODY_BYTES + 1}\r\n\r\n"
-        assert error_of(await send(front, head.encode())) == (b"413", "request_too_large")
+        head = COMPLETIONS + b"content-length: %d\r\n\r\n" % (MAX_BODY_BYTES + 1)
+        assert error_of(await send(front, head)) == (b"413", "request_too_large")
 
 
 async def test_a_chunked_body_is_refused_while_it_is_read() -> None:
     async with serving() as front:
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+        head = COMPLETIONS + b"transfer-encoding: chunked\r\n\r\n"
         chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
         assert error_of(await send(front, head, *[chunk] * 4, b"1\r\n \r\n")) == (b"413", "request_too_large")
         assert front.refused == ["request_too_large"]
@@ -57,7 +66,7 @@ async def test_an_endless_body_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(protocol, "MAX_DROPPED_BYTES", 6 << 20)
     async with serving() as front:
         _, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
-        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(COMPLETIONS + b"transfer-encoding: chunked\r\n\r\n")
         chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
         with contextlib.suppress(ConnectionError):
             for _ in range(64):
@@ -184,7 +193,7 @@ async def test_the_deadline_reaches_the_brain(told: str | None, most: float) -> 
 
 async def test_a_body_that_never_ends_meets_its_deadline() -> None:
     async with serving() as front:
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nx-request-timeout: 0.05\r\ncontent-length: 9\r\n\r\n{"
+        head = COMPLETIONS + b"x-request-timeout: 0.05\r\ncontent-length: 9\r\n\r\n{"
         assert error_of(await send(front, head)) == (b"504", "deadline_exceeded")
 
 
@@ -196,7 +205,7 @@ async def test_pipelined_requests_are_answered_in_order() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
         for wanted in (2, 3):
             body = b'{"prompt": [1], "return_token_ids": true, "max_tokens": %d}' % wanted
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            writer.write(COMPLETIONS + b"content-length: %d\r\n\r\n" % len(body) + body)
         first, second = await reader.readuntil(b'"token_ids":[2]'), await reader.readuntil(b'"token_ids":[3]')
         assert (first.count(b"200 OK"), second.count(b"200 OK")) == (1, 1)
         writer.close()

@@ -110,7 +110,7 @@ async def test_a_port_in_use_is_named(field: str) -> None:
 
 
 async def test_a_tokenizer_that_cannot_be_used_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def load(model: str, engine: str) -> None:
+    async def load(model: str, engine: str, workers: object) -> None:
         raise ConfigError("the tokenizer of x cannot be loaded")
 
     monkeypatch.setattr(tokenizer, "load", load)

@@ -77,7 +77,8 @@ def bodies(draw: st.DrawFn, path: str) -> bytes:
     return body
 
 
-_TYPES = (None, b"application/json", b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data")
+_JSON = b"application/json"
+_TYPES = (_JSON, _JSON, _JSON, _JSON, None, b"text/plain", b"application/x-www-form-urlencoded", b"multipart/form-data")
 _HEADERS = (
     b"x-request-id: mine",
     b"x-request-id: \xff\xfe",

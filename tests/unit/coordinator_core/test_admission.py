@@ -9,7 +9,7 @@ from baton.errors import (
     TooLong,
     Unavailable,
 )
-from baton.types import FinishReason, Incarnation
+from baton.types import DEFAULT_STANDING, FinishReason, Incarnation
 from coordinator.core import messages as m
 from coordinator.core.record import RequestState
 from tests.unit.coordinator_core.world import DECODE, PREFILL, World, stream_one
@@ -42,6 +42,36 @@ def test_a_full_queue_says_when_to_come_back() -> None:
     with pytest.raises(Overloaded, match="2 requests are waiting, the limit is 2") as caught:
         world.submit()
     assert caught.value.retry_after == pytest.approx(2.0, abs=1.0)
+
+
+def test_waiting_prompts_are_bounded_in_tokens() -> None:
+    world = World(max_queue=64, max_queue_tokens=100)
+    world.join("p0", PREFILL)
+    d0 = world.join("d0", DECODE, max_num_seqs=1)
+    world.submit()
+    for _ in range(2):
+        world.submit(prompt=40)
+    assert world.brain.queued_tokens == 80
+    with pytest.raises(
+        Overloaded, match=r"80 prompt tokens are waiting, 21 more .* the limit is 100 .*max-queue-tokens"
+    ):
+        world.submit(prompt=21)
+    with pytest.raises(Overloaded, match="80 prompt tokens are waiting"):
+        world.submit_all(world.arrival(prompt=11), world.arrival(prompt=10))
+    world.submit(prompt=20)
+    with pytest.raises(Overloaded, match="100 prompt tokens are waiting"):
+        world.brain.require_admission(DEFAULT_STANDING, 1, 60.0, world.now)
+    for _ in range(4):
+        world.cancel(world.key(d0).request)
+    assert world.brain.queued_tokens == 0
+    world.submit(prompt=20)
+
+
+def test_a_prompt_beyond_the_bound_is_let_in_when_nobody_waits() -> None:
+    world = World(max_queue_tokens=10)
+    world.join("p0", PREFILL)
+    world.join("d0", DECODE)
+    world.submit(prompt=20)
 
 
 def test_without_nodes_ever_nothing_is_taken(world: World) -> None:

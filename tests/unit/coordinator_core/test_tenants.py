@@ -17,6 +17,7 @@ from coordinator.core.output_length import OutputLengths
 from coordinator.core.prospects import Prospects
 from coordinator.core.queue import WaitingQueue
 from coordinator.core.registry import Registry
+from coordinator.core.settings import QueueLimits
 from coordinator.core.tenants import Tenant, Tenants, hash_key, salt_of
 from coordinator.core.token_bucket import TokenBucket
 from tests.unit.coordinator_core.world import DECODE, PREFILL, World
@@ -108,7 +109,7 @@ def test_a_bucket_lets_in_its_rate_and_one_burst(asks: list[tuple[float, float]]
 
 def test_debts_survive_a_reload() -> None:
     queue = WaitingQueue()
-    admission = Admission(queue, 10, Idle())
+    admission = Admission(queue, QueueLimits(10), Idle())
     admission.reload(known(Tenant("bulk", "standard", tokens_per_second=10, token_burst=10)), 0.0)
     admission.let_in(request(prompt=100), 0.0)
     admission.reload(known(Tenant("bulk", "standard", tokens_per_second=20, token_burst=10)), 0.0)
@@ -129,7 +130,7 @@ def request(prompt: int = 10, standing: Standing = BULK) -> Request:
 
 def test_lower_classes_take_no_place_of_higher_ones_and_no_tenant_takes_all() -> None:
     queue = WaitingQueue()
-    admission = Admission(queue, 8, Idle())
+    admission = Admission(queue, QueueLimits(8), Idle())
     admission.reload(known(Tenant("gold", "premium"), Tenant("bulk", "standard"), Tenant("meek", "standard")), 0.0)
     for number in range(4):
         admission.require(BULK, Bid(1, 60.0, 10), 0.0)
@@ -156,7 +157,7 @@ def test_the_wait_is_what_is_ahead_over_what_drains() -> None:
 
 def test_a_wait_beyond_the_deadline_is_refused_with_the_time_to_come_back() -> None:
     queue = WaitingQueue()
-    admission = Admission(queue, 1000, Idle())
+    admission = Admission(queue, QueueLimits(1000), Idle())
     admission.reload(known(Tenant("bulk", "standard"), standard=3.0), 0.0)
     for number in range(60):
         queue.push(name(number), Claim("bulk", 1, tokens=100))
@@ -169,7 +170,7 @@ def test_a_wait_beyond_the_deadline_is_refused_with_the_time_to_come_back() -> N
 
 
 def test_a_wait_that_leaves_no_time_for_the_prompt_is_refused_and_a_hopeless_prompt_is_not() -> None:
-    admission = Admission(WaitingQueue(), 1000, Busy())
+    admission = Admission(WaitingQueue(), QueueLimits(1000), Busy())
     admission.require(BULK, Bid(1, 3.1, 100), 0.0)
     with pytest.raises(Overloaded, match="would wait 2") as refused:
         admission.require(BULK, Bid(1, 2.9, 100), 0.0)

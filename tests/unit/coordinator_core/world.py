@@ -78,6 +78,7 @@ class World:
         placement: Placement | None = None,
         prefill_share: float = 0.0,
         degraded_max_tokens: int = 0,
+        max_queue_tokens: int = 2**23,
     ) -> None:
         settings = Settings(
             mode,  # type: ignore[arg-type]
@@ -87,6 +88,7 @@ class World:
             explain_keep,
             prefill_share=prefill_share,
             degraded_max_tokens=degraded_max_tokens,
+            max_queue_tokens=max_queue_tokens,
         )
         self.brain = Brain(Registry(SILENCE, STALL), placement or LeastLoaded(), settings)
         self.now = 100.0

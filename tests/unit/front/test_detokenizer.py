@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import tokenizers
@@ -51,9 +52,18 @@ def bare() -> tokenizers.Tokenizer:
     return tokenizers.Tokenizer(models.WordLevel({"one": 0, "two": 1, "drei": 2, "\ufffd": 3}, "one"))
 
 
+@functools.cache
+def byte_level_among_others() -> tokenizers.Tokenizer:
+    """Bytes are one step of decoding among several. A piece may end in the middle of a character."""
+    tokenizer = tokenizers.Tokenizer.from_str(byte_level_with_additions().to_str())
+    tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse(), decoders.Replace("hello", "bye")])
+    return tokenizer
+
+
 KINDS: list[Callable[[], tokenizers.Tokenizer]] = [
     byte_level,
     byte_level_with_additions,
+    byte_level_among_others,
     sentencepiece,
     metaspace,
     bare,
@@ -76,6 +86,39 @@ def test_streamed_text_is_the_decoding_of_all_tokens(kind: Callable[[], tokenize
         assert "".join(streamed) == backend.decode(everything, skip_special_tokens=True)
 
     holds()
+
+
+class CountedBackend:
+    """A tokenizer that counts the tokens that it decodes."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        self.decoded = self.longest = 0
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+        self.decoded += len(tokens)
+        self.longest = max(self.longest, len(tokens))
+        return self._backend.decode(tokens, skip_special_tokens=skip_special_tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+@pytest.mark.parametrize(
+    "kind", [sentencepiece, metaspace, bare, byte_level_among_others], ids=lambda kind: kind.__name__
+)
+def test_tokens_that_are_replacement_characters_are_decoded_once(kind: Callable[[], tokenizers.Tokenizer]) -> None:
+    """Such a token looks like one that ends in the middle of a character, and nothing that follows changes that."""
+    backend = CountedBackend(kind())
+    vocabulary = Vocabulary(cast(tokenizers.Tokenizer, backend))
+    bad = kind().token_to_id("\ufffd") or byte_tokens(b"\x80")[0]
+    detokenizer = vocabulary.detokenizer()
+    backend.decoded = backend.longest = 0
+    shown = [detokenizer.add([bad]) for _ in range(500)]
+    assert all(shown)
+    assert backend.decoded <= 2 * 500  # each behind one that is cut off again
+    assert backend.longest <= 2
+    assert "".join(shown) + detokenizer.flush() == kind().decode([bad] * 500)
 
 
 @settings(max_examples=200)

@@ -1,19 +1,42 @@
 """Loading and encoding."""
 
-import asyncio
 import itertools
+import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import tokenizers
-from tokenizers import processors
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
-from baton.errors import ConfigError, InvalidRequest
+from baton.errors import ConfigError, InvalidRequest, TooLong
+from baton.limits import TextLimit
 from coordinator import tokenizer_files as tokenizer
-from coordinator.text_workers import INLINE_BYTES
-from coordinator.tokenizer import HfTokenizer
-from tests.integration.front_text import EOS, byte_level
+from coordinator.bounded_encoding import SLICE, BoundedEncoder, longest_token
+from coordinator.chat_template import ChatTemplate, Conversation
+from coordinator.text_workers import INLINE_BYTES, SHORT_BYTES, Result, TextWorkers
+from coordinator.tokenizer import TOKEN_BYTES, HfTokenizer
+from tests.integration.front_text import CHAT_TEMPLATE, EOS, byte_level
+
+
+def changed(**parts: Any) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    for name, part in parts.items():
+        setattr(backend, name, part)
+    return backend
+
+
+def added(token: AddedToken) -> tokenizers.Tokenizer:
+    backend = changed()
+    backend.add_tokens([token])
+    return backend
+
+
+def words_with_one_for_all_others() -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return backend
 
 
 def with_bos() -> HfTokenizer:
@@ -105,18 +128,94 @@ async def test_what_stands_for_no_text_begins_where_it_stands() -> None:
     assert (starts[0], starts[1], starts[-1]) == (0, 0, len("hello a"))
 
 
-async def test_long_lists_of_tokens_are_looked_up_off_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    text, loop, moved = HfTokenizer(byte_level(), bos=None), asyncio.get_running_loop(), 0
-    run = loop.run_in_executor
+class WatchedWorkers(TextWorkers):
+    """Workers that note on which threads work was done."""
 
-    def counted(*arguments: Any) -> Any:
-        nonlocal moved
-        moved += 1
-        return run(*arguments)
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[str] = []
 
-    monkeypatch.setattr(loop, "run_in_executor", counted)
+    async def run(self, work: Callable[[], Result], size: int) -> Result:
+        def noted() -> Result:
+            self.threads.append(threading.current_thread().name.partition("_")[0])
+            return work()
+
+        return await super().run(noted, size)
+
+
+async def test_long_work_is_done_off_the_loop() -> None:
+    workers = WatchedWorkers()
+    text = HfTokenizer(byte_level(), None, ChatTemplate(CHAT_TEMPLATE, {}), workers)
+    many = INLINE_BYTES // TOKEN_BYTES + 1
     ids = await text.encode("hello")
     assert await text.pieces(ids) == byte_level().encode("hello").tokens
-    assert moved == 0
-    assert len(await text.pieces(ids * (INLINE_TOKENS + 1))) == len(ids) * (INLINE_TOKENS + 1)
-    assert moved == 1
+    assert workers.threads == ["MainThread"] * 2
+    workers.threads.clear()
+    await text.encode("x" * (INLINE_BYTES + 1))
+    await text.starts("x" * (INLINE_BYTES + 1))
+    assert len(await text.pieces(ids[:1] * many)) == many
+    assert len(await text.decode(ids[:1] * many)) >= many
+    assert len((await text.describe(ids[:1] * many))[1]) == many
+    await text.converse(Conversation([{"role": "user", "content": "x"}] * 60))
+    assert workers.threads == ["text-short"] * 6
+    await text.encode("x" * (SHORT_BYTES + 1))
+    await text.converse(Conversation([{"role": "user", "content": "ü" * SHORT_BYTES}]))
+    assert workers.threads[6:] == ["text-long"] * 2
+
+
+async def test_a_text_that_cannot_fit_is_not_encoded() -> None:
+    """No token of this tokenizer has more than so many bytes."""
+    backend = byte_level()
+    longest = max(map(len, backend.get_vocab()))
+    text, limit = HfTokenizer(backend, bos=None, workers=(workers := WatchedWorkers())), TextLimit(10, "as it is")
+    with pytest.raises(TooLong, match=rf"{10 * longest + 1} bytes of text: no token has more than {longest}.*as it is"):
+        await text.encode("x" * (10 * longest + 1), limit=limit)
+    assert workers.threads == []
+    assert len(await text.encode("x" * 10, limit=limit)) <= 10
+
+
+class CountedBackend:
+    """A tokenizer that notes how much text it is given."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        self.characters = 0
+
+    def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> Any:
+        self.characters += sum(map(len, texts))
+        return self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._backend, name)
+
+
+@pytest.mark.parametrize("kind", [byte_level, words_with_one_for_all_others])
+async def test_a_text_is_given_up_once_it_has_twice_the_tokens(kind: Callable[[], tokenizers.Tokenizer]) -> None:
+    """Also where one token may stand for any number of bytes."""
+    backend = CountedBackend(kind())
+    encoder = BoundedEncoder(cast(tokenizers.Tokenizer, backend))
+    text = "日 " * (2 << 20)
+    with pytest.raises(TooLong, match=r"prompt has more than 1000 tokens: the limit is 1000 .as it is"):
+        encoder.encode(text, TextLimit(1000, "as it is"), special=True)
+    assert backend.characters == SLICE
+    assert len(encoder.encode(text[:1000], TextLimit(1000, "as it is"), special=True)) >= 500
+
+
+UNBOUNDED: dict[str, Callable[[], tokenizers.Tokenizer]] = {
+    "a token for what is unknown": words_with_one_for_all_others,
+    "a normalizer": lambda: changed(normalizer=normalizers.Strip()),
+    "a pre-tokenizer that drops spaces": lambda: changed(pre_tokenizer=pre_tokenizers.WhitespaceSplit()),
+    "a token that swallows spaces": lambda: added(AddedToken("<mask>", lstrip=True)),
+}
+
+
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_where_a_token_may_stand_for_any_length(name: str) -> None:
+    assert longest_token(UNBOUNDED[name]()) is None
+
+
+def test_the_longest_token_has_a_bound_where_all_bytes_are_kept() -> None:
+    longest = longest_token(byte_level())
+    assert longest == max(map(len, byte_level().get_vocab()))
+    assert longest_token(changed(normalizer=normalizers.NFC())) == 3 * longest
+    assert longest_token(added(AddedToken("<" + "ü" * 50 + ">"))) == 102

@@ -1,0 +1,58 @@
+"""How many parts a protobuf message has, counted in its bytes before it is parsed.
+
+Parsing makes an object for each part while it holds Python's lock. Counting stops at the bound.
+"""
+
+from google.protobuf.descriptor import Descriptor
+
+from baton.errors import InvalidRequest
+from baton.limits import MAX_GRPC_FIELDS
+
+_SURELY_WITHIN = 2 * MAX_GRPC_FIELDS  # bytes: each field takes two at least
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+
+
+def check_field_count(data: bytes, kind: Descriptor) -> None:
+    """Raises InvalidRequest for a message of this kind with more fields, in it and in the messages in it that can have
+    others in them, than are parsed. Bytes that are no message are left to the parser."""
+    if len(data) <= _SURELY_WITHIN:
+        return
+    left = MAX_GRPC_FIELDS
+    open_ = [(0, len(data), kind)]
+    while open_:
+        place, end, kind = open_.pop()
+        fields = kind.fields_by_number
+        while place < end:
+            left -= 1
+            if left < 0:
+                raise InvalidRequest(f"the message has more than {MAX_GRPC_FIELDS} fields and messages in it")
+            tag, place = _varint(data, place, end)
+            if tag & 7 == _BYTES:
+                size, place = _varint(data, place, end)
+                field = fields.get(tag >> 3)
+                if field is not None and field.message_type is not None and _has_messages(field.message_type):
+                    open_.append((place, min(place + size, end), field.message_type))
+                place += size
+            elif tag & 7 == _VARINT:
+                _, place = _varint(data, place, end)
+            elif tag & 7 in (_FIXED64, _FIXED32):
+                place += 8 if tag & 7 == _FIXED64 else 4
+            else:
+                return
+
+
+def _has_messages(kind: Descriptor) -> bool:
+    return not kind.GetOptions().map_entry and any(field.message_type is not None for field in kind.fields)
+
+
+def _varint(data: bytes, place: int, end: int) -> tuple[int, int]:
+    """The number there, and where the next thing begins."""
+    value = shift = 0
+    while place < end:
+        byte = data[place]
+        place += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80 or shift > 63:
+            break
+        shift += 7
+    return value, place

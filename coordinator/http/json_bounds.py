@@ -1,0 +1,77 @@
+"""What the text of a JSON body says about itself before it is decoded, and which names it gives twice.
+
+A decoder holds Python's lock until it is done, so how many objects it may make is bounded before. Both functions look
+at bytes alone: escapes are blanked, so that a quote is the end of a string or the beginning of one.
+"""
+
+import re
+from typing import NoReturn
+
+import msgspec
+
+from baton.errors import InvalidRequest
+from baton.limits import MAX_JSON_CONTAINERS, MAX_JSON_NAMES, MAX_JSON_STRINGS, MAX_JSON_VALUES
+
+_SURELY_WITHIN = 2 * min(MAX_JSON_CONTAINERS, MAX_JSON_NAMES)  # bytes: each of anything takes two at least
+_NAMES_AND_BRACES = re.compile(rb'"([^"]*)"(\s*:)?|[{}]')
+_SHOWN = 64  # characters of a name
+
+
+def check_json_size(body: bytes) -> None:
+    """Raises InvalidRequest for a body of more names, strings, objects, arrays or values than are decoded."""
+    if len(body) < _SURELY_WITHIN:
+        return
+    plain = _without_escapes(body)
+    strings = plain.count(b'"') // 2
+    if strings > MAX_JSON_STRINGS:
+        _refuse(strings, "strings", MAX_JSON_STRINGS)
+    structure = b"".join(plain.split(b'"')[::2])
+    names, containers = structure.count(b":"), structure.count(b"{") + structure.count(b"[")
+    if names > MAX_JSON_NAMES:
+        _refuse(names, "names", MAX_JSON_NAMES)
+    if containers > MAX_JSON_CONTAINERS:
+        _refuse(containers, "objects and arrays", MAX_JSON_CONTAINERS)
+    values = structure.count(b",")
+    if values > MAX_JSON_VALUES:
+        _refuse(values, "values", MAX_JSON_VALUES)
+
+
+def check_names_once(body: bytes) -> None:
+    """Raises InvalidRequest for a name that an object gives twice: readers of JSON differ in which one counts. `body`
+    is JSON."""
+    plain = _without_escapes(body)
+    if plain.count(b":") < 2:
+        return
+    objects: list[set[bytes | str]] = []  # the names of each object that is open
+    for match in _NAMES_AND_BRACES.finditer(plain):
+        if match.lastindex == 2:
+            name = _name(body[match.start(1) : match.end(1)])
+            if name in objects[-1]:
+                shown = name if isinstance(name, str) else name.decode()
+                shown = shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + "..."
+                raise InvalidRequest(f"{shown} is given twice", param=shown)
+            objects[-1].add(name)
+        elif match.lastindex is None:
+            if plain[match.start()] == 0x7B:
+                objects.append(set())
+            else:
+                objects.pop()
+
+
+def _name(written: bytes) -> bytes | str:
+    """The same for the same name, however it is written; a name without escapes stays as it is."""
+    if b"\\" not in written:
+        return written
+    read = msgspec.json.decode(b'"%b"' % written, type=str)
+    plain = msgspec.json.encode(read)[1:-1]
+    return read if b"\\" in plain else plain
+
+
+def _without_escapes(body: bytes) -> bytes:
+    """Of the same length. A backslash is in a string or the text is no JSON, and the first of two escapes the
+    second."""
+    return body.replace(b"\\\\", b"__").replace(b'\\"', b"__") if b"\\" in body else body
+
+
+def _refuse(count: int, what: str, most: int) -> NoReturn:
+    raise InvalidRequest(f"the body has {count} {what}: at most {most}")

@@ -1,0 +1,241 @@
+"""What one client's bodies may cost: bounds are checked before the work, and the work is off the event loop."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from baton.limits import MAX_LOGIT_BIASES, MAX_MESSAGES, MAX_PROMPTS, MAX_SMALL_BODY, MAX_TOKENS_TOLD
+from baton.pb import generation_pb2 as pb
+from coordinator import arriving_bodies, bounded_encoding
+from coordinator.http import connection, protocol
+from tests.integration.front_fixtures import BOUNDS, COMPLETIONS, Front, grpc_error, serving
+from tests.integration.front_text import byte_level, chatting_tokenizer, hello_tokenizer
+
+GOOD = {"prompt": [1, 2], "max_tokens": 2}
+FOREIGN = {"origin": "https://evil.example"}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "text/json", "application/jsonx", ""]
+)
+async def test_a_body_must_say_that_it_is_json(path: str, kind: str) -> None:
+    """A web page of anywhere may send any other body without being asked for leave. vLLM refuses them too."""
+    async with serving() as front, httpx.AsyncClient(base_url=f"http://127.0.0.1:{front.http_port}") as client:
+        answer = await client.post(path, content=json.dumps(GOOD), headers={"content-type": kind} if kind else {})
+        assert answer.status_code == 415
+        assert answer.json()["error"]["code"] == "unsupported_media_type"
+        assert (kind or "missing") in answer.json()["error"]["message"]
+        assert front.brain.submissions == []
+
+
+@pytest.mark.parametrize("kind", ["application/json", "application/json; charset=utf-8", "Application/JSON ;x=y"])
+async def test_parameters_of_the_type_do_not_matter(kind: str) -> None:
+    async with serving() as front:
+        answer = await front.http.post("/v1/completions", json=GOOD, headers={"content-type": kind})
+        assert answer.status_code == 200
+
+
+async def test_the_admin_port_wants_json_too() -> None:
+    async with serving() as front:
+        body = {"content": b'{"node": "d0"}', "headers": {"content-type": "text/plain"}}
+        assert (await front.admin.post("/admin/drain", **body)).status_code == 415
+        assert front.brain.drained == []
+
+
+ORIGINS = {
+    "https://evil.example": 403,
+    "http://evil.example:{port}": 403,
+    "null": 403,
+    "http://[": 403,
+    "http://10.9.8.7": 403,
+    "http://localhost:3000": 200,
+    "http://127.0.0.1:{port}": 200,
+    "http://[::1]": 200,
+    "https://chat.example": 200,
+}
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+async def test_web_pages_of_elsewhere_may_not_call_without_a_key(origin: str) -> None:
+    async with serving(origins=frozenset({"https://chat.example"})) as front:
+        headers = {"origin": origin.format(port=front.http_port)}
+        answer = await front.http.post("/v1/completions", json=GOOD, headers=headers)
+        assert answer.status_code == ORIGINS[origin], answer.text
+        if answer.status_code == 403:
+            assert answer.json()["error"]["code"] == "foreign_origin"
+            assert "--allowed-origins" in answer.json()["error"]["message"]
+        else:
+            assert answer.headers.get("access-control-allow-origin") == (origin if "chat" in origin else None)
+
+
+async def test_a_name_that_somebody_made_point_here_is_foreign() -> None:
+    async with serving() as front:
+        headers = {"origin": "http://evil.example", "host": "evil.example"}
+        assert (await front.http.post("/v1/completions", json=GOOD, headers=headers)).status_code == 403
+        headers = {"host": "inside.example"}  # no web page: a client that calls this machine by a name
+        assert (await front.http.post("/v1/completions", json=GOOD, headers=headers)).status_code == 200
+
+
+async def test_with_a_key_the_key_decides() -> None:
+    async with serving(api_key="secret") as front:
+        assert (await front.http.post("/v1/completions", json=GOOD, headers=FOREIGN)).status_code == 200
+        headers = FOREIGN | {"authorization": "Bearer wrong"}
+        assert (await front.http.post("/v1/completions", json=GOOD, headers=headers)).status_code == 401
+
+
+async def half_sent(front: Front, size: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
+    writer.write(COMPLETIONS + b"content-length: %d\r\n\r\n{" % size)
+    await writer.drain()
+    return reader, writer
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0)
+
+
+async def test_half_sent_bodies_are_bounded_and_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arriving_bodies, "MAX_LARGE_BODIES_BYTES", 10 * MAX_SMALL_BODY)
+    monkeypatch.setattr(arriving_bodies, "PATIENCE", 0.05)
+    async with serving() as front:
+        large = front.bodies.of_size(None)
+        held = [await half_sent(front, 3 * MAX_SMALL_BODY) for _ in range(3)]
+        await until(lambda: len(large) == 3)
+        body = json.dumps(GOOD).encode()
+        padded = body + b" " * (2 * MAX_SMALL_BODY)
+        refused = await front.http.post("/v1/completions", content=padded)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+        assert refused.headers["retry-after"] == "1"
+        assert (await front.http.post("/v1/completions", content=body)).status_code == 200  # small ones have room
+        assert large.bytes == 9 * MAX_SMALL_BODY
+        monkeypatch.setattr(arriving_bodies, "DISPLACED_AFTER", 0.0)
+        assert (await front.http.post("/v1/completions", content=padded)).status_code == 200
+        async with asyncio.timeout(60):
+            answer = await held[0][0].read()  # to the end: it is not held open
+        assert b" 429 " in answer
+        assert b"still arriving" in answer
+        for _, writer in held:
+            writer.close()
+        await until(lambda: len(large) == 0)
+        assert large.bytes == 0
+
+
+async def test_half_a_body_ends_after_half_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "BODY_SECONDS", 0.05)
+    async with serving() as front:
+        reader, writer = await half_sent(front, 100)
+        async with asyncio.timeout(60):
+            answer = await reader.read()
+        assert b" 504 " in answer
+        assert b"did not arrive within 0.05 s" in answer
+        writer.close()
+
+
+async def test_a_body_that_nobody_reads_ends_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was refused by its head, and its client goes on sending, or does not."""
+    monkeypatch.setattr(protocol, "CLOSED_AFTER", 0.05)
+    async with serving(api_key="secret") as front:
+        reader, writer = await half_sent(front, 100)
+        async with asyncio.timeout(60):
+            answer = await reader.read()
+        assert b" 401 " in answer
+        writer.close()
+
+
+async def test_half_a_request_over_grpc_gives_way_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arriving_bodies, "MAX_GRPC_BODIES", 1)
+    monkeypatch.setattr(arriving_bodies, "PATIENCE", 0.05)
+    async with serving() as front:
+        room, good = front.bodies.grpc, pb.GenerateRequest(token_ids={"ids": [1]}, max_tokens=1)
+        open_call = front.channel.stream_stream("/baton.v1.Generation/Generate")()
+        await until(lambda: len(room) == 1)
+        error = await grpc_error(front.stub.GenerateOnce(good))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert dict(error.trailing_metadata())["retry-after"] == "1"
+        monkeypatch.setattr(arriving_bodies, "DISPLACED_AFTER", 0.0)
+        assert len((await front.stub.GenerateOnce(good)).token_ids) == 1
+        async with asyncio.timeout(60):
+            assert await open_call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert len(room) == 0
+
+
+MANY = {
+    "prompts": (pb.GenerateRequest(prompts={"prompts": [{}] * (MAX_PROMPTS + 1)}), f"{MAX_PROMPTS + 1} prompts"),
+    "very many prompts": (pb.GenerateRequest(prompts={"prompts": [{}] * 100_000}), "more than 8192 fields"),
+    "messages": (pb.GenerateRequest(chat={"messages": [{}] * (MAX_MESSAGES + 1)}), f"{MAX_MESSAGES + 1} messages"),
+    "very many messages": (pb.GenerateRequest(chat={"messages": [{}] * 100_000}), "more than 8192 fields"),
+    "biases": (pb.GenerateRequest(logit_bias=dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 1.0)), "1025 entries"),
+    "very many biases": (pb.GenerateRequest(logit_bias=dict.fromkeys(range(200_000), 1.0)), "more than 8192 fields"),
+    "stop strings": (pb.GenerateRequest(stop=["a"] * 17), "17 strings: at most 16"),
+}
+
+
+@pytest.mark.parametrize("many", MANY)
+async def test_many_parts_of_a_grpc_request_are_counted_before_they_are_read(
+    many: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    message, told = MANY[many]
+    async with serving() as front:
+        error = await grpc_error(front.stub.GenerateOnce(message))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert told in error.details()
+
+
+async def test_very_many_unknown_fields_are_not_looked_through() -> None:
+    async with serving() as front:
+        call = front.channel.unary_unary("/baton.v1.Generation/GenerateOnce")
+        error = await grpc_error(call(b"\xf8\x3f\x01" * 5000))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "15000 bytes are of fields that GenerateRequest does not have" in error.details()
+        error = await grpc_error(call(b"\xf8\x3f\x01"))
+        assert "field number 1023 is not a field of GenerateRequest" in error.details()
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[int] = []
+    encode = bounded_encoding.BoundedEncoder.encode
+
+    def noted(self: Any, text: str, *more: Any, **others: Any) -> list[int]:
+        encoded.append(len(text))
+        return encode(self, text, *more, **others)
+
+    monkeypatch.setattr(bounded_encoding.BoundedEncoder, "encode", noted)
+    longest = max(map(len, byte_level().get_vocab()))
+    text = "x" * (BOUNDS.max_context * longest)
+    async with serving(text=hello_tokenizer()) as front:
+        answers = [await front.http.post("/v1/completions", json={"prompt": text})]
+        answers.append(await front.http.post("/v1/completions", json={"prompt": ["a", text]}))
+        for answer in answers:
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+            assert f"{len(text)} bytes of text" in answer.json()["error"]["message"]
+            assert "--max-model-len" in answer.json()["error"]["message"]
+        assert answers[1].json()["error"]["message"].startswith("prompt[1] has")
+        error = await grpc_error(front.stub.GenerateOnce(pb.GenerateRequest(text=text)))
+        assert dict(error.trailing_metadata())["baton-error-code"] == "context_length_exceeded"
+        assert encoded == [1]
+
+
+async def test_a_conversation_that_cannot_fit_is_not_encoded() -> None:
+    longest = max(map(len, byte_level().get_vocab()))
+    messages = [{"role": "user", "content": "x" * (BOUNDS.max_context * longest)}]
+    async with serving(text=chatting_tokenizer()) as front:
+        answer = await front.http.post("/v1/chat/completions", json={"messages": messages})
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert answer.json()["error"]["message"].startswith("messages has")
+
+
+async def test_detokenize_takes_so_many_tokens_and_no_more() -> None:
+    async with serving(text=hello_tokenizer()) as front:
+        answer = await front.http.post("/detokenize", json={"tokens": [70] * (MAX_TOKENS_TOLD + 1)})
+        assert answer.status_code == 400
+        assert f"tokens has {MAX_TOKENS_TOLD + 1} tokens: the limit is {MAX_TOKENS_TOLD}" in answer.text
+        answer = await front.http.post("/detokenize", json={"tokens": [70] * 5000})
+        assert len(answer.json()["prompt"]) >= 5000

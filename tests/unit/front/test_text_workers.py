@@ -1,0 +1,68 @@
+"""Who goes first among texts, and how many may wait."""
+
+import asyncio
+import threading
+
+import pytest
+
+from baton.errors import InvalidRequest, Overloaded
+from coordinator.text_workers import INLINE_BYTES, SHORT_BYTES, TextWorkers
+
+
+async def test_small_work_goes_first_and_short_work_waits_for_no_long_one() -> None:
+    workers, order, gate = TextWorkers(clock=lambda: 0.0), list[int](), threading.Event()
+    busy = [asyncio.create_task(workers.run(gate.wait, SHORT_BYTES + 1)) for _ in range(2)]
+    await asyncio.sleep(0)
+    sizes = [SHORT_BYTES * 9, SHORT_BYTES * 2, SHORT_BYTES * 5]
+    later = [asyncio.create_task(workers.run(lambda size=size: order.append(size), size)) for size in sizes]
+    await asyncio.sleep(0)
+    assert await workers.run(lambda: "short", SHORT_BYTES) == "short"
+    assert await workers.run(threading.current_thread, INLINE_BYTES) is threading.main_thread()
+    assert order == []
+    gate.set()
+    await asyncio.gather(*busy, *later)
+    assert order[0] == min(sizes)  # there are two threads, so the other two may end in any order
+    assert workers.held == 0
+
+
+async def test_large_work_is_not_passed_for_ever() -> None:
+    now = 0.0
+    workers, order, gate = TextWorkers(clock=lambda: now), list[int](), threading.Event()
+    busy = [asyncio.create_task(workers.run(gate.wait, SHORT_BYTES + 1)) for _ in range(2)]
+    await asyncio.sleep(0)
+    large = asyncio.create_task(workers.run(lambda: order.append(0), 4 << 20))
+    await asyncio.sleep(0)
+    now = 60.0
+    small = asyncio.create_task(workers.run(lambda: order.append(1), SHORT_BYTES + 1))
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(*busy, large, small)
+    assert sorted(order) == [0, 1]
+
+
+async def test_text_that_waits_is_bounded() -> None:
+    workers, gate = TextWorkers(most_bytes=10 * SHORT_BYTES), threading.Event()
+    tasks = [asyncio.create_task(workers.run(gate.wait, 3 * SHORT_BYTES)) for _ in range(3)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match=f"{9 * SHORT_BYTES} bytes of text wait .* the limit is {10 * SHORT_BYTES}"):
+        await workers.run(gate.wait, 2 * SHORT_BYTES)
+    tasks[2].cancel()
+    await asyncio.wait(tasks[2:])
+    assert workers.held == 6 * SHORT_BYTES  # it had not begun
+    tasks[1].cancel()
+    await asyncio.wait(tasks[1:2])
+    assert workers.held == 6 * SHORT_BYTES  # its thread goes on
+    gate.set()
+    await tasks[0]
+    await workers.run(lambda: None, 10 * SHORT_BYTES - workers.held)
+
+
+async def test_errors_reach_the_caller() -> None:
+    def refuse() -> None:
+        raise InvalidRequest("no")
+
+    workers = TextWorkers()
+    for size in (1, SHORT_BYTES, SHORT_BYTES + 1):
+        with pytest.raises(InvalidRequest, match="no"):
+            await workers.run(refuse, size)
+    assert workers.held == 0
