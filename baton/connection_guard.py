@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 from baton import log
 from baton.clock import Clock, steady
-from baton.connection_limits import Connection, PortLimit, connections_to_close
-from baton.log_rate import LogRate
+from baton.connection_limits import LINES_PER_SECOND, Connection, PortLimit, connections_to_close
+from baton.process.log_rate import RateLimitedLog
 
 _INTERVAL = 0.5  # seconds between two looks at how many descriptors there are
 _LEAST_PAUSE = 0.02  # seconds, also when connections come all the time
@@ -47,7 +47,7 @@ class ConnectionGuard:
         self._ports: dict[int, _Port] = {}
         self._refused: dict[str, int] = {}
         self._stop, self._wake = threading.Event(), threading.Event()
-        self._lines = LogRate()
+        self._limited = RateLimitedLog(burst=1, per_second=LINES_PER_SECOND)
         self._thread: threading.Thread | None = None
 
     def watch(self, name: str, port: int, limit: PortLimit) -> None:
@@ -123,17 +123,15 @@ class ConnectionGuard:
                 self._say(port, len(closed))
 
     def _say(self, port: _Port, closed: int) -> None:
-        withheld = self._lines.admit()
-        if withheld is not None:
-            _log.warning(
-                f"too many connections to the {port.name} port: the oldest silent ones were closed",
-                port=port.name,
-                closed=closed,
-                limit=port.limit.most,
-                limit_per_address=port.limit.per_address,
-                withheld=withheld,
-                knob="ulimit -n, --max-connections, --max-connections-per-address",
-            )
+        self._limited.write(
+            _log.warning,
+            f"too many connections to the {port.name} port: the oldest silent ones were closed",
+            port=port.name,
+            closed=closed,
+            limit=port.limit.most,
+            limit_per_address=port.limit.per_address,
+            knob="ulimit -n, --max-connections, --max-connections-per-address",
+        )
 
 
 @contextmanager

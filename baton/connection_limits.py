@@ -12,6 +12,7 @@ from baton.errors import ConfigError
 from baton.exposure import is_loopback
 
 COORDINATOR_PORTS = ("http", "grpc", "admin", "cluster")
+LINES_PER_SECOND = 0.1  # in the log, of one kind, about connections that were closed
 MOST_DESCRIPTORS = 1 << 16  # that are counted on, where the kernel would allow more
 _RESERVE_LEAST, _RESERVE_MOST = 64, 4096  # descriptors that no port gets: files, memory, dialling, this process's own
 _TWELFTHS = {

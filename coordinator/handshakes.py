@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable
 
 from baton import log
+from baton.connection_limits import LINES_PER_SECOND
 from baton.grpc_limits import HANDSHAKE_SECONDS
-from baton.log_rate import LogRate
+from baton.process.log_rate import RateLimitedLog
 
 PATIENCE = HANDSHAKE_SECONDS + 5.0  # until the stream has begun, too
 
@@ -23,8 +24,8 @@ class Handshakes:
         self._loop = asyncio.get_running_loop()
         self._begun: deque[float] = deque()  # when; which is whose nobody can tell, and only the count matters
         self._timer: asyncio.TimerHandle | None = None
-        self._lines = LogRate()
-        self._unsaid = 0
+        self._limited = RateLimitedLog(burst=1, per_second=LINES_PER_SECOND)
+        self._failed = 0  # in all
 
     def begin(self) -> None:
         """On any thread."""
@@ -53,13 +54,9 @@ class Handshakes:
         self._timer = self._loop.call_at(self._begun[0] + self._patience, self._give_up) if self._begun else None
         if failed:
             self._count_failures(failed)
-            self._unsaid += failed
-            self._say()
-
-    def _say(self) -> None:
-        if self._lines.admit() is not None:
-            _log.warning(
+            self._failed += failed
+            self._limited.write(
+                _log.warning,
                 "wrong cluster token, or no node of this cluster: connections to the cluster port were refused",
-                connections=self._unsaid,
+                connections=self._failed,
             )
-            self._unsaid = 0

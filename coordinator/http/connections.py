@@ -4,9 +4,9 @@ from collections import Counter
 from typing import Protocol
 
 from baton import log
-from baton.connection_limits import PortLimit
+from baton.connection_limits import LINES_PER_SECOND, PortLimit
 from baton.exposure import is_loopback
-from baton.log_rate import LogRate
+from baton.process.log_rate import RateLimitedLog
 
 _log = log.get("http")
 
@@ -26,7 +26,7 @@ class ConnectionTable:
         self._addresses: dict[Closable, str] = {}
         self._idle: dict[Closable, None] = {}  # the longest idle first
         self._per_address: Counter[str] = Counter()
-        self._lines = LogRate()
+        self._limited = RateLimitedLog(burst=1, per_second=LINES_PER_SECOND)
 
     def __len__(self) -> int:
         return len(self._addresses)
@@ -62,13 +62,11 @@ class ConnectionTable:
         self.refused += 1
         self.remove(connection)
         connection.close_at_once()
-        withheld = self._lines.admit()
-        if withheld is not None:
-            _log.warning(
-                f"too many connections to the {self._port} port: one was closed",
-                port=self._port,
-                limit=self.limit.most,
-                limit_per_address=self.limit.per_address,
-                withheld=withheld,
-                knob="ulimit -n, --max-connections, --max-connections-per-address",
-            )
+        self._limited.write(
+            _log.warning,
+            f"too many connections to the {self._port} port: one was closed",
+            port=self._port,
+            limit=self.limit.most,
+            limit_per_address=self.limit.per_address,
+            knob="ulimit -n, --max-connections, --max-connections-per-address",
+        )

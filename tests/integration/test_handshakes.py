@@ -6,11 +6,9 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from baton.clock import FakeClock
 from baton.coordinator_link import CoordinatorLink
 from baton.errors import ConfigError
 from baton.link_dialer import LinkDialer, failure_reason
-from baton.log_rate import LogRate
 from coordinator.handshakes import Handshakes
 from tests.integration.coordinator_bench import coordinator
 from tests.integration.test_coordinator_link import Node
@@ -60,11 +58,3 @@ async def _reason(address: str) -> str:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await dialer.dial(channel).read()
     return failure_reason(caught.value)
-
-
-def test_a_rate_says_what_it_withheld() -> None:
-    clock = FakeClock()
-    rate = LogRate(10.0, clock)
-    assert [rate.admit() for _ in range(4)] == [0, None, None, None]
-    clock.advance(10.0)
-    assert (rate.admit(), rate.admit()) == (3, None)
