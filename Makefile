@@ -9,7 +9,7 @@ TEST_STAMP := $(VENV)/.test-installed
 # a CUDA build on Linux; so does an empty TORCH_INDEX.
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi),,https://download.pytorch.org/whl/cpu)
 
-.PHONY: setup develop demo test up lint types suite proto docs bench chaos soak clean
+.PHONY: setup develop demo test up lint types suite proto docs bench chaos abuse soak clean
 
 setup: $(STAMP)
 
@@ -57,6 +57,9 @@ bench: develop
 
 chaos: develop
 	$(BIN)/python -m pytest -q tests/chaos tests/faults --chaos-rounds=200 --every-fault
+
+abuse: develop
+	$(BIN)/python -m pytest -q tests/abuse --abuse-seconds=30
 
 soak: develop
 	$(BIN)/python -m pytest -q tests/soak --soak-seconds=1800 --storm-seconds=60 --kills=20 --fuzz-cases=5000 --pool-operations=100000 --timeout=2400
