@@ -11,6 +11,7 @@ from baton import link_codec
 from baton.cluster_certificates import coordinator_credentials
 from baton.pb import cluster_pb2 as pb
 from baton.pb.common_pb2 import Ledger
+from tests.pool.rig import TOKEN
 
 PATIENCE = 60.0  # seconds
 
@@ -31,7 +32,7 @@ class Registrar:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, token: str = "") -> AsyncIterator["Registrar"]:
+    async def open(cls, token: str = TOKEN) -> AsyncIterator["Registrar"]:
         made, server = cls(), grpc.aio.server()
         link_codec.add_to(server, made._serve)
         credentials = coordinator_credentials(token, lambda: None)
