@@ -39,15 +39,16 @@ def build(
     """`origins` are those whose web pages may call, as browsers name them."""
 
     def guard(request: Request) -> None:
+        path = request.scope["path"]  # not request.url, which the Host header has a part in
+        if metrics is not None and path == metrics_page.PATH:
+            check_operator(metrics.gate, request)
+            return
         if not who.required and not may_call(request.headers.get("origin"), request.headers.get("host", ""), origins):
             raise errors.ForeignOrigin(
                 "a web page of another origin calls, and no key is asked for: set --api-key, or name the origin in "
                 "--allowed-origins"
             )
-        path = request.scope["path"]  # not request.url, which the Host header has a part in
-        if metrics is not None and path == metrics_page.PATH:
-            check_operator(metrics.gate, request)
-        elif path not in PUBLIC:
+        if path not in PUBLIC:
             request.scope["state"][TENANT] = who.identify(authorization(request))
 
     app = FastAPI(

@@ -19,6 +19,7 @@ import pytest_asyncio
 from safetensors.torch import load_file, save_file
 
 from baton.cli.default_model import default_model
+from baton.pb.cluster_pb2 import StatusResponse
 from tests.abuse.attacks import ATTACKS
 from tests.abuse.good_traffic import GoodTraffic, Report
 from tests.cluster import Cluster
@@ -128,11 +129,14 @@ async def test_clients_that_misbehave(scene: Scene, kind: str) -> None:
 async def test_a_process_that_must_not_join(scene: Scene, name: str) -> None:
     """One of a name that is taken, with the same model and with other weights, and one of other weights alone."""
     cluster = scene.cluster
-    pids, joins = cluster.pids(), await _members(cluster)
+    pids, joins, before = cluster.pids(), await _members(cluster), _refusals(await cluster.status())
     cluster.start(name)
     try:
-        report = await scene.traffic.run(RATE, max(scene.seconds, 6.0))
-        await _said(cluster, name)
+        refused = asyncio.create_task(_refused(cluster, before))
+        report = await scene.traffic.run(RATE, scene.seconds)
+        while not refused.done():
+            report = Report([*report.outcomes, *(await scene.traffic.run(RATE, 1.0)).outcomes])
+        await refused
         await scene.judge(f"process {name}", report, {})
     finally:
         if name in cluster.pids():
@@ -204,10 +208,10 @@ async def _members(cluster: Cluster) -> dict[str, str]:
     return {node.name: node.incarnation for node in (await cluster.status()).nodes}
 
 
-async def _said(cluster: Cluster, name: str) -> None:
-    """Wait until the process has ended or has written why it may not join."""
-    async with asyncio.timeout(60):
-        while name in cluster.pids() and not any(
-            word in cluster.tail(name) for word in ("refused", "already", "differs", "model")
-        ):
-            await asyncio.sleep(0.1)
+async def _refused(cluster: Cluster, before: float) -> None:
+    """Wait until the coordinator has refused one join more."""
+    await cluster.wait_status(lambda status: _refusals(status) > before)
+
+
+def _refusals(status: StatusResponse) -> float:
+    return float(status.counters.get('baton_joins_total{outcome="refused"}', 0.0))

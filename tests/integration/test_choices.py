@@ -25,6 +25,7 @@ from tests.fakes import FakeNode
 from tests.integration.coordinator_bench import Bench, collect, coordinator
 from tests.models import build_model
 
+TOKEN = "of-this-cluster"
 PROMPT = tuple(range(3, 123))
 SAMPLED = SamplingParams(max_tokens=12, temperature=1.0, seed=77, ignore_eos=True)
 START = 60.0  # seconds that nodes may take to join
@@ -33,7 +34,9 @@ START = 60.0  # seconds that nodes may take to join
 @asynccontextmanager
 async def node_processes(bench: Bench, folder: Path, **settings: Any) -> AsyncIterator[None]:
     """One prefill and one decode node, each a process, joined to the bench's coordinator."""
-    config, _ = plan.complete(Config(kv_memory="16MiB", state_dir=str(folder), segment_dir=str(folder), **settings))
+    config, _ = plan.complete(
+        Config(kv_memory="16MiB", state_dir=str(folder), segment_dir=str(folder), cluster_token=TOKEN, **settings)
+    )
     where = Endpoints(http="", grpc="", admin="", cluster=bench.address)
     specs = plan.children(config, where, environ=os.environ, cores=2, supervisor=os.getpid())
     logs = [(folder / f"{spec.name}.log").open("wb") for spec in specs]
@@ -58,7 +61,10 @@ async def node_processes(bench: Bench, folder: Path, **settings: Any) -> AsyncIt
 
 async def test_choices_share_one_prompt(tmp_path: Path) -> None:
     model = build_model("llama", tmp_path)
-    async with coordinator(model=str(model)) as bench, node_processes(bench, tmp_path, model=str(model)):
+    async with (
+        coordinator(model=str(model), cluster_token=TOKEN) as bench,
+        node_processes(bench, tmp_path, model=str(model)),
+    ):
         choices = [Submission(PROMPT, SAMPLED, 30.0, choice=choice) for choice in range(4)]
         answers = await asyncio.gather(*map(collect, await bench.dispatcher.submit_all(choices)))
         counted = dict(bench.dispatcher.brain.counters.prompt_tokens)
@@ -78,7 +84,7 @@ async def test_a_list_of_prompts_and_their_choices(tmp_path: Path) -> None:
     prompts = [PROMPT, tuple(range(500, 550)), (7, 8)]
     submissions = [Submission(prompt, SAMPLED, 30.0, choice=choice) for prompt in prompts for choice in range(3)]
     async with (
-        coordinator(engine="paced", model="paced") as bench,
+        coordinator(engine="paced", model="paced", cluster_token=TOKEN) as bench,
         node_processes(bench, tmp_path, engine="paced", paced_step_ms=0.5, paced_reread=True),
     ):
         answers = await asyncio.gather(*map(collect, await bench.dispatcher.submit_all(submissions)))

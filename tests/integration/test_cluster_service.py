@@ -130,7 +130,7 @@ async def test_without_a_token_only_loopback_may_ask(method: str, monkeypatch: p
 @pytest.mark.parametrize("header", ["x-forwarded-for", "forwarded", "x-real-ip"])
 async def test_without_a_token_a_proxy_may_not_pass_calls_on(header: str) -> None:
     """Its address is this machine's, whoever the caller was."""
-    async with coordinator() as bench, grpc.aio.insecure_channel(bench.address) as channel:
+    async with coordinator() as bench, grpc.aio.insecure_channel(bench.operators) as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Status(pb.StatusRequest(), metadata=((header, "203.0.113.9"),))

@@ -19,6 +19,7 @@ import httpx
 import pytest
 
 from baton import link_codec
+from baton.link_dialer import PROOF_KEY, LinkDialer, link_proof
 from baton.process.log_rate import BURST
 from tests.cluster import UP, Cluster
 from tests.processes import pids_with
@@ -151,11 +152,11 @@ def test_log_files_are_bounded_and_go_on_after_the_disk_was_full(detached: Calla
 
 async def test_who_comes_with_a_wrong_token_cannot_fill_the_log(tmp_path: Path) -> None:
     async with Cluster(tmp_path, engine="paced", model="", prefill=0, cluster_token="right") as cluster:
-        async with grpc.aio.insecure_channel(cluster.where.cluster) as channel:
+        async with LinkDialer("right").open_channel(cluster.where.cluster) as channel:
             for _ in range(5 * BURST):
-                call = link_codec.dial(channel, (("baton-cluster-token", "wrong"),))
+                call = link_codec.dial(channel, ((PROOF_KEY, link_proof("wrong")),))
                 assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
         counters = (await cluster.status()).counters
         assert counters['baton_joins_total{outcome="unauthenticated"}'] == 5 * BURST
-    told = cluster.logs.path("coordinator").read_text().count("a node came with a wrong cluster token")
+    told = cluster.logs.path("coordinator").read_text().count("wrong cluster token: a node was refused")
     assert BURST <= told < 5 * BURST
