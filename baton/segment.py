@@ -108,7 +108,8 @@ def _promise(folder: Path, fd: int, size: int, knob: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         promised = promised_bytes(folder)
         room = memory_room(folder)
-        if size > room.usable - promised:
+        # A size that was cut to what was usable a moment ago may take a part of the reserve, as in `_fill`.
+        if size > room.left - room.reserved // 2 - promised:
             raise no_room(folder, size, room, knob, promised)
         os.ftruncate(fd, size)
     finally:

@@ -166,7 +166,7 @@ class Child:
         delay = self._restarts.delay(ran)
         said = complaint(self._output.last_words(name))
         hopeless = self.starting and self._restarts.failures >= MAX_FAILED_STARTS
-        if self.spec.optional and (hopeless or code == _EXIT_CONFIG):
+        if self.spec.optional and (hopeless or (self.starting and code == _EXIT_CONFIG)):
             self._tell(f"{name} cannot run: going on without it ({said})")
             self._stopping.set()
             return
