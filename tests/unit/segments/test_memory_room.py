@@ -107,7 +107,7 @@ def test_what_was_promised_to_others_is_not_to_be_had(tmp_path: Path, monkeypatc
         file.truncate(40 * MIB)
     monkeypatch.setattr(segment, "memory_room", lambda _: MemoryRoom(80 * MIB, "left", reserved=8 * MIB))
     with pytest.raises(ConfigError, match=r"40MiB promised to other segments: lower --kv-memory to 32MiB or less"):
-        segment.create(tmp_path, "arena", 34 * MIB)
+        segment.create(tmp_path, "arena", 38 * MIB)
     assert list(tmp_path.iterdir()) == [other]
     segment.create(tmp_path, "arena", 32 * MIB).close()
 
