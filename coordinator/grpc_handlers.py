@@ -45,26 +45,26 @@ def _parsed(
 
     async def call(messages: AsyncIterator[bytes], context: Context) -> Any:
         async with told(context), room.take(MAX_BODY_BYTES) as body:
-            request = _read(await _first(messages, body), kind)
+            request = _read(await _first(context, body), kind)
         return await method(request, context)
 
     return call
 
 
-async def _first(messages: AsyncIterator[bytes], body: ArrivingBody) -> bytes:
+async def _first(context: Context, body: ArrivingBody) -> bytes:
     """Raises DeadlineExceeded, Overloaded, InvalidRequest if there is none."""
     try:
         async with asyncio.timeout(BODY_SECONDS) as timer:
             body.reading(timer)
-            data = await anext(messages)
+            data = await context.read()
+            if data is grpc.aio.EOF:
+                raise InvalidRequest("the call has no message")
             body.complete()
-            return data
+            return cast(bytes, data)
     except TimeoutError:
         if body.displaced:
             raise body.refusal() from None
         raise DeadlineExceeded(f"the request did not arrive within {BODY_SECONDS:g} s") from None
-    except StopAsyncIteration:
-        raise InvalidRequest("the call has no message") from None
 
 
 def _read(data: bytes, kind: type[Message]) -> Message:

@@ -1,10 +1,8 @@
 """What every gRPC service of the coordinator shares: how errors are told, and who may call."""
 
-import asyncio
 import math
 import urllib.parse
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from types import TracebackType
 from typing import NoReturn, TypeAlias
 
 import grpc
@@ -18,17 +16,33 @@ Context: TypeAlias = grpc.aio.ServicerContext
 ERROR_CODE, ERROR_PARAM, RETRY_AFTER = "baton-error-code", "baton-error-param", "retry-after"
 
 
-@asynccontextmanager
-async def told(context: Context) -> AsyncIterator[None]:
+class told:
     """Any error of the block ends the call with its code; details are in the trailing metadata."""
-    try:
-        yield
-    except (BatonError, asyncio.CancelledError, grpc.aio.AbortError) as error:
-        if not isinstance(error, BatonError):
-            raise
-        await abort(context, error)
-    except Exception as error:
-        await abort(context, internal(error))
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    async def __aenter__(self) -> None:
+        return None
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not isinstance(error, Exception) or isinstance(error, grpc.aio.AbortError):
+            return
+        reported = error if isinstance(error, BatonError) else internal(error)
+        del trace
+        _forget_frames(error)
+        await abort(self._context, reported)
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Drop what an error and those before it hold of the frames that they passed: gRPC keeps the error of a
+    call that was aborted in a cycle, and the frames hold the whole request."""
+    seen: BaseException | None = error
+    while seen is not None:
+        seen.__traceback__ = None
+        seen = seen.__context__
 
 
 async def abort(context: Context, error: BatonError) -> NoReturn:

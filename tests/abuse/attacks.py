@@ -28,7 +28,7 @@ _MIB = 1 << 20
 _SOCKETS = 1200  # at each port
 _WATCHES = 5000
 _HALF_BODIES = 150
-_SLOW_READERS = 48
+_SLOW_READERS = 8
 _ALPHABET = "abc ÄÖß 漢字かな 🙂\n\t🚀{}[]\\"
 
 
