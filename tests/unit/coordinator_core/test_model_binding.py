@@ -41,6 +41,7 @@ def test_no_other_model_joins_while_a_request_lives(name: str, other: dict[str, 
     with pytest.raises(ConfigError, match=r"1 requests of that model have not ended.*--request-timeout") as caught:
         world.join(name, DECODE, process="new", **other)
     assert caught.value.param == next(iter(other)).replace("layout", "layout.dtype")
+    assert caught.value.retry_after, "the request will have ended sometime, so the node tries again"
     assert world.brain.counters.joins["refused"] == 1
     back = world.join(name, DECODE, process="new")
     assert world.key(back) == (request, 2, 0)
@@ -57,6 +58,41 @@ def test_another_model_may_join_once_nobody_is_bound_to_the_old_one() -> None:
     (submit,) = world.sent(d0, m.Submit)
     assert submit.work.key.request == second
     assert submit.work.model == join_info("d0", DECODE, model_digest="cd").model.digest()
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda other: next(iter(other)))
+def test_requests_that_were_never_placed_do_not_keep_another_model_out(other: dict[str, Any]) -> None:
+    """Clients go on asking while nobody serves, and the warm-up request waits too: all of them end with 503."""
+    world = World(mode="colocated")
+    world.gone(world.join("d0", DECODE))
+    warm_up = world.submit(timeout=600.0, internal=True)
+    waiting = [world.submit(timeout=600.0) for _ in range(3)]
+    d1 = world.join("d1", DECODE, **other)
+    for request in [warm_up, *waiting]:
+        error = world.error(request)
+        assert isinstance(error, Unavailable)
+        assert error.retry_after
+    assert not world.sent(d1, m.Submit)
+    second = world.submit()
+    assert world.key(d1) == (second, 1, 0)
+
+
+def test_a_placed_request_of_our_own_does_not_keep_another_model_out() -> None:
+    world = World(mode="colocated")
+    d0 = world.join("d0", DECODE)
+    warm_up = world.submit(timeout=600.0, internal=True)
+    assert world.key(d0) == (warm_up, 1, 0)
+    world.gone(d0)
+    d0 = world.join("d0", DECODE, process="new", dtype="bfloat16")
+    assert isinstance(world.error(warm_up), Unavailable)
+    assert not world.sent(d0, m.Submit)
+
+
+def test_a_node_of_the_same_model_ends_no_request_that_waits() -> None:
+    world = World(mode="colocated")
+    world.gone(world.join("d0", DECODE))
+    waiting = world.submit()
+    assert world.key(world.join("d1", DECODE, num_blocks=16)) == (waiting, 1, 0)
 
 
 def test_every_order_of_a_request_carries_the_model_that_it_was_admitted_under(world: World) -> None:
