@@ -1,11 +1,12 @@
-"""How long a request may be: what at least one node of every role that it needs can hold.
+"""How long a request may be: what the largest decode node can hold. A prefill node is needed by no request, since a
+decode node computes what no prefill node can hold.
 
 A node that joins with a smaller cache or `--max-model-len` takes nothing away from others: requests that it cannot hold
 are placed elsewhere. A node that left still counts for a while, so that its restart does not turn what clients may ask
 for into their fault. What no node that is here can hold waits, and nobody waits behind it.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 from baton.errors import BatonError, DeadlineExceeded, Unavailable
 from baton.limits import ModelBounds
@@ -20,11 +21,11 @@ _RETRY = 1.0  # seconds that a client is told to wait
 
 
 class Capacity:
-    """`roles`: nobody is served without a node of each."""
+    """`hands_off`: prefill nodes compute prompts, and answer alone what ends with its first token."""
 
-    def __init__(self, registry: Registry, roles: Sequence[Role]) -> None:
+    def __init__(self, registry: Registry, *, hands_off: bool) -> None:
         self._registry = registry
-        self._roles = roles
+        self._hands_off = hands_off
         self._left: dict[NodeName, tuple[JoinInfo, float]] = {}  # and until when it is remembered
         self._bounds: ModelBounds | None = None
 
@@ -53,36 +54,30 @@ class Capacity:
         return self._bounds
 
     def why_too_long(self, record: Record) -> str:
-        """Why no node that may be given work can hold the request, "" if one can or if a role has no node at all."""
-        for role in self._roles:
-            if role is Role.DECODE and record.remaining <= 1 and Role.PREFILL in self._roles:
-                continue  # a prefill node answers alone
-            length = record.context_tokens + 1 if role is Role.PREFILL else record.length
-            largest = max((node.info.context for node in self._registry.in_service(role)), default=length)
-            if largest < length:
-                return (
-                    f"no {role.value} node that is here can hold its {length} tokens, the largest holds {largest}"
-                    " (--max-model-len, --kv-memory)"
-                )
-        return ""
+        """Why no node that may be given work can hold the request, "" if one can or if there is no decode node."""
+        alone = self._hands_off and record.remaining <= 1
+        if alone and self._registry.can_hold(Role.PREFILL, record.context_tokens + 1):
+            return ""
+        contexts = (node.info.context for node in self._registry.in_service(Role.DECODE))
+        largest = max(contexts, default=record.length)
+        if largest >= record.length:
+            return ""
+        return (
+            f"no decode node that is here can hold its {record.length} tokens, the largest holds {largest}"
+            " (--max-model-len, --kv-memory)"
+        )
 
     def _compute_bounds(self) -> None:
         here = [node.info for node in self._registry.nodes.values()]
-        limiting = self._limiting([*here, *(info for info, _ in self._left.values())])
+        largest = _largest([*here, *(info for info, _ in self._left.values())])
         self._bounds = ModelBounds(
-            vocab_size=limiting.vocab_size,
-            max_model_len=limiting.max_model_len,
-            cache_tokens=limiting.num_blocks * limiting.layout.block_size,
-            model_digest=limiting.model_digest,
-            dtype=limiting.layout.dtype,
-            present_context=self._limiting(here).context if here else 0,
+            vocab_size=largest.vocab_size,
+            max_model_len=largest.max_model_len,
+            cache_tokens=largest.num_blocks * largest.layout.block_size,
+            model_digest=largest.model_digest,
+            dtype=largest.layout.dtype,
+            present_context=_largest(here).context if here else 0,
         )
-
-    def _limiting(self, infos: Collection[JoinInfo]) -> JoinInfo:
-        """Of the largest nodes of the roles that are needed, the smallest."""
-        by_role = ([info for info in infos if info.role is role] for role in self._roles)
-        largest = [max(of_role, key=_context) for of_role in by_role if of_role]
-        return min(largest or infos, key=_context)
 
 
 class TooLongToPlace:
@@ -124,5 +119,7 @@ class TooLongToPlace:
         return [request for request in self._held if not self._capacity.why_too_long(self._records[request])]
 
 
-def _context(info: JoinInfo) -> int:
-    return info.context
+def _largest(infos: Collection[JoinInfo]) -> JoinInfo:
+    """Of the decode nodes if there are any: they serve alone what no prefill node can hold."""
+    decode = [info for info in infos if info.role is Role.DECODE]
+    return max(decode or infos, key=lambda info: info.context)

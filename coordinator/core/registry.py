@@ -92,6 +92,10 @@ class Registry:
         """Is there a node of the role that may be given new work?"""
         return next(self.in_service(role), None) is not None
 
+    def can_hold(self, role: Role, tokens: int) -> bool:
+        """Is there a node of the role that may be given new work and has room for so many tokens of one request?"""
+        return any(node.info.context >= tokens for node in self.in_service(role))
+
     def in_service(self, role: Role | None = None) -> Iterator[Node]:
         """Nodes, of one role or of all, that may be given new work: not leaving, not drained, not changing role, not
         seen to stand still."""

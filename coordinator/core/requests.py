@@ -60,7 +60,7 @@ class RequestTable:
         self.last_progress = 0.0  # when a request got further than it had been, or the first of those here came
         self.placeable = False  # something has changed since placement was last tried
         self.knowledge = Knowledge(registry)
-        self.capacity = Capacity(registry, settings.roles)
+        self.capacity = Capacity(registry, hands_off=settings.mode != "colocated")
         self.too_long = TooLongToPlace(self.records, self.queue, self.capacity)
         self.endings = Endings(self.counters, self.knowledge.workload, settings.explain_keep)
         self.prospects = Prospects(registry, self.loads, self.knowledge.costs, self.knowledge.answers)
@@ -212,7 +212,7 @@ class RequestTable:
         elsewhere = self.decisions.elsewhere(record, decision)
         if decode is not None:
             writer = self._registry.nodes[prefill].address if prefill is not None else None
-            share = self.decisions.prefill_share
+            share = self.decisions.prefill_share(decision.demand)
             self.out.append(Send(decode, Submit(work, writer, share, elsewhere.get(decode))))
         if prefill is not None:
             self.out.append(Send(prefill, Prefill(work, alone=decode is None, elsewhere=elsewhere.get(prefill))))

@@ -213,16 +213,17 @@ def test_pools_have_names_of_their_own_too(world: World) -> None:
 # lengths
 
 
-def test_bounds_are_those_of_the_largest_node_of_each_role_and_outlive_it(world: World) -> None:
+def test_bounds_are_those_of_the_largest_decode_node_and_outlive_it(world: World) -> None:
+    """Prefill nodes set none: what they cannot hold is computed where it is decoded."""
     with pytest.raises(Unavailable):
         world.brain.bounds()
-    nodes = [world.join("p0", PREFILL, max_model_len=200), world.join("d0", DECODE, num_blocks=20)]
-    assert (world.brain.bounds().max_context, world.brain.bounds().present_context) == (200, 200)
+    nodes = [world.join("p0", PREFILL, max_model_len=100), world.join("d0", DECODE, num_blocks=20)]
+    assert (world.brain.bounds().max_context, world.brain.bounds().present_context) == (256, 256)
     world.join("d1", DECODE, num_blocks=5)
     world.join("p1", PREFILL, max_model_len=40)
-    assert world.brain.bounds().max_context == 200
+    assert world.brain.bounds().max_context == 256
     world.gone(nodes[1])
-    assert (world.brain.bounds().max_context, world.brain.bounds().present_context) == (200, 80)
+    assert (world.brain.bounds().max_context, world.brain.bounds().present_context) == (256, 80)
     assert world.brain.bounds().output_room(30) == 50  # what a request that names no length asks for
     world.advance(601.0)
     assert world.brain.bounds().max_context == 80
