@@ -233,7 +233,7 @@ class Brain:
     @property
     def queued(self) -> int:
         """Requests that wait to be placed."""
-        return len(self._table.queue) + len(self._table.retries)
+        return len(self._table.queue) + self._table.queue.aside + len(self._table.retries)
 
     @property
     def queued_tokens(self) -> int:

@@ -15,6 +15,7 @@ from coordinator.core.identity import JoinInfo
 from coordinator.core.queue import WaitingQueue
 from coordinator.core.record import Record
 from coordinator.core.registry import Registry
+from coordinator.core.settings import QueueLimits
 
 REMEMBERED = 600.0  # seconds: within them a node that restarts has loaded its model again
 _RETRY = 1.0  # seconds that a client is told to wait
@@ -81,28 +82,34 @@ class Capacity:
 
 
 class TooLongToPlace:
-    """Requests that no node which is here can hold, because one that could has left. They are out of the queue's way
-    until another comes, or until their deadline."""
+    """Requests that no node which is here can hold, because one that could has left. They are out of the queue, and of
+    its bounds, until another comes, or until their deadline. Of those that were never placed no more are held than the
+    queue may have, in requests and in prompt tokens; the others are as many as nodes had begun."""
 
-    def __init__(self, records: Mapping[RequestId, Record], queue: WaitingQueue, capacity: Capacity) -> None:
+    def __init__(
+        self, records: Mapping[RequestId, Record], queue: WaitingQueue, capacity: Capacity, limits: QueueLimits
+    ) -> None:
         self._records = records
         self._queue = queue
         self._capacity = capacity
+        self._limits = limits
         self._held: set[RequestId] = set()
 
-    def hold(self, record: Record) -> bool:
-        """Whether it has to wait for a larger node."""
-        if not self._capacity.why_too_long(record):
-            return False
+    def hold(self, record: Record) -> BatonError | None:
+        """Take a request that is too long, see `Capacity`, out of the queue. If there are too many of them, what it is
+        to end with instead."""
+        if not record.attempts and (why := self._why_full(record)):
+            too_long = self._capacity.why_too_long(record)
+            return Unavailable(f"{too_long}, and {why} already wait for a larger one", retry_after=_RETRY)
         self._held.add(record.request.id)
-        self._queue.hold(record.request.id)
-        return True
+        self._queue.set_aside(record.request.id)
+        return None
 
     def release(self) -> None:
         """Those that can be held by now are offered again."""
         for request in self._fitting():
             self._held.discard(request)
-            self._queue.release(request)
+            self._queue.bring_back(request)
 
     def forget(self, request: RequestId) -> None:
         """It has ended. Idempotent."""
@@ -114,6 +121,14 @@ class TooLongToPlace:
         if record.request.id in self._held and (why := self._capacity.why_too_long(record)):
             return Unavailable(f"{why}, and no larger one came in the {given}", retry_after=_RETRY)
         return DeadlineExceeded(f"the request took longer than the {given}")
+
+    def _why_full(self, record: Record) -> str:
+        held = [self._records[request].request for request in self._held]
+        if len(held) >= self._limits.requests:
+            return f"{len(held)} requests (--max-queue)"
+        tokens = sum(len(request.prompt) for request in held)
+        full = held and tokens + len(record.request.prompt) > self._limits.tokens
+        return f"{tokens} prompt tokens (--max-queue-tokens)" if full else ""
 
     def _fitting(self) -> Iterable[RequestId]:
         return [request for request in self._held if not self._capacity.why_too_long(self._records[request])]

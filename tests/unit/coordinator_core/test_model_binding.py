@@ -8,7 +8,7 @@ import pytest
 from baton.errors import ConfigError, NodeGone, Unavailable, WrongModel
 from baton.kv_layout import KVLayout
 from baton.model_files import ModelFiles
-from baton.types import FinishReason, Incarnation, NodeName
+from baton.types import FinishReason, Incarnation, NodeName, RequestId
 from baton.wire import PROTOCOL_VERSION
 from coordinator.core import messages as m
 from coordinator.core.brain import Brain
@@ -264,6 +264,42 @@ def test_a_request_that_nobody_can_hold_any_more_waits_aside_and_ends_with_503()
     error = world.error(long)
     assert isinstance(error, Unavailable)
     assert "can hold its 120 tokens, the largest holds 64" in error.message
+
+
+def full_of_long_requests(**settings: Any) -> tuple[World, Incarnation, list[RequestId]]:
+    """As many as the queue may have wait for a larger node than the one that is here."""
+    world = World(mode="colocated", max_queue=8, **settings)
+    large, small = world.join("d0", DECODE, max_num_seqs=8), world.join("d1", DECODE, num_blocks=4)
+    long = [world.submit(prompt=100, max_tokens=20, timeout=600.0) for _ in range(8)]
+    world.gone(large)
+    assert {world.brain.state(request) for request in long} == {RequestState.QUEUED}
+    return world, small, long
+
+
+def test_requests_that_wait_for_a_larger_node_take_nobodys_place_in_the_queue() -> None:
+    world, small, long = full_of_long_requests(max_queue_tokens=800)
+    assert (world.brain.queued, world.brain.running, world.brain.queued_tokens) == (8, 0, 0)
+    short = world.submit(prompt=8, max_tokens=1)
+    assert world.key(small) == (short, 1, 0)
+    world.token(small, world.key(small), 0, finish=FinishReason.LENGTH)
+    back = world.join("d0", DECODE, max_num_seqs=8, process="restarted")
+    assert world.key(back).request in long
+    assert world.brain.queued_tokens > 0
+    for request in long:
+        world.cancel(request)
+    assert (world.brain.queued, world.brain.queued_tokens) == (0, 0)
+
+
+def test_no_more_of_them_wait_than_the_queue_may_have() -> None:
+    world, _, long = full_of_long_requests(max_queue_tokens=800)
+    one_more = world.error(world.submit(prompt=100, max_tokens=20))
+    assert isinstance(one_more, Unavailable)
+    assert one_more.retry_after
+    assert "8 requests (--max-queue) already wait for a larger one" in one_more.message
+    world.cancel(long.pop())
+    longer = world.error(world.submit(prompt=150, max_tokens=20))
+    assert "700 prompt tokens (--max-queue-tokens) already wait" in longer.message
+    assert not any(world.ends(request) for request in long)
 
 
 def test_it_goes_on_when_a_node_comes_that_can_hold_it() -> None:
