@@ -20,6 +20,7 @@ from coordinator.core.explain import MAX_AGE, explain
 from coordinator.core.identity import JoinInfo
 from coordinator.core.knowledge import Knowledge
 from coordinator.core.messages import Degraded, Effect, Heartbeat, Lost, NodeInput, PeerGone, Send, Steered
+from coordinator.core.model_change import count_bound_requests, end_requests_of_model
 from coordinator.core.pilot import Pilot
 from coordinator.core.placement import Placement
 from coordinator.core.pool_desk import PoolDesk
@@ -77,15 +78,18 @@ class Brain:
 
     def join(self, info: JoinInfo, incarnation: Incarnation, now: float) -> list[Effect]:
         """A node joins as `incarnation`; an older one of its process is gone. Raises ConfigError, counted: see
-        `Registry.check`."""
+        `Registry.check`. The first node of another model ends the requests that were admitted under the former one."""
         try:
-            replaced = self.registry.check(info, now, len(self._table.records))
+            replaced = self.registry.check(info, now, count_bound_requests(self._table.records.values()))
         except BatonError:
             self.counters.joins["refused"] += 1
             raise
         if replaced is not None:
             self._drop(replaced, NodeGone(f"node {info.name} has joined anew"), now)
+        former = self.registry.model_digest
         node = self.registry.add(info, incarnation, now)
+        if former != node.model_digest:
+            end_requests_of_model(self._table, former, now)
         self._table.capacity.node_joined(info)
         self._table.knowledge.joined(node)
         self._table.loads.add_node(incarnation)
@@ -229,7 +233,7 @@ class Brain:
     @property
     def queued(self) -> int:
         """Requests that wait to be placed."""
-        return len(self._table.queue) + len(self._table.retries)
+        return len(self._table.queue) + self._table.queue.aside + len(self._table.retries)
 
     @property
     def queued_tokens(self) -> int:

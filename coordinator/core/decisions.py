@@ -35,7 +35,8 @@ class Decisions:
         mode: Mode,
         prefill_share: float = 0.0,
     ) -> None:
-        """`prefill_share`: in mode auto, what prompts may add to the steps of the decode node that computes them."""
+        """`prefill_share`: what prompts may add to the steps of the decode node that computes them, unless the mode is
+        colocated."""
         self._registry = registry
         self._loads = loads
         self._ways = Ways(placement)
@@ -47,10 +48,10 @@ class Decisions:
         self._share = prefill_share
         self._degradation = degradation
 
-    @property
-    def prefill_share(self) -> float:
+    def prefill_share(self, demand: Demand) -> float:
         """What prompts that a decode node computes may add to its steps, as a share of these; 0: there is no bound."""
-        return self._share if self._mode == "auto" or self.local_only else 0.0
+        bounded = self._mode == "auto" or (self._mode != "colocated" and not demand.prefill)
+        return self._share if bounded else 0.0
 
     @property
     def local_only(self) -> bool:
@@ -79,13 +80,10 @@ class Decisions:
         demand = self.demand(record, look_up=True, headroom=headroom)
         layout = self._registry.layout()
         unit = self._loads.unit(now)
-        costs, share = self._knowledge.costs, self.prefill_share
+        costs, share = self._knowledge.costs, self.prefill_share(demand)
         outlook = Outlook(now, costs, unit, layout.token_bytes, layout.block_size, share)
-        why = Why.NO_PREFILL_NODE if self._mode != "colocated" and not demand.prefill else Why.MODE
-        if Step.LOCAL_PREFILL_ONLY in self._degradation and not demand.prefill:
-            why = Why.DEGRADED
         either = self._mode == "auto" and demand.prefill and record.pin is None
-        return self._ways.decide(demand, views, outlook, why, either=either, apart=self._breakers.apart)
+        return self._ways.decide(demand, views, outlook, self._why(demand), either=either, apart=self._breakers.apart)
 
     def too_late(self, record: Record, now: float, *, wanted: bool) -> DeadlineExceeded | None:
         """Why the request cannot be served any more, if so. `wanted`: others wait for its place, and unless its client
@@ -101,10 +99,11 @@ class Decisions:
 
     def demand(self, record: Record, *, look_up: bool = False, headroom: float = 0.0) -> Demand:
         """What the next attempt needs; with `look_up`, also whose caches have its prompt. The last token of an output
-        needs no decode node where there is prefill. Without a prefill node the decode node computes the prompt."""
+        needs no decode node where there is prefill. Without a prefill node that can hold the context the decode node
+        computes it."""
         prefill = self._mode != "colocated" and self._may_prefill(record)
         if Step.LOCAL_PREFILL_ONLY in self._degradation and record.pin is None:
-            prefill = False
+            prefill &= record.remaining <= 1 and not self._registry.can_hold(Role.DECODE, record.length)
         block_size = self._registry.layout().block_size
         tokens = record.context_tokens + min(record.remaining, block_size)
         return Demand(
@@ -166,8 +165,20 @@ class Decisions:
         return self._registry.nodes[node].info.name if node is not None else None
 
     def _may_prefill(self, record: Record) -> bool:
+        """Is there a prefill node in service, or the one that is to be probed, that can hold the context?"""
+        tokens = record.context_tokens + 1
         pinned = self._registry.nodes.get(record.pin) if record.pin else None
-        return self._registry.serves(Role.PREFILL) or (pinned is not None and pinned.info.role is Role.PREFILL)
+        if pinned is not None and pinned.info.role is Role.PREFILL:
+            return pinned.info.context >= tokens
+        return self._registry.can_hold(Role.PREFILL, tokens)
+
+    def _why(self, demand: Demand) -> Why:
+        """Why the prompt is computed as the demand says."""
+        if self._mode == "colocated" or demand.prefill:
+            return Why.MODE
+        if Step.LOCAL_PREFILL_ONLY in self._degradation:
+            return Why.DEGRADED
+        return Why.PREFILL_TOO_SMALL if self._registry.serves(Role.PREFILL) else Why.NO_PREFILL_NODE
 
     def _held(self, record: Record) -> dict[Incarnation, int]:
         """By the directory. A prompt that is to be scored is computed without a look at any cache."""

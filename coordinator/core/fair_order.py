@@ -54,6 +54,7 @@ class FairOrder:
         self._flows: dict[str, _Flow] = {}
         self._again: dict[RequestId, Claim] = {}  # the last one is first
         self._places: dict[RequestId, tuple[Claim, tuple[float, int, RequestId]]] = {}
+        self._set_aside: dict[RequestId, tuple[Claim, tuple[float, int, RequestId] | None]] = {}  # no place: again
         self._shares = Shares()
         self._virtual = 0.0
         self._serial = count()
@@ -75,8 +76,27 @@ class FairOrder:
     def push_front(self, request: RequestId, claim: Claim) -> None:
         self._again[request] = claim
 
+    def set_aside(self, request: RequestId) -> None:
+        """It waits for something else than its turn, and counts for nobody until it is brought back."""
+        found = self._places.get(request)
+        claim, place = found if found is not None else (self._again[request], None)
+        self.remove(request)
+        self._set_aside[request] = claim, place
+
+    def bring_back(self, request: RequestId) -> None:
+        """To its old place, or as the first of those that are to be placed again."""
+        claim, place = self._set_aside.pop(request)
+        if place is None:
+            self._again[request] = claim
+            return
+        flow = self._flow(claim)
+        insort(flow.entries, place)
+        flow.backlog += claim.tokens
+        self._places[request] = (claim, place)
+
     def remove(self, request: RequestId) -> None:
         """Idempotent. Nothing is paid."""
+        self._set_aside.pop(request, None)
         if self._again.pop(request, None) is not None or request not in self._places:
             return
         claim, place = self._places.pop(request)

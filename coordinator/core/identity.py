@@ -69,6 +69,7 @@ _POSITIVE = ("num_blocks", "max_num_seqs", "max_batched_tokens", "max_model_len"
 _POSITIVE_OF_LAYOUT = ("num_layers", "num_kv_heads", "head_dim", "block_size")
 MAX_NAME = 128
 _SOONEST_RETRY = 0.1  # seconds
+_UNTIL_UNBOUND = 1.0  # seconds between a node's attempts to join while requests of another model live
 _HEX = frozenset("0123456789abcdef")
 _SAME = "start every node of a cluster with the same version, model and settings"
 _SAME_MODEL = "start the coordinator and its nodes with the same --model, --engine and --load-format"
@@ -89,19 +90,22 @@ def require_sane(info: JoinInfo) -> None:
             raise ConfigError(f"node {info.name!r} has {name} {size}: it must be at least 1", param=name)
 
 
-def require_equal(info: JoinInfo, cluster: ModelIdentity, live_requests: int) -> None:
+def require_equal(info: JoinInfo, cluster: ModelIdentity, bound_requests: int) -> None:
     """Raises ConfigError naming the first field that differs from the cluster's identity, both values and what to do.
-    `live_requests`: so many are bound to that identity and nobody else is a member."""
-    remedy = _SAME
-    if live_requests:
-        remedy = (
-            f"{live_requests} requests of that model have not ended: bring a node of it back, or wait until they have"
-            " ended (--request-timeout)"
-        )
+    `bound_requests`: so many were placed on nodes of that identity and nobody else is a member. They end, so the error
+    has a `retry_after` then."""
     theirs = cluster.fields()
     for name, mine in info.model.fields().items():
-        if mine != theirs[name]:
-            raise _mismatch(info, name, mine, f"the cluster has {theirs[name]!r}", remedy)
+        if mine == theirs[name]:
+            continue
+        ours = f"the cluster has {theirs[name]!r}"
+        if not bound_requests:
+            raise _mismatch(info, name, mine, ours)
+        remedy = (
+            f"{bound_requests} requests of that model have not ended: bring a node of it back, or wait until they have"
+            " ended (--request-timeout)"
+        )
+        raise _mismatch(info, name, mine, ours, remedy, retry_after=_UNTIL_UNBOUND)
 
 
 def require_served(info: JoinInfo, served: CoordinatorModel) -> None:
@@ -144,5 +148,8 @@ def require_free_name(info: NameHolder, held_by: NameHolder, free_in: float) -> 
         )
 
 
-def _mismatch(info: JoinInfo, field: str, mine: object, theirs: str, remedy: str = _SAME) -> ConfigError:
-    return ConfigError(f"node {info.name!r} has {field} {mine!r}, {theirs}: {remedy}", param=field)
+def _mismatch(
+    info: JoinInfo, field: str, mine: object, theirs: str, remedy: str = _SAME, retry_after: float | None = None
+) -> ConfigError:
+    message = f"node {info.name!r} has {field} {mine!r}, {theirs}: {remedy}"
+    return ConfigError(message, param=field, retry_after=retry_after)

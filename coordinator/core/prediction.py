@@ -18,6 +18,7 @@ class Way(Enum):
 class Why(Enum):
     MODE = "mode"  # leaves no choice
     NO_PREFILL_NODE = "no_prefill_node"  # serves, although the mode provides for hand-offs
+    PREFILL_TOO_SMALL = "prefill_too_small"  # prefill nodes serve, and none of them can hold the context
     HELD = "held"  # a decode node's cache has the context
     SOONER = "sooner"  # by prediction
     FAILED = "failed"  # the other way would go through more of the nodes at which the last attempt failed

@@ -3,7 +3,8 @@
 A request too big for the room there is now must not block small ones behind it, and must not be starved by them. So
 placement may look past it, at most `SCAN` places deep; each request placed over its head is counted, and after
 `MAX_BYPASS` of them nobody behind it is offered until it is placed. A request that is placed again is the first of its
-class. One that is held keeps its place in line, is not offered, and nobody waits for it.
+class. One that is held keeps its place in line, is not offered, and nobody waits for it. One that is set aside is in no
+sum over the line either, until it is brought back to its old place.
 """
 
 from collections.abc import Collection, Iterator
@@ -27,6 +28,7 @@ class WaitingQueue:
         self._claims: dict[RequestId, Claim] = {}  # also of those that were taken, until `forget`
         self._bypassed: dict[RequestId, int] = {}  # of those that wait
         self._held: set[RequestId] = set()
+        self._aside: dict[RequestId, int] = {}  # those that are set aside, and how often they were bypassed
 
     def __len__(self) -> int:
         return len(self._bypassed)
@@ -50,12 +52,29 @@ class WaitingQueue:
     def release(self, request: RequestId) -> None:
         self._held.discard(request)
 
+    def set_aside(self, request: RequestId) -> None:
+        """Until it is brought back or removed. It is one that is offered."""
+        self._class(self._claims[request].level).set_aside(request)
+        self._aside[request] = self._bypassed.pop(request)
+        if not self._bypassed:
+            self.rate.empty()
+
+    def bring_back(self, request: RequestId) -> None:
+        self._class(self._claims[request].level).bring_back(request)
+        self._bypassed[request] = self._aside.pop(request)
+
+    @property
+    def aside(self) -> int:
+        """Requests that are set aside."""
+        return len(self._aside)
+
     def remove(self, request: RequestId) -> None:
         """It has ended, wherever it is. Idempotent."""
         claim = self._claims.pop(request, None)
         if claim is not None:
             self._class(claim.level).remove(request)
         self._bypassed.pop(request, None)
+        self._aside.pop(request, None)
         self._held.discard(request)
         if not self._bypassed:
             self.rate.empty()

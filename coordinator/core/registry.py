@@ -1,7 +1,7 @@
 """The nodes that have joined: who they are, when they were last heard, what they last reported.
 
 The cluster's identity is that of its nodes: fixed by the first of them, and kept as long as a node is a member or a
-request that is bound to it lives. A name belongs to one process as long as that is heard.
+request that was placed on one lives. A name belongs to one process as long as that is heard.
 """
 
 import math
@@ -58,14 +58,14 @@ class Registry:
         self._served = served or CoordinatorModel()
         self._silent_at = math.inf  # nobody counts as silent before
 
-    def check(self, info: JoinInfo, now: float, live_requests: int = 0) -> Node | None:
-        """May this node join, while so many requests have not ended? Returns the incarnation of the same process that
-        it would replace. Raises ConfigError; one with `retry_after` may be cured by waiting."""
+    def check(self, info: JoinInfo, now: float, bound_requests: int = 0) -> Node | None:
+        """May this node join, while so many requests bind the cluster to its model? Returns the incarnation of the
+        same process that it would replace. Raises ConfigError; one with `retry_after` may be cured by waiting."""
         require_sane(info)
         require_served(info, self._served)
         others = any(node.info.name != info.name for node in self.nodes.values())
-        if self.model is not None and (others or live_requests):
-            require_equal(info, self.model, 0 if others else live_requests)
+        if self.model is not None and (others or bound_requests):
+            require_equal(info, self.model, 0 if others else bound_requests)
         holder = self.called(info.name)
         if holder is not None:
             require_free_name(info, holder.info, free_in=holder.heard_at + self.silence - now)
@@ -91,6 +91,10 @@ class Registry:
     def serves(self, role: Role) -> bool:
         """Is there a node of the role that may be given new work?"""
         return next(self.in_service(role), None) is not None
+
+    def can_hold(self, role: Role, tokens: int) -> bool:
+        """Is there a node of the role that may be given new work and has room for so many tokens of one request?"""
+        return any(node.info.context >= tokens for node in self.in_service(role))
 
     def in_service(self, role: Role | None = None) -> Iterator[Node]:
         """Nodes, of one role or of all, that may be given new work: not leaving, not drained, not changing role, not

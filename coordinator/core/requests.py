@@ -60,8 +60,8 @@ class RequestTable:
         self.last_progress = 0.0  # when a request got further than it had been, or the first of those here came
         self.placeable = False  # something has changed since placement was last tried
         self.knowledge = Knowledge(registry)
-        self.capacity = Capacity(registry, settings.roles)
-        self.too_long = TooLongToPlace(self.records, self.queue, self.capacity)
+        self.capacity = Capacity(registry, hands_off=settings.mode != "colocated")
+        self.too_long = TooLongToPlace(self.records, self.queue, self.capacity, settings.queue_limits)
         self.endings = Endings(self.counters, self.knowledge.workload, settings.explain_keep)
         self.prospects = Prospects(registry, self.loads, self.knowledge.costs, self.knowledge.answers)
         self.degradation = Degradation()
@@ -176,8 +176,10 @@ class RequestTable:
             if (late := self.decisions.too_late(record, now, wanted=len(self.queue) > 1)) is not None:
                 self.end(record, late, now)
                 return True
-            if record.length > smallest and record.pin is None and self.too_long.hold(record):
-                continue
+            if record.length > smallest and record.pin is None and self.capacity.why_too_long(record):
+                if (error := self.too_long.hold(record)) is not None:
+                    self.end(record, error, now)
+                return True
             if full and record.remaining > 1 and record.pin is None:
                 continue  # as it is most of the time under load
             standing, headroom = record.request.standing, self.admission.headroom(request, now)
@@ -212,7 +214,7 @@ class RequestTable:
         elsewhere = self.decisions.elsewhere(record, decision)
         if decode is not None:
             writer = self._registry.nodes[prefill].address if prefill is not None else None
-            share = self.decisions.prefill_share
+            share = self.decisions.prefill_share(decision.demand)
             self.out.append(Send(decode, Submit(work, writer, share, elsewhere.get(decode))))
         if prefill is not None:
             self.out.append(Send(prefill, Prefill(work, alone=decode is None, elsewhere=elsewhere.get(prefill))))

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from baton.slo import Slo
-from baton.types import Role
 
 FIRST_REST, LONGEST_REST = 0.1, 2.0  # seconds between attempts that fail
 
@@ -42,11 +41,6 @@ class Settings:
     @property
     def queue_limits(self) -> QueueLimits:
         return QueueLimits(self.max_queue, self.max_queue_tokens)
-
-    @property
-    def roles(self) -> tuple[Role, ...]:
-        """The roles whose nodes serve a request together, as far as there are nodes of each."""
-        return (Role.DECODE, Role.PREFILL) if self.mode == "disaggregated" else (Role.DECODE,)
 
 
 def rest_after(failures: int) -> float:

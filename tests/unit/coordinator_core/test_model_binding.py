@@ -8,7 +8,7 @@ import pytest
 from baton.errors import ConfigError, NodeGone, Unavailable, WrongModel
 from baton.kv_layout import KVLayout
 from baton.model_files import ModelFiles
-from baton.types import FinishReason, Incarnation, NodeName
+from baton.types import FinishReason, Incarnation, NodeName, RequestId
 from baton.wire import PROTOCOL_VERSION
 from coordinator.core import messages as m
 from coordinator.core.brain import Brain
@@ -41,6 +41,7 @@ def test_no_other_model_joins_while_a_request_lives(name: str, other: dict[str, 
     with pytest.raises(ConfigError, match=r"1 requests of that model have not ended.*--request-timeout") as caught:
         world.join(name, DECODE, process="new", **other)
     assert caught.value.param == next(iter(other)).replace("layout", "layout.dtype")
+    assert caught.value.retry_after, "the request will have ended sometime, so the node tries again"
     assert world.brain.counters.joins["refused"] == 1
     back = world.join(name, DECODE, process="new")
     assert world.key(back) == (request, 2, 0)
@@ -57,6 +58,41 @@ def test_another_model_may_join_once_nobody_is_bound_to_the_old_one() -> None:
     (submit,) = world.sent(d0, m.Submit)
     assert submit.work.key.request == second
     assert submit.work.model == join_info("d0", DECODE, model_digest="cd").model.digest()
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=lambda other: next(iter(other)))
+def test_requests_that_were_never_placed_do_not_keep_another_model_out(other: dict[str, Any]) -> None:
+    """Clients go on asking while nobody serves, and the warm-up request waits too: all of them end with 503."""
+    world = World(mode="colocated")
+    world.gone(world.join("d0", DECODE))
+    warm_up = world.submit(timeout=600.0, internal=True)
+    waiting = [world.submit(timeout=600.0) for _ in range(3)]
+    d1 = world.join("d1", DECODE, **other)
+    for request in [warm_up, *waiting]:
+        error = world.error(request)
+        assert isinstance(error, Unavailable)
+        assert error.retry_after
+    assert not world.sent(d1, m.Submit)
+    second = world.submit()
+    assert world.key(d1) == (second, 1, 0)
+
+
+def test_a_placed_request_of_our_own_does_not_keep_another_model_out() -> None:
+    world = World(mode="colocated")
+    d0 = world.join("d0", DECODE)
+    warm_up = world.submit(timeout=600.0, internal=True)
+    assert world.key(d0) == (warm_up, 1, 0)
+    world.gone(d0)
+    d0 = world.join("d0", DECODE, process="new", dtype="bfloat16")
+    assert isinstance(world.error(warm_up), Unavailable)
+    assert not world.sent(d0, m.Submit)
+
+
+def test_a_node_of_the_same_model_ends_no_request_that_waits() -> None:
+    world = World(mode="colocated")
+    world.gone(world.join("d0", DECODE))
+    waiting = world.submit()
+    assert world.key(world.join("d1", DECODE, num_blocks=16)) == (waiting, 1, 0)
 
 
 def test_every_order_of_a_request_carries_the_model_that_it_was_admitted_under(world: World) -> None:
@@ -177,16 +213,17 @@ def test_pools_have_names_of_their_own_too(world: World) -> None:
 # lengths
 
 
-def test_bounds_are_those_of_the_largest_node_of_each_role_and_outlive_it(world: World) -> None:
+def test_bounds_are_those_of_the_largest_decode_node_and_outlive_it(world: World) -> None:
+    """Prefill nodes set none: what they cannot hold is computed where it is decoded."""
     with pytest.raises(Unavailable):
         world.brain.bounds()
-    nodes = [world.join("p0", PREFILL, max_model_len=200), world.join("d0", DECODE, num_blocks=20)]
-    assert (world.brain.bounds().max_context, world.brain.bounds().present_context) == (200, 200)
+    nodes = [world.join("p0", PREFILL, max_model_len=100), world.join("d0", DECODE, num_blocks=20)]
+    assert (world.brain.bounds().max_context, world.brain.bounds().present_context) == (256, 256)
     world.join("d1", DECODE, num_blocks=5)
     world.join("p1", PREFILL, max_model_len=40)
-    assert world.brain.bounds().max_context == 200
+    assert world.brain.bounds().max_context == 256
     world.gone(nodes[1])
-    assert (world.brain.bounds().max_context, world.brain.bounds().present_context) == (200, 80)
+    assert (world.brain.bounds().max_context, world.brain.bounds().present_context) == (256, 80)
     assert world.brain.bounds().output_room(30) == 50  # what a request that names no length asks for
     world.advance(601.0)
     assert world.brain.bounds().max_context == 80
@@ -227,6 +264,42 @@ def test_a_request_that_nobody_can_hold_any_more_waits_aside_and_ends_with_503()
     error = world.error(long)
     assert isinstance(error, Unavailable)
     assert "can hold its 120 tokens, the largest holds 64" in error.message
+
+
+def full_of_long_requests(**settings: Any) -> tuple[World, Incarnation, list[RequestId]]:
+    """As many as the queue may have wait for a larger node than the one that is here."""
+    world = World(mode="colocated", max_queue=8, **settings)
+    large, small = world.join("d0", DECODE, max_num_seqs=8), world.join("d1", DECODE, num_blocks=4)
+    long = [world.submit(prompt=100, max_tokens=20, timeout=600.0) for _ in range(8)]
+    world.gone(large)
+    assert {world.brain.state(request) for request in long} == {RequestState.QUEUED}
+    return world, small, long
+
+
+def test_requests_that_wait_for_a_larger_node_take_nobodys_place_in_the_queue() -> None:
+    world, small, long = full_of_long_requests(max_queue_tokens=800)
+    assert (world.brain.queued, world.brain.running, world.brain.queued_tokens) == (8, 0, 0)
+    short = world.submit(prompt=8, max_tokens=1)
+    assert world.key(small) == (short, 1, 0)
+    world.token(small, world.key(small), 0, finish=FinishReason.LENGTH)
+    back = world.join("d0", DECODE, max_num_seqs=8, process="restarted")
+    assert world.key(back).request in long
+    assert world.brain.queued_tokens > 0
+    for request in long:
+        world.cancel(request)
+    assert (world.brain.queued, world.brain.queued_tokens) == (0, 0)
+
+
+def test_no_more_of_them_wait_than_the_queue_may_have() -> None:
+    world, _, long = full_of_long_requests(max_queue_tokens=800)
+    one_more = world.error(world.submit(prompt=100, max_tokens=20))
+    assert isinstance(one_more, Unavailable)
+    assert one_more.retry_after
+    assert "8 requests (--max-queue) already wait for a larger one" in one_more.message
+    world.cancel(long.pop())
+    longer = world.error(world.submit(prompt=150, max_tokens=20))
+    assert "700 prompt tokens (--max-queue-tokens) already wait" in longer.message
+    assert not any(world.ends(request) for request in long)
 
 
 def test_it_goes_on_when_a_node_comes_that_can_hold_it() -> None:

@@ -80,6 +80,43 @@ def test_colocated_misses_no_prefill_node() -> None:
     assert (world.brain.missing_prefill(), world.brain.local_prefill_only) == ("", False)
 
 
+@pytest.mark.parametrize("mode", ["disaggregated", "auto"])
+def test_what_no_prefill_node_can_hold_is_computed_on_decode(mode: str) -> None:
+    """A prefill node that is too small is no worse than none, for those that wait and for those that come."""
+    world = World(mode, prefill_share=0.25)
+    large, decode = world.join("p0", PREFILL), world.join("d0", DECODE, max_num_seqs=8)
+    small = world.join("p1", PREFILL, max_model_len=64)
+    begun = world.submit(prompt=100, max_tokens=5)
+    world.gone(large)
+    fresh = world.submit(prompt=100, max_tokens=5)
+    orders = [order for order in world.sent(decode, m.Submit) if order.writer is None]
+    assert [order.work.key.request for order in orders] == [begun, fresh]
+    assert way(world, fresh) == ("local", "prefill_too_small")
+    assert {order.prefill_share for order in orders} == {0.25}, "what runs there keeps its pace"
+    assert not world.sent(small, m.Prefill)
+    short = world.submit(prompt=20)
+    if mode == "disaggregated":
+        assert way(world, begun) == ("local", "prefill_too_small")
+        assert way(world, short) == ("hand_off", "mode")
+        assert [order.prefill_share for order in world.sent(decode, m.Submit) if order.writer is not None][-1] == 0
+
+
+def test_a_small_prefill_node_does_not_bound_what_clients_may_ask() -> None:
+    world = World()
+    world.join("p0", PREFILL, max_model_len=64)
+    world.join("d0", DECODE)
+    assert way(world, world.submit(prompt=100, max_tokens=5)) == ("local", "prefill_too_small")
+
+
+def test_one_token_that_no_decode_node_can_hold_is_answered_by_prefill() -> None:
+    world = World()
+    decode, prefill = world.join("d0", DECODE), world.join("p0", PREFILL)
+    world.join("d1", DECODE, num_blocks=4)
+    world.gone(decode)
+    request = world.submit(prompt=100, max_tokens=1)
+    assert world.key(prefill) == (request, 1, 0)
+
+
 def test_the_probe_of_the_only_prefill_node_goes_through_it() -> None:
     """It is out of service until the probe has ended well; others are computed on decode meanwhile."""
     world = World()
