@@ -182,7 +182,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 0.2
     drain_timeout: Annotated[Seconds, _help("Seconds a stopping cluster waits for its requests")] = 30.0
     liveness_timeout: Annotated[
-        Seconds, _help("Seconds without a sign of life after which `up` ends a process and starts it again")
+        float,
+        Meta(ge=5, le=MAX_SECONDS),  # a sign of life comes every second, and a busy machine delays some
+        _help("Seconds without a sign of life after which `up` ends a process and starts it again; at least 5"),
     ] = 30.0
     flip_timeout: Annotated[
         Seconds, _help("Seconds a node that changes its role may finish what it has; then it is placed again")

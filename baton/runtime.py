@@ -85,7 +85,8 @@ def die_with(parent: int) -> None:
 
 def forbid_core_dumps() -> None:
     """No core file of this process, and no tracer or reader of its memory among the user's other processes: prompts
-    and keys are in there. A program that this process starts may be dumped again."""
+    and keys are in there. A program that this process starts inherits the limit and leaves no core file either, but may
+    be traced and read unless it asks for the same."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

@@ -36,7 +36,8 @@ class Choice:
 @dataclass(slots=True)
 class Answer:
     """`choices` in the order of their indices, those of one prompt side by side, the first of them with the scores of
-    the prompt. A client is told of `completion_tokens` and `cached_tokens` at the end; `timeline` is the first's.
+    the prompt. `prompt_tokens`, `completion_tokens` and `cached_tokens` are of all of them, the last one complete at
+    the end; `timeline` is the first's.
 
     With `only_echo` nothing that was generated is told."""
 
@@ -50,18 +51,15 @@ class Answer:
     only_echo: bool = False
     cached_tokens: int = 0
     timeline: Timeline = field(default_factory=Timeline)
+    prompt_tokens: int = field(init=False)
+    completion_tokens: int = field(init=False, default=0)  # up to the last piece: each event may ask for it
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = sum(map(len, self.prompts))
 
     @property
     def id(self) -> RequestId:
         return self.choices[0].generation.id
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
-
-    @property
-    def completion_tokens(self) -> int:
-        return sum(choice.teller.tokens for choice in self.choices)
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The last piece of each choice has its `finish`. The first error of any choice is raised, and ends the
@@ -70,6 +68,7 @@ class Answer:
             async for index, event in merged([choice.generation for choice in self.choices]):
                 choice = self.choices[index]
                 if choice.plain and type(event) is Delta:  # nearly all there is: no generators for these
+                    self.completion_tokens += len(event.tokens)
                     yield choice.teller.whole(event)
                     continue
                 for piece in self._pieces_of(choice, event):
@@ -119,7 +118,9 @@ class Answer:
         if isinstance(event, Delta):
             if self.only_echo:
                 return
+            before = teller.tokens
             piece = teller.tell(event)
+            self.completion_tokens += teller.tokens - before
             if piece is not None:
                 yield piece
             if teller.stopped:

@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import grpc
@@ -24,7 +25,7 @@ from baton.cli.timeline import render
 from baton.config import Config
 from baton.errors import BatonError
 from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
-from tools.footprint import cluster_memory, installed_bytes
+from tools.footprint import cluster_memory, installed_bytes, segment_files
 
 PROMPT = 'def read_lines(path):\n    """Read'  # the bundled model goes on to a whole function, and ends by itself
 MAX_TOKENS = 120
@@ -44,6 +45,8 @@ async def demonstrate(console: Console, model: Path, folder: Path, began: float)
     )
     config, held = ports.hold_all(plan.complete(settings)[0])
     logs = LogFiles(folder / "logs")
+    segments = Path(config.segment_dir)
+    of_others = segment_files(segments, segment.PREFIX)
     try:
         async with running(config, logs, console.print) as cluster:
             with console.status("starting coordinator, prefill node and decode node"):
@@ -58,20 +61,25 @@ async def demonstrate(console: Console, model: Path, folder: Path, began: float)
                 f"ready after {ready - began:.1f} s, first token {first - began:.1f} s after the start", highlight=False
             )
             pids = list(cluster.pids().values())
-            console.print(await asyncio.to_thread(sizes, pids, Path(config.segment_dir)), highlight=False)
+            own = segment_files(segments, segment.PREFIX) - of_others
+            console.print(await asyncio.to_thread(sizes, pids, own), highlight=False)
     finally:
         logs.close()
         for one in held:
             one.close()
 
 
-def sizes(pids: list[int], segment_folder: Path) -> str:
+def sizes(pids: list[int], segments: Iterable[Path]) -> str:
     """What the running cluster takes of the memory, and the installation of the disk."""
-    memory = cluster_memory(pids, segment_folder, segment.PREFIX)
-    told = (
-        f"memory: {memory.private / 1e9:.2f} GB in {len(pids)} processes, "
-        f"{memory.segments / 1e9:.2f} GB of shared memory for the caches"
-    )
+    try:
+        memory = cluster_memory(pids, segments)
+    except OSError as error:
+        told = f"memory: not readable ({error.strerror})"
+    else:
+        told = (
+            f"memory: {memory.private / 1e9:.2f} GB in {len(pids)} processes, "
+            f"{memory.segments / 1e9:.2f} GB of shared memory for the caches"
+        )
     if sys.prefix != sys.base_prefix:
         told += f"\ndisk: {installed_bytes(Path(sys.prefix)) / 1e9:.2f} GB in {Path(sys.prefix).name}"
     return told

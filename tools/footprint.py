@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 
 class ClusterMemory(NamedTuple):
-    """Bytes. `private` is what processes hold by themselves, libraries they share counted once;
-    `segments` is the shared memory of their caches and of the pool."""
+    """Bytes. `private` is what the processes have allocated themselves, without the files that they map, such as
+    libraries; `segments` is the shared memory of their caches and of the pool."""
 
     private: int
     segments: int
@@ -22,22 +22,21 @@ def installed_bytes(folder: Path) -> int:
     )
 
 
-def cluster_memory(pids: Iterable[int], segment_folder: Path, prefix: str) -> ClusterMemory:
-    """Of processes that run. Segments are the files of this prefix that any of them has mapped."""
-    private = 0
-    segments: dict[str, int] = {}
-    for pid in pids:
-        process = Path("/proc", str(pid))
-        rollup = _kibibytes((process / "smaps_rollup").read_text())
-        private += (rollup["Pss_Anon"] + rollup["Pss_File"]) << 10
-        for line in (process / "maps").read_text().splitlines():
-            path = line.split(maxsplit=5)[5:]
-            if path and path[0].startswith(str(segment_folder / prefix)) and os.path.exists(path[0]):
-                segments[path[0]] = os.stat(path[0]).st_blocks * 512
-    return ClusterMemory(private, sum(segments.values()))
+def segment_files(folder: Path, prefix: str) -> frozenset[Path]:
+    """The shared memory in this folder at this moment, of whatever cluster."""
+    return frozenset(folder.glob(f"{prefix}*"))
 
 
-def _kibibytes(text: str) -> dict[str, int]:
-    """The lines of a smaps file that are amounts."""
-    rows = (line.split() for line in text.splitlines() if line.endswith(" kB"))
-    return {row[0].rstrip(":"): int(row[1]) for row in rows}
+def cluster_memory(pids: Iterable[int], segments: Iterable[Path], processes: Path = Path("/proc")) -> ClusterMemory:
+    """The memory of running processes and of these segments. Raises OSError where the kernel does not show it.
+
+    It reads /proc/PID/status alone: a process that leaves no core file shows its maps and smaps to nobody but root.
+    """
+    private = sum(_anonymous_bytes((processes / str(pid) / "status").read_text()) for pid in pids)
+    return ClusterMemory(private, sum(path.stat().st_blocks * 512 for path in segments))
+
+
+def _anonymous_bytes(status: str) -> int:
+    """Of the text of /proc/PID/status."""
+    rows = (line.split() for line in status.splitlines())
+    return next((int(row[1]) << 10 for row in rows if row[:1] == ["RssAnon:"]), 0)

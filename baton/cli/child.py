@@ -19,6 +19,7 @@ _EXIT_CONFIG = 2
 _NOT_STARTED = 126  # what a shell says of a command that it cannot run
 _LAST_LINES_TIMEOUT = 1.0  # seconds to carry what a child wrote before it ended
 _CHUNK = 1 << 16
+_PROC = Path("/proc")
 
 
 class Child:
@@ -91,13 +92,13 @@ class Child:
         self._signal(signal.SIGABRT)
 
     def _state(self) -> str:
-        """The state letter of the running process, empty if there is none."""
+        """The state letter of the process, empty if there is none or it has ended."""
         if self._process is None:
             return ""
         try:
-            return state_of(Path(f"/proc/{self._process.pid}/stat").read_text())
-        except OSError:  # it has just ended
-            return ""
+            return state_of((_PROC / str(self._process.pid) / "stat").read_text())
+        except OSError:  # it has ended, or /proc is mounted with hidepid and shows no process that leaves no core file
+            return _state_for_its_parent(self._process.pid)
 
     async def _run(self) -> int:
         """One life of the process; its exit code, negative for a signal."""
@@ -183,6 +184,16 @@ class Child:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._process.pid, number)
+
+
+def _state_for_its_parent(pid: int) -> str:
+    """What the kernel tells the parent of a process: T for a stopped one, R for any other, empty if there is none.
+    Its end is left to be waited for."""
+    try:
+        stopped = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return ""
+    return "T" if stopped is not None else "R"
 
 
 def _ending(code: int) -> str:

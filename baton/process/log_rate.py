@@ -1,5 +1,6 @@
 """Log lines that a stranger can cause are limited in their rate: a flood of refusals must not become one of lines."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,17 +14,19 @@ _OTHERS = "others"
 
 class RateLimitedLog:
     """A token bucket for each kind of line. The next line of a kind that is let through says how many were left out
-    before it, as `left_out`."""
+    before it, as `left_out`. Any thread may write."""
 
     def __init__(self, clock: Clock = steady, *, burst: int = BURST, per_second: float = PER_SECOND) -> None:
         self._clock = clock
         self._burst = burst
         self._per_second = per_second
+        self._lock = threading.Lock()  # guards the next
         self._kinds: dict[str, _Bucket] = {}
 
     def write(self, say: Callable[..., Any], event: str, *, per: str = "", **fields: Any) -> None:
         """Call `say(event, **fields)`, unless lines of this kind come too fast. `per` divides an event into kinds."""
-        left_out = self._admit(f"{event} {per}")
+        with self._lock:
+            left_out = self._admit(f"{event} {per}")
         if left_out is None:
             return
         if left_out:

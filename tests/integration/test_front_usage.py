@@ -1,13 +1,18 @@
 """stream_options.continuous_usage_stats: each event has what the answer has used so far."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from coordinator.generation import Delta
+from baton.types import SamplingParams
+from coordinator.answer import Answer, Choice
+from coordinator.generation import Delta, Submission
+from coordinator.http.usage import usage_so_far
+from coordinator.telling import Teller
 from tests.integration.front_fixtures import FakeGeneration, done, serving
-from tests.integration.front_text import byte_tokens, chatting_tokenizer
+from tests.integration.front_text import byte_tokens, chatting_tokenizer, hello_tokenizer
 
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "completions": ("/v1/completions", {"prompt": [1, 2]}),
@@ -59,3 +64,33 @@ async def test_it_is_off_by_default(route: str) -> None:
         *events, end = await streamed(route, {"stream_options": options})
         assert {json.dumps(event["usage"]) for event in events} == {"null"}
         assert end["usage"]["completion_tokens"] == 4
+
+
+class Counted(list[Any]):
+    """A list that counts how often all of it is gone through."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("stop", [(), ("never said",)])
+async def test_the_work_of_an_event_does_not_grow_with_the_prompts_and_choices(stop: tuple[str, ...]) -> None:
+    """They are gone through at the start and at the end, however many events there are."""
+    passes = set()
+    for steps in (1, 20):
+        generations = [FakeGeneration(Submission((1,), SamplingParams(steps), 9.0, choice=n)) for n in range(2)]
+        for generation in generations:
+            generation.give(*[Delta((65, 66))] * steps, done())
+        text = hello_tokenizer()
+        prompts = Counted([(1, 2, 3)] * 2)
+        choices = Counted(
+            [Choice(one, Teller(n, text.detokenizer(), stop=stop), n) for n, one in enumerate(generations)]
+        )
+        answer = Answer("m", 0, text, prompts, choices)
+        used = [usage_so_far(answer) async for _ in answer.pieces()]
+        assert (used[-1].prompt_tokens, used[-1].completion_tokens) == (6, 2 * 2 * steps)
+        passes.add((prompts.passes, choices.passes))
+    assert len(passes) == 1

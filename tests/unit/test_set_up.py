@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools import footprint, install_torch
+from tools import demo, footprint, install_torch
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTORCH_CPU = "https://download.pytorch.org/whl/cpu"
@@ -63,3 +63,20 @@ def test_sizes(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(100_000))
     (tmp_path / "link").symlink_to("/proc/kcore")
     assert 100_000 <= footprint.installed_bytes(tmp_path) <= 200_000
+
+
+def test_memory_is_read_from_what_the_kernel_shows_of_a_process_that_leaves_no_core_file(tmp_path: Path) -> None:
+    """Its maps and smaps are root's to read; its status is everybody's."""
+    process, segment = tmp_path / "42", tmp_path / "baton-pool-1"
+    process.mkdir()
+    (process / "status").write_text("Name:\tpython\nVmRSS:\t  900 kB\nRssAnon:\t     300 kB\nRssFile:\t  600 kB\n")
+    for name in ("maps", "smaps_rollup"):
+        (process / name).symlink_to(process / "nothing")  # an OSError for root, too
+    segment.write_bytes(bytes(1 << 20))
+    segments = footprint.segment_files(tmp_path, "baton-")
+    assert footprint.cluster_memory([42], segments, tmp_path) == (300 << 10, segment.stat().st_blocks * 512)
+
+
+def test_the_demo_goes_on_where_memory_cannot_be_read(tmp_path: Path) -> None:
+    assert demo.sizes([1 << 30], ()).startswith("memory: not readable (")
+    assert demo.sizes([], [tmp_path / "gone"]).startswith("memory: not readable (")

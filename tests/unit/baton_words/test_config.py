@@ -25,6 +25,7 @@ def test_precedence(tmp_path: Path) -> None:
         ({"mode": "sideways"}, {}, ["mode", "sideways", "disaggregated, colocated, auto"]),
         ({"dtype": "float16"}, {}, ["dtype", "float16", "one of auto, float32, bfloat16", "command line"]),
         ({"heartbeat": "0"}, {}, ["heartbeat"]),
+        ({"liveness_timeout": "4.9"}, {}, ["liveness_timeout", "4.9", ">= 5.0"]),  # signs of life come every second
         ({"heartbeat": "inf"}, {}, ["heartbeat", "inf"]),
         ({"request_timeout": "nan"}, {}, ["request_timeout", "nan"]),
         ({"no_such": "1"}, {}, ["no_such"]),

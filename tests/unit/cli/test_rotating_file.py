@@ -1,3 +1,4 @@
+import errno
 import os
 from pathlib import Path
 
@@ -45,6 +46,44 @@ def test_a_rotation_that_fails_is_tried_again(tmp_path: Path) -> None:
     put(file, "here\n")
     assert path.read_text() == "here\n"
     assert (tmp_path / "up.log.1").read_text() == "a first line\n"
+
+
+def test_no_backup_is_lost_while_no_new_file_can_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a full disk: the full file has been moved away, and there is no room for another."""
+    path = tmp_path / "up.log"
+    file = RotatingFile(path, 10, 3)
+    for number in range(4):
+        put(file, f"a line {number}\n\n")
+
+    def no_room(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "open", no_room)
+        for _ in range(5):
+            with pytest.raises(OSError, match="No space"):
+                put(file, "lost\n")
+    put(file, "here\n")
+    assert [(tmp_path / name).read_text().strip() for name in names(tmp_path)] == [
+        "here",
+        "a line 3",
+        "a line 2",
+        "a line 1",
+    ]
+
+
+def test_a_file_that_another_has_moved_away_is_replaced_and_no_backup_moves(tmp_path: Path) -> None:
+    path = tmp_path / "up.log"
+    file = RotatingFile(path, 10, 1)
+    put(file, "first line\n")
+    put(file, "second line\n")
+    path.rename(tmp_path / "moved")
+    put(file, "third line\n")
+    assert {name: (tmp_path / name).read_text() for name in names(tmp_path)} == {
+        "moved": "second line\n",
+        "up.log": "third line\n",
+        "up.log.1": "first line\n",
+    }
 
 
 def test_a_file_that_the_operator_has_emptied_is_written_on(tmp_path: Path) -> None:

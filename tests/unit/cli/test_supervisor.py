@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.cli import restarts, supervisor
+from baton.cli import child, restarts, supervisor
 from baton.cli.child import Child
 from baton.cli.errors import innermost
 from baton.cli.output import LogFiles, Output, Relay
@@ -69,6 +69,13 @@ def config(tmp_path: Path) -> Iterator[Config]:
     yield held_config
     for one in held:
         one.close()
+
+
+@pytest.fixture(params=["shown", "hidden"])
+def proc(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether /proc shows the children: mounted with hidepid, it shows none that leaves no core file."""
+    if request.param == "hidden":
+        monkeypatch.setattr(child, "_PROC", tmp_path / "proc")
 
 
 @asynccontextmanager
@@ -191,6 +198,7 @@ async def test_the_same_exit_code_later_is_only_a_restart(play: Play, config: Co
         assert told[1] == "prefill-0 ended with exit code 2 (too late): starting it again in 0.2 s"
 
 
+@pytest.mark.usefixtures("proc")
 async def test_a_stopped_child_is_killed_and_replaced(
     play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,6 +243,7 @@ async def test_a_node_has_as_long_to_end_as_it_may_drain(
     assert sum(set(patience.values()), patience["coordinator"]) == longest_stop(config.drain_timeout)
 
 
+@pytest.mark.usefixtures("proc")
 async def test_a_child_without_a_sign_of_life_is_ended_and_replaced(
     play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,3 +1,4 @@
+import threading
 from typing import Any
 
 from baton.process.log_rate import BURST, RateLimitedLog
@@ -29,3 +30,27 @@ def test_kinds_are_bounded_too() -> None:
         log.write(said.append, f"made up {number}")
     assert len(said) < 1000
     assert len(log._kinds) < 1000
+
+
+def test_threads_take_turns() -> None:
+    """A bucket read by two at once admits twice what it holds, and loses what it has counted."""
+    inside, overlaps = threading.Lock(), []
+    met = threading.Event()
+
+    def now() -> float:
+        if not inside.acquire(blocking=False):
+            overlaps.append(1)
+            met.set()
+            return 0.0
+        met.wait(0.2)  # for another thread to come in, which none does
+        inside.release()
+        return 0.0
+
+    log = RateLimitedLog(now, burst=1)
+    said: list[str] = []
+    threads = [threading.Thread(target=log.write, args=(said.append, "refused")) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (said, overlaps) == (["refused"], [])
