@@ -175,7 +175,7 @@ def _defaults(config: Config) -> GenerationDefaults:
 
 def served_model(config: Config) -> CoordinatorModel:
     """What nodes are compared with: the files of a model's folder, which `with_local_model` finds for a hub's name too;
-    for a name without a folder the engine alone. Without --model it is unknown which engine nodes have, unless paced."""
+    for a name without a folder the engine alone. Without --model it is unknown what nodes have, unless paced."""
     if config.engine != "paced" and not config.model:
         return CoordinatorModel()
     folder = Path(config.model)
