@@ -140,7 +140,9 @@ class NameHolder(Protocol):
 def require_process(info: NameHolder) -> None:
     """Raises ConfigError for a Join without `process`: any two of those would take each other's name."""
     if not info.process:
-        raise ConfigError(f"{info.name!r} has process '': it must be a random value of the process's own", param="process")
+        raise ConfigError(
+            f"{info.name!r} has process '': it must be a random value of the process's own", param="process"
+        )
 
 
 def require_free_name(info: NameHolder, held_by: NameHolder, free_in: float) -> None:
