@@ -14,7 +14,8 @@ from typing import Any
 
 DUMMY_WEIGHTS = "dummy"  # instead of a digest: the weights were made up (--load-format dummy)
 _CONFIG = "config.json"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
+_TOKENIZER = "tokenizer.json"
+_SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 # What says where a file came from, or words a conversation, changes no token id and no arithmetic.
 _IGNORED_KEYS = frozenset({"_name_or_path", "name_or_path", "transformers_version", "chat_template"})
@@ -54,10 +55,12 @@ def _config_digest(folder: Path) -> str:
 
 
 def _tokenizer_digest(folder: Path) -> str:
-    parts = {name: _contents(folder / name) for name in _TOKENIZER_FILES}
-    parts |= {name: _canonical_json(folder / name) for name in _TOKENIZER_SETTINGS}
-    if all(parts[name] is None for name in _TOKENIZER_FILES):
+    """Where tokenizer.json lies it is loaded alone, so other forms of the same tokenizer beside it do not count."""
+    names = (_TOKENIZER,) if (folder / _TOKENIZER).exists() else _SLOW_TOKENIZER_FILES
+    parts = {name: _contents(folder / name) for name in names}
+    if all(content is None for content in parts.values()):
         return ""
+    parts |= {name: _canonical_json(folder / name) for name in _TOKENIZER_SETTINGS}
     digest = hashlib.sha256()
     for name, content in parts.items():
         if content is not None:

@@ -97,6 +97,7 @@ class Node:
             max_model_len=_CONTEXT,
             vocab_size=self._vocabulary,
             engine="model",
+            process=f"instant-{self._role.value}",
         )
 
 

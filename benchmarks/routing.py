@@ -172,6 +172,7 @@ def _info(number: int, num_blocks: int) -> JoinInfo:
         vocab_size=32000,
         eos_token_ids=(2,),
         engine="paced",
+        process=f"{role.value}-{number}",
     )
 
 

@@ -50,7 +50,7 @@ class Coordinator:
         tenants = tenants_file.load(config.tenants) if config.tenants else None
         self._who = Clients(config.api_key, tenants)
         self._state_file = _state_file(config.state_dir) if config.state_dir else None
-        self._dispatcher = Dispatcher(config, served=_served_model(config))
+        self._dispatcher = Dispatcher(config, served=served_model(config))
         if tenants is not None:
             self._dispatcher.reload_tenants(tenants)
         self._ledgers = Ledgers(self._dispatcher)
@@ -173,13 +173,14 @@ def _defaults(config: Config) -> GenerationDefaults:
     return load_generation_defaults(folder) if known else GenerationDefaults()
 
 
-def _served_model(config: Config) -> CoordinatorModel:
-    """What nodes are compared with. Without a model's folder nothing is known of it but that it may be paced."""
-    if config.engine == "paced":
-        return CoordinatorModel(engine=config.engine)
-    folder = Path(config.model)
-    if not config.model or not folder.is_dir():
+def served_model(config: Config) -> CoordinatorModel:
+    """What nodes are compared with: the files of a model's folder, which `with_local_model` finds for a hub's name too;
+    for a name without a folder the engine alone. Without --model it is unknown what nodes have, unless paced."""
+    if config.engine != "paced" and not config.model:
         return CoordinatorModel()
+    folder = Path(config.model)
+    if config.engine == "paced" or not folder.is_dir():
+        return CoordinatorModel(engine=config.engine)
     return CoordinatorModel(config.engine, read_model_files(folder, dummy=config.load_format == "dummy"))
 
 

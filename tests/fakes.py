@@ -63,6 +63,7 @@ def join_message(name: str, role: str, **changes: Any) -> pb.Join:
         "vocab_size": VOCAB,
         "eos_token_ids": [2],
         "engine": "paced",
+        "process": name,
     }
     return pb.Join(**(fields | changes))
 

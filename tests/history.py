@@ -224,7 +224,18 @@ def complaints(
             *_wrong_end(operation, excused, cut_excused, stop_excused, grace),
         ]
         found += [f"{operation}: {line}" for line in wrong]
-    return found + mixed_models(operation.served for operation in operations)
+    return [*found, *unnamed_models(operations), *mixed_models(operation.served for operation in operations)]
+
+
+def unnamed_models(operations: Iterable[Operation]) -> list[str]:
+    """Answers that are complete and name no model, through the doors that tell: I7 would hold of nothing."""
+    return [
+        f"{operation}: I7: finished and names no model"
+        for operation in operations
+        if operation.finished is not None
+        and operation.call.door in (Door.GRPC_STREAM, Door.GRPC_ONCE)
+        and (operation.served is None or not operation.served.models)
+    ]
 
 
 def mixed_models(answers: Iterable[Served | None]) -> list[str]:

@@ -302,4 +302,5 @@ class SplitCluster:
             vocab_size=1 << 30,
             eos_token_ids=(0,),
             engine="paced",
+            process=name,
         )

@@ -353,6 +353,7 @@ def _info(name: str, role: Role, blocks: int, limits: SchedulerLimits) -> JoinIn
         vocab_size=1000,
         eos_token_ids=(0,),
         engine="paced",
+        process=name,
     )
 
 

@@ -76,11 +76,12 @@ _SAME_MODEL = "start the coordinator and its nodes with the same --model, --engi
 
 
 def require_sane(info: JoinInfo) -> None:
-    """Raises ConfigError for another protocol version, a bad name or a size below 1."""
+    """Raises ConfigError for another protocol version, a bad name, no process or a size below 1."""
     if info.protocol_version != PROTOCOL_VERSION:
         raise _mismatch(info, "protocol_version", info.protocol_version, f"the cluster has {PROTOCOL_VERSION}")
     if not 0 < len(info.name) <= MAX_NAME or not info.name.isprintable():
         raise ConfigError(f"node name {info.name!r} must be 1 to {MAX_NAME} printable characters: set --name")
+    require_process(info)
     if len(info.model_digest) % 2 or set(info.model_digest) - _HEX:
         raise ConfigError(f"node {info.name!r} has model_digest {info.model_digest[:64]!r}: it must be bytes in hex")
     sizes: dict[str, int] = {name: getattr(info, name) for name in _POSITIVE}
@@ -134,6 +135,14 @@ class NameHolder(Protocol):
     def pid(self) -> int: ...
     @property
     def host_id(self) -> str: ...
+
+
+def require_process(info: NameHolder) -> None:
+    """Raises ConfigError for a Join without `process`: any two of those would take each other's name."""
+    if not info.process:
+        raise ConfigError(
+            f"{info.name!r} has process '': it must be a random value of the process's own", param="process"
+        )
 
 
 def require_free_name(info: NameHolder, held_by: NameHolder, free_in: float) -> None:

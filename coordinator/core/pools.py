@@ -9,7 +9,7 @@ from baton.model_identity import ModelIdentity
 from baton.pb.cluster_pb2 import NodeStats
 from baton.types import Incarnation, NodeName, PeerAddress
 from baton.wire import PROTOCOL_VERSION
-from coordinator.core.identity import MAX_NAME, require_free_name
+from coordinator.core.identity import MAX_NAME, require_free_name, require_process
 
 ROLE = "pool"
 
@@ -58,6 +58,7 @@ class Pools:
         _require(info, "protocol_version", info.protocol_version, PROTOCOL_VERSION)
         if not 0 < len(info.name) <= MAX_NAME or not info.name.isprintable():
             raise ConfigError(f"pool name {info.name!r} must be 1 to {MAX_NAME} printable characters: set --name")
+        require_process(info)
         if info.num_blocks < 1:
             raise ConfigError(f"pool {info.name!r} has num_blocks {info.num_blocks}: it must be at least 1")
         if model is not None:

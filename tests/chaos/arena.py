@@ -62,7 +62,7 @@ class Arena:
             cluster.revive()
             over.set()
             await load
-            wrong = self._judged(history, one) + await self._mixed_models(history)
+            wrong = self._judged(history, one) + await self._mixed_models(history, one)
             wrong += await self._recovered(clients, one)
             wrong += [f"I5: {line}" for line in self._ended(before, one)]
         self.outcomes += history.outcomes()
@@ -107,14 +107,20 @@ class Arena:
             stop_excused=COORDINATOR in one.victims,
         )
 
-    async def _mixed_models(self, history: History) -> list[str]:
+    async def _mixed_models(self, history: History, one: Round) -> list[str]:
         """I7, also for the doors that do not tell: the coordinator does, unless it has been started again since."""
-        told: list[Served] = []
+        told, wrong, excused = list[Served](), list[str](), COORDINATOR in one.victims
         for operation in history.operations:
             if operation.served is not None and not operation.served.models:
-                with contextlib.suppress(grpc.RpcError):
+                try:
                     told.append(await self._explained(operation.served.request))
-        return mixed_models([*(operation.served for operation in history.operations), *told])
+                except grpc.RpcError as error:
+                    if operation.finished is not None and not excused:
+                        wrong.append(f"{operation}: I7: cannot be explained: {error}")
+        answers = [*(operation.served for operation in history.operations), *told]
+        if not excused and history.outcomes()["finished"] and not any(answer and answer.models for answer in answers):
+            wrong.append("I7: no operation of the round names a model")
+        return [*wrong, *mixed_models(answers)]
 
     async def _explained(self, request: str) -> Served:
         asked = ExplainRequest(request_id=request)

@@ -64,6 +64,8 @@ def test_equal_files_are_equal_wherever_they_lie(original: Path, folder: Path) -
         (lambda folder: edit(folder / "config.json", transformers_version="0"), ""),
         (lambda folder: edit(folder / "tokenizer_config.json", chat_template="{{ x }}"), ""),
         (lambda folder: (folder / "chat_template.jinja").write_text("{{ x }}"), ""),
+        (lambda folder: (folder / "vocab.json").write_text("{}"), ""),  # tokenizer.json is loaded alone
+        (lambda folder: (folder / "merges.txt").write_text("a b"), ""),
         (into_shards, ""),
     ],
 )
@@ -75,6 +77,16 @@ def test_what_changes_tokens_is_seen_and_nothing_else(
     after = read_model_files(folder)
     differing = [name for name in ModelFiles.__dataclass_fields__ if getattr(before, name) != getattr(after, name)]
     assert differing == ([seen] if seen else [])
+
+
+def test_without_tokenizer_json_its_other_form_counts(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    assert read_model_files(folder).tokenizer == ""
+    (folder / "vocab.json").write_text("{}")
+    before = read_model_files(folder).tokenizer
+    assert before
+    (folder / "merges.txt").write_text("a b")
+    assert read_model_files(folder).tokenizer not in ("", before)
 
 
 def test_what_is_not_there_or_not_whole_is_not_known(folder: Path, tmp_path: Path) -> None:

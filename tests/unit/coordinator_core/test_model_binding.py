@@ -210,6 +210,17 @@ def test_pools_have_names_of_their_own_too(world: World) -> None:
     world.brain.join_pool(pool("second"), Incarnation("4"), world.now)
 
 
+def test_who_names_no_process_is_no_member(world: World) -> None:
+    """Any two of them would take each other's name."""
+    with pytest.raises(ConfigError, match="'d0' has process ''") as caught:
+        world.join("d0", DECODE, process="")
+    assert caught.value.param == "process"
+    pool = PoolInfo(PROTOCOL_VERSION, NodeName("pool-0"), "host-a", "127.0.0.1:1", 7, "ab", LAYOUT, 100)
+    with pytest.raises(ConfigError, match="'pool-0' has process ''"):
+        world.brain.join_pool(pool, Incarnation("1"), world.now)
+    assert world.brain.counters.joins == {"refused": 2}
+
+
 # lengths
 
 

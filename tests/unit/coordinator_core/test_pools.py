@@ -34,7 +34,7 @@ from node_engine.host.commands import command_from_pb
 
 LAYOUT = KVLayout(2, 2, 16, 4, "float32")
 SILENCE = 5.0
-POOL = PoolInfo(PROTOCOL_VERSION, NodeName("pool-0"), "host-a", "127.0.0.1:1", 7, "ab" * 32, LAYOUT, 100)
+POOL = PoolInfo(PROTOCOL_VERSION, NodeName("pool-0"), "host-a", "127.0.0.1:1", 7, "ab" * 32, LAYOUT, 100, "p")
 HERE, THERE = Incarnation("1" * 16), Incarnation("2" * 16)
 AS_POOL = Incarnation("3" * 16)
 
@@ -63,6 +63,7 @@ def node(name: str, host: str) -> JoinInfo:
         vocab_size=1000,
         eos_token_ids=(2,),
         engine="model",
+        process=name,
     )
 
 

@@ -54,6 +54,18 @@ def test_two_models_are_seen_in_one_answer_and_between_answers() -> None:
     assert judged(*RIGHT[:2], one, *RIGHT[2:]) == []
 
 
+@pytest.mark.parametrize("door", list(Door))
+@pytest.mark.parametrize("served", [(), (Served("a"),)], ids=["nothing", "no-model"])
+def test_an_answer_that_names_no_model_is_a_breach_where_the_door_tells(door: Door, served: tuple[Event, ...]) -> None:
+    silent = operation(*RIGHT[:2], *served, *RIGHT[2:], door=door)
+    tells = door in (Door.GRPC_STREAM, Door.GRPC_ONCE)
+    assert [line.partition(": ")[2] for line in complaints([silent], reference)] == (
+        ["I7: finished and names no model"] if tells else []
+    )
+    failed = operation(*served, Failed("UNAVAILABLE"), door=door)
+    assert complaints([failed], reference) == []
+
+
 RIGHT = (Tokens((30, 31)), Tokens((32,)), Finished("length", 2, 3), Closed(True))
 
 
@@ -158,7 +170,7 @@ def scorer(tokens: Sequence[int], top: int) -> list[TokenScore]:
 
 def lines_of(call: Call, *events: Event) -> list[str]:
     made = History().begin(call, now=0.0)
-    made.events = [(1.0, event) for event in events]
+    made.events = [(1.0, event) for event in (Served("a", ("m",)), *events)]
     return complaints([made], reference, scorer=scorer)
 
 
