@@ -147,6 +147,11 @@ def write_line(line: str) -> None:
         _writer.write(line)
 
 
+def write_error(reason: str) -> None:
+    """Why this process ends, as a line of its log."""
+    get("runtime").error("ended by an error", reason=reason)
+
+
 def describe_drops(lines: int) -> str:
     """The line that stands where so many were dropped."""
     event: Any = {"part": "log", "event": "log lines dropped", "lines": lines}

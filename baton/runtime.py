@@ -22,10 +22,13 @@ _SWITCH_INTERVAL = 0.001  # seconds: the event loop must not wait long for a thr
 _LAST_LINES = 0.2  # seconds to write them at a second signal
 
 
-def run(main: Callable[[asyncio.Event], Awaitable[None]], *, longest_stop: float | None = None) -> int:
+def run(
+    main: Callable[[asyncio.Event], Awaitable[None]], *, longest_stop: float | None = None, structured: bool = False
+) -> int:
     """Run `main(stop)` on uvloop until it returns. SIGTERM and SIGINT set `stop`; a second one exits at once.
 
-    A ConfigError becomes one line on standard error and exit code 2; any other BatonError, exit code 1. A process that
+    A ConfigError becomes one line on standard error and exit code 2; any other BatonError, exit code 1. With
+    `structured` that line is one of the log instead of plain words. A process that
     has not ended `longest_stop` seconds after `stop` was set is ended, with exit code 1 and the stacks of its threads
     on standard error: whatever hangs in it, nobody has to kill it.
     """
@@ -35,9 +38,9 @@ def run(main: Callable[[asyncio.Event], Awaitable[None]], *, longest_stop: float
     try:
         uvloop.run(_with_signals(main, longest_stop))
     except* ConfigError as group:
-        code = _complain(group, EXIT_USAGE)
+        code = _complain(group, EXIT_USAGE, structured=structured)
     except* BatonError as group:
-        code = _complain(group, EXIT_BAD)
+        code = _complain(group, EXIT_BAD, structured=structured)
     return code
 
 
@@ -66,10 +69,13 @@ async def _with_signals(main: Callable[[asyncio.Event], Awaitable[None]], longes
             signs.cancel()
 
 
-def _complain(error: BaseException, code: int) -> int:
+def _complain(error: BaseException, code: int, *, structured: bool) -> int:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    log.write_line(f"error: {error}")
+    if structured:
+        log.write_error(str(error))
+    else:
+        log.write_line(f"error: {error}")
     log.flush()
     return code
 

@@ -1,5 +1,7 @@
 """What a command can fail with beyond the errors of baton/errors.py, and the exit code of each."""
 
+import sys
+
 from baton.errors import BatonError, ConfigError
 
 EXIT_BAD, EXIT_USAGE, EXIT_UNREACHABLE = 1, 2, 3
@@ -25,3 +27,15 @@ def exit_code(error: BatonError) -> int:
     if isinstance(error, Unreachable):
         return EXIT_UNREACHABLE
     return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_BAD
+
+
+def show_error(error: BatonError, *, as_json: bool) -> None:
+    """One line on standard error: plain words, or a line as a log has them, of a command whose output is a log."""
+    if as_json:
+        from baton import log  # imports what takes long, and most commands never log
+
+        log.configure("error", "json", node="up")
+        log.write_error(str(error))
+        log.flush()
+    else:
+        sys.stderr.write(f"error: {error}\n")

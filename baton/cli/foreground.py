@@ -52,7 +52,10 @@ def supervise(config: Config, logs: Path | None, notes: Sequence[str]) -> int:
             stdout.write(line)
 
     try:
-        return runtime.run(lambda stop: _run(config, output, tell, announce, stdout, stop, detached=logs is not None))
+        return runtime.run(
+            lambda stop: _run(config, output, tell, announce, stdout, stop, detached=logs is not None),
+            structured=config.log_format == "json",
+        )
     finally:
         if isinstance(output, LogFiles):
             output.close()

@@ -4,6 +4,7 @@ Every command lives in its own file and imports what is slow (grpc, uvloop) insi
 answers at once.
 """
 
+import os
 import sys
 from importlib import metadata
 from typing import Annotated
@@ -26,7 +27,7 @@ from baton.cli import (
     unbuilt,
     up,
 )
-from baton.cli.errors import exit_code
+from baton.cli.errors import exit_code, show_error
 from baton.errors import BatonError
 
 app = typer.Typer(
@@ -63,7 +64,8 @@ def main() -> None:
     try:
         app()
     except BatonError as error:
-        sys.stderr.write(f"error: {error}\n")
+        # Settings that cannot be resolved name no format: then the variable does.
+        show_error(error, as_json=sys.argv[1:2] == ["up"] and os.environ.get("BATON_LOG_FORMAT") == "json")
         sys.exit(exit_code(error))
 
 

@@ -9,9 +9,11 @@ from typing import Annotated
 import msgspec
 import typer
 
+from baton.cli.errors import exit_code, show_error
 from baton.cli.options import add_config_options
 from baton.cli.unbuilt import not_available
 from baton.config import Config, unknown_variables
+from baton.errors import BatonError
 
 UNBUILT = ("quantize",)
 _Unbuilt = Annotated[str | None, typer.Option(hidden=True)]
@@ -34,6 +36,16 @@ def up(
     for flag, value in zip(UNBUILT, (quantize,), strict=True):
         if value is not None:
             raise not_available("--" + flag.replace("_", "-"))
+    try:
+        code = _check_and_run(settings, detach)
+    except BatonError as error:
+        show_error(error, as_json=settings.log_format == "json")
+        code = exit_code(error)
+    raise typer.Exit(code)
+
+
+def _check_and_run(settings: Config, detach: bool) -> int:
+    """Everything that can be checked at once, then the supervisor. Returns its exit code; raises BatonError."""
     from baton.cli import memory_plan, plan, ports, state
     from baton.cli.default_model import default_model
     from baton.cli.detach import detach as go_to_background
@@ -60,12 +72,11 @@ def up(
         go_to_background(logs / "up.log")
     pid_file.write()
     try:
-        code = _supervise(config, logs if detach else None, notes)
+        return _supervise(config, logs if detach else None, notes)
     finally:
         pid_file.release()
         for one in held:
             one.close()
-    raise typer.Exit(code)
 
 
 def _supervise(config: Config, logs: Path | None, notes: Sequence[str]) -> int:

@@ -180,6 +180,25 @@ def test_a_port_in_use_is_told_before_anything_starts(free: dict[str, str]) -> N
     assert f"127.0.0.1:{port} (it is in use): choose another --grpc-port" in up.stderr
 
 
+@pytest.mark.parametrize(
+    ("flags", "variables", "said"),
+    [
+        (("--log-format", "json", "--max-queue", "0"), {"BATON_LOG_FORMAT": "json"}, "max_queue"),  # unresolved
+        (("--log-format", "json", "--host", "0.0.0.0"), {}, "--api-key"),
+        (("--log-format", "json", "--set", "max_num_seqs=1"), {"BATON_FAILPOINTS": "no.such=drop"}, "no.such"),
+    ],
+)
+def test_what_ends_it_is_json_too_if_lines_are(
+    free: dict[str, str], flags: tuple[str, ...], variables: dict[str, str], said: str
+) -> None:
+    """Before the settings are resolved, before anything starts, and by a child that cannot start."""
+    up = baton("up", "--engine", "paced", *flags, **free, **variables)
+    assert up.returncode == 2
+    lines = [json.loads(line) for line in up.stderr.splitlines()]
+    assert (lines[-1]["event"], lines[-1]["level"]) == ("ended by an error", "error")
+    assert said in lines[-1]["reason"]
+
+
 def test_an_open_door_without_a_key_is_refused(free: dict[str, str]) -> None:
     up = baton("up", "--engine", "paced", "--host", "0.0.0.0", **free)
     assert up.returncode == 2
