@@ -39,6 +39,7 @@ MAX_SMALL_BODY = 64 << 10  # bytes of a body that counts as small while it arriv
 MAX_SMALL_BODIES = 1024  # that arrive at once
 MAX_LARGE_BODIES_BYTES = 128 << 20  # of larger bodies that arrive at once
 MAX_GRPC_BODIES = 64  # requests over gRPC that arrive at once: how long they are is not known before
+MAX_GRPC_BODIES_PER_PEER = 8  # of them on one connection
 BODY_SECONDS = 30.0  # from the head of a request to the end of its body
 MAX_LINK_MESSAGE_BYTES = 16 << 20  # between coordinator and node: a prompt of a million tokens fits
 MAX_UNSENT = 8192  # messages waiting on one internal stream before its reader is given up
