@@ -16,6 +16,7 @@ from baton.exposure import check_exposure
 from baton.generation_defaults import GenerationDefaults, load_generation_defaults
 from baton.model_files import read_model_files
 from coordinator import admin, tenants_file, tokenizer_files
+from coordinator.arriving_bodies import ArrivingBodies
 from coordinator.auth import AdminGate, Clients, allowed_origins
 from coordinator.cluster_service import ClusterService
 from coordinator.core.identity import CoordinatorModel
@@ -73,6 +74,7 @@ class Coordinator:
             unknown_fields=unknown_fields,
             on_client_id=self._cluster.client_ids.add,
             workers=self._workers,
+            bodies=ArrivingBodies(self._ports.limits["http"].most),
         )
         metrics = app.OperatorMetrics(self._cluster.metrics, AdminGate(config.admin_token))
         clients = app.build(

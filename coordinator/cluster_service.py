@@ -46,69 +46,61 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         dispatcher.on_change.append(self._watchers.changed)
         dispatcher.on_end.append(lambda _: self._watchers.changed())
 
+    def authenticate(self, context: Context) -> None:
+        """Raises Unauthenticated."""
+        require_admin(context, self._gate)
+
     async def Status(self, _: pb.StatusRequest, context: Context) -> pb.StatusResponse:
         async with told(context):
-            require_admin(context, self._gate)
             return self.status()
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> None:
         async with told(context):
-            require_admin(context, self._gate)
             async with aclosing(self._watchers.watch(request.interval_seconds)) as answers:
                 async for answer in answers:
                     await context.write(answer)
 
     async def Explain(self, request: pb.ExplainRequest, context: Context) -> pb.ExplainResponse:
         async with told(context):
-            require_admin(context, self._gate)
             return self.explain(request.request_id)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         async with told(context):
-            require_admin(context, self._gate)
             timeout = request.timeout_seconds if request.HasField("timeout_seconds") else None
             return self.drain(request.node, timeout)
 
     async def Undrain(self, request: pb.UndrainRequest, context: Context) -> pb.DrainResponse:
         async with told(context):
-            require_admin(context, self._gate)
             return self.undrain(request.node)
 
     async def GetRatio(self, _: pb.GetRatioRequest, context: Context) -> pb.Ratio:
         async with told(context):
-            require_admin(context, self._gate)
             return self.ratio()
 
     async def SetRatio(self, request: pb.SetRatioRequest, context: Context) -> pb.Ratio:
         async with told(context):
-            require_admin(context, self._gate)
             patience = request.flip_timeout_seconds if request.HasField("flip_timeout_seconds") else None
             return self.set_ratio(Split(request.prefill, request.decode), patience)
 
     async def AdviseRatio(self, request: pb.AdviseRatioRequest, context: Context) -> pb.RatioAdvice:
         async with told(context):
-            require_admin(context, self._gate)
             return self.advise_ratio(_objective(request.slo))
 
     async def AutoRatio(self, request: pb.AutoRatioRequest, context: Context) -> pb.Ratio:
         async with told(context):
-            require_admin(context, self._gate)
             patience = request.flip_timeout_seconds if request.HasField("flip_timeout_seconds") else None
             return self.auto_ratio(_objective(request.slo), patience)
 
     async def ManualRatio(self, _: pb.ManualRatioRequest, context: Context) -> pb.Ratio:
         async with told(context):
-            require_admin(context, self._gate)
             return self.manual_ratio()
 
     async def Ledger(self, _: pb.LedgerRequest, context: Context) -> pb.LedgerResponse:
         async with told(context):
-            require_admin(context, self._gate)
             return await self.ledger()
 
     async def ArmFailpoints(self, request: pb.ArmFailpointsRequest, context: Context) -> pb.ArmFailpointsResponse:
         async with told(context):
-            require_admin(context, self._gate)
             return pb.ArmFailpointsResponse(nodes=self.arm(request.node, request.spec))
 
     def status(self) -> pb.StatusResponse:

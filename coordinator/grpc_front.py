@@ -24,6 +24,11 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self._intake = intake
         self._who = who
 
+    def authenticate(self, context: Context) -> None:
+        """Raises Unauthenticated."""
+        with self._intake.refusals.counted():
+            self._who.identify(authorization(context))
+
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         async with told(context), self._started(request, context) as answer:
             responses = Responses(answer)
@@ -40,7 +45,6 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         async with told(context):
             with self._intake.refusals.counted():
-                self._who.identify(authorization(context))
                 self._intake.check_model(request.model or None)
                 wording = to_wording(request, self._intake.unknown_fields)
                 limit = self._intake.time_limit(context.time_remaining())
@@ -52,7 +56,6 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         async with told(context):
             with self._intake.refusals.counted():
-                self._who.identify(authorization(context))
                 check_known(request, self._intake.unknown_fields)
                 self._intake.check_model(request.model or None)
                 limit = self._intake.time_limit(context.time_remaining())
@@ -60,7 +63,6 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         async with told(context):
-            self._who.identify(authorization(context))
             name, max_model_len = self._intake.served()
             digest, dtype, quantization = self._intake.identity()
             model = pb.Model(

@@ -5,7 +5,7 @@ What protoc generates for this would answer them with INTERNAL or UNKNOWN, a fau
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import grpc
 import grpc.aio
@@ -20,17 +20,24 @@ from coordinator.grpc_bounds import check_field_count
 from coordinator.grpc_terms import Context, told
 
 
+class Methods(Protocol):
+    """A coroutine function for each method of the service. One that streams writes to its context."""
+
+    def authenticate(self, context: Context) -> None:
+        """By the call's metadata, before anything is taken for its message. Raises Unauthenticated."""
+        ...
+
+
 def add_handlers(
-    server: grpc.aio.Server, service: ServiceDescriptor, methods: object, room: BodyRoom | None = None
+    server: grpc.aio.Server, service: ServiceDescriptor, methods: Methods, room: BodyRoom | None = None
 ) -> None:
-    """`methods` has a coroutine function for each method of the service. One that streams writes to its context.
-    Requests have `room` while they arrive, one of their own unless it is given."""
+    """Requests have `room` while they arrive, one of their own unless it is given."""
     handlers, room = {}, grpc_room() if room is None else room
     for method in service.methods:
         streams = method.server_streaming
         make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
         handlers[method.name] = make(
-            _parsed(getattr(methods, method.name), GetMessageClass(method.input_type), room),
+            _parsed(methods, method.name, GetMessageClass(method.input_type), room),
             request_deserializer=None,
             response_serializer=GetMessageClass(method.output_type).SerializeToString,
         )
@@ -38,14 +45,17 @@ def add_handlers(
 
 
 def _parsed(
-    method: Callable[[Any, Context], Awaitable[Any]], kind: type[Message], room: BodyRoom
-) -> Callable[..., Awaitable[Any]]:
+    methods: Methods, name: str, kind: type[Message], room: BodyRoom
+) -> Callable[[AsyncIterator[bytes], Context], Awaitable[Any]]:
     """The server would wait for the one message of a request for ever, and for any number of them. So it is taken here,
     as the first of a stream: on the wire the two are the same."""
+    method = getattr(methods, name)
 
     async def call(messages: AsyncIterator[bytes], context: Context) -> Any:
-        async with told(context), room.take(MAX_BODY_BYTES) as body:
-            request = _read(await _first(context, body), kind)
+        async with told(context):
+            methods.authenticate(context)
+            async with room.take(MAX_BODY_BYTES, context.peer()) as body:
+                request = _read(await _first(context, body), kind)
         return await method(request, context)
 
     return call

@@ -42,12 +42,13 @@ class Intake:
         defaults: GenerationDefaults | None = None,
         unknown_fields: UnknownFields = REFUSED,
         workers: TextWorkers | None = None,
+        bodies: ArrivingBodies | None = None,
         clock: Clock = steady,
         on_client_id: Callable[[str, RequestId], None] | None = None,
     ) -> None:
         self.refusals = refusals
         self.unknown_fields = unknown_fields
-        self.bodies = ArrivingBodies()
+        self.bodies = bodies or ArrivingBodies()
         self.workers = workers or TextWorkers()
         self._generator = generator
         self._model = model

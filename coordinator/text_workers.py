@@ -2,7 +2,8 @@
 
 The work itself must leave Python's lock free, or take it in small pieces: `encode_batch` of `tokenizers` does the
 former, Python code the latter. Long texts have threads of their own, so a short one never waits for them, and among
-long ones the smaller goes first unless the larger has waited long. What waits and what runs is bounded in bytes.
+those of one kind the smaller goes first unless the larger has waited long. What waits and what runs is bounded in
+bytes, for short and for long texts apart.
 """
 
 import asyncio
@@ -16,44 +17,45 @@ from typing import Any, TypeVar
 
 from baton.clock import Clock, steady
 from baton.errors import Overloaded
-from baton.limits import MAX_TEXT_BYTES
+from baton.limits import MAX_LONG_TEXT_BYTES, MAX_SHORT_TEXT_BYTES
 
 INLINE_BYTES = 2 << 10  # so little text is worked on at once: it takes less than a hand-over and back
 SHORT_BYTES = 64 << 10  # longer texts have threads of their own
 _LONG_THREADS = 2
-_PASSED_PER_BYTE = 1e-5  # seconds for which smaller work may pass a text, for each of its bytes
+# Seconds for which smaller work may pass a text, for each of its bytes. A whole budget of short texts that have waited
+# for less than 13 s is passed by one of 3 kB.
+_SHORT_PASSED_PER_BYTE = 2e-4
+_LONG_PASSED_PER_BYTE = 1e-5
 _RETRY = 1.0  # seconds
 
 Result = TypeVar("Result")
 
 
 class TextWorkers:
-    """Of one coordinator. `held` is the bytes of text that wait for a thread or are worked on."""
+    """Of one coordinator."""
 
-    def __init__(self, most_bytes: int = MAX_TEXT_BYTES, clock: Clock = steady) -> None:
-        self.held = 0
-        self._most_bytes = most_bytes
-        self._short = _Lane("text-short", 1, clock, self._release)
-        self._long = _Lane("text-long", _LONG_THREADS, clock, self._release)
+    def __init__(
+        self,
+        most_short_bytes: int = MAX_SHORT_TEXT_BYTES,
+        most_long_bytes: int = MAX_LONG_TEXT_BYTES,
+        clock: Clock = steady,
+    ) -> None:
+        self._short = _Lane("text-short", 1, most_short_bytes, _SHORT_PASSED_PER_BYTE, clock)
+        self._long = _Lane("text-long", _LONG_THREADS, most_long_bytes, _LONG_PASSED_PER_BYTE, clock)
+
+    @property
+    def held(self) -> int:
+        """Bytes of text that wait for a thread or are worked on."""
+        return self._short.held + self._long.held
 
     async def run(self, work: Callable[[], Result], size: int) -> Result:
         """The result of `work` on a text of `size` bytes. Raises Overloaded when too much text waits, and what `work`
         raises. Work that has begun goes on when the caller is cancelled."""
         if size <= INLINE_BYTES:
             return work()
-        if self.held and self.held + size > self._most_bytes:
-            raise Overloaded(
-                f"{self.held} bytes of text wait to be tokenized and {size} more would come: the limit is "
-                f"{self._most_bytes}",
-                retry_after=_RETRY,
-            )
-        self.held += size
         lane = self._short if size <= SHORT_BYTES else self._long
         result: Result = await lane.run(work, size)
         return result
-
-    def _release(self, size: int) -> None:
-        self.held -= size
 
 
 @dataclass(order=True, slots=True)
@@ -68,19 +70,28 @@ class _Job:
 
 
 class _Lane:
-    """So many threads, and the jobs that wait for one. `release` hears of each job's size once it is over."""
+    """So many threads, and the jobs that wait for one. `held` is the bytes of those and of what is worked on."""
 
-    def __init__(self, name: str, threads: int, clock: Clock, release: Callable[[int], None]) -> None:
+    def __init__(self, name: str, threads: int, most_bytes: int, passed_per_byte: float, clock: Clock) -> None:
+        self.held = 0
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._free = threads
         self._clock = clock
-        self._release = release
+        self._most_bytes = most_bytes
+        self._passed_per_byte = passed_per_byte
         self._waiting: list[_Job] = []
         self._serial = count()
 
     async def run(self, work: Callable[[], Any], size: int) -> Any:
+        if self.held and self.held + size > self._most_bytes:
+            raise Overloaded(
+                f"{self.held} bytes of text wait to be tokenized and {size} more would come: the limit is "
+                f"{self._most_bytes} for texts of this length",
+                retry_after=_RETRY,
+            )
+        self.held += size
         loop = asyncio.get_running_loop()
-        due = self._clock() + size * _PASSED_PER_BYTE
+        due = self._clock() + size * self._passed_per_byte
         job = _Job(due, next(self._serial), size, work, loop.create_future())
         heapq.heappush(self._waiting, job)
         self._start_waiting(loop)
@@ -90,7 +101,7 @@ class _Lane:
             if job in self._waiting:
                 self._waiting.remove(job)
                 heapq.heapify(self._waiting)
-                self._release(size)
+                self.held -= size
             raise
 
     def _start_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -108,7 +119,7 @@ class _Lane:
 
     def _end(self, job: _Job, done: "Future[Any]", loop: asyncio.AbstractEventLoop) -> None:
         self._free += 1
-        self._release(job.size)
+        self.held -= job.size
         error = done.exception()
         if not job.result.done():  # else its caller was cancelled
             if error is None:

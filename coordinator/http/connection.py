@@ -24,7 +24,9 @@ async def arriving(request: Request, limit: float, bodies: ArrivingBodies) -> As
     """
     check_media_type(request)
     declared = _declared(request)
-    async with bodies.of_size(declared).take(MAX_SMALL_BODY if declared is None else declared) as room:
+    first = MAX_SMALL_BODY if declared is None else min(declared, MAX_SMALL_BODY)  # may lie in buffers already
+    owner = request.client.host if request.client else ""
+    async with bodies.of_size(declared).take(first, owner) as room:
         yield await _read(request, min(limit, BODY_SECONDS), room)
 
 
@@ -62,7 +64,7 @@ async def _read(request: Request, limit: float, room: ArrivingBody) -> bytes:
                 if len(body) > MAX_BODY_BYTES:
                     state[CLOSE] = False  # it is read to its end and dropped, so that its client hears of it
                     raise _too_large(f"more than {MAX_BODY_BYTES} bytes")
-                room.grow(len(body))
+                await room.grow(len(body))
                 if not message.get("more_body", False):
                     room.complete()
                     state[CLOSE] = False

@@ -17,7 +17,8 @@ class Closable(Protocol):
 
 class ConnectionTable:
     """Connections without a request in progress are idle. When there are too many, the one that has been idle longest
-    is closed; the new one, if no other is idle, or if its address has too many. `port` is its name in logs."""
+    is closed; if no other is idle, the one whose request has been arriving for longest; else the new one, and that one
+    too if its address has too many. `port` is its name in logs."""
 
     def __init__(self, port: str, limit: PortLimit) -> None:
         self.limit = limit
@@ -25,6 +26,7 @@ class ConnectionTable:
         self._port = port
         self._addresses: dict[Closable, str] = {}
         self._idle: dict[Closable, None] = {}  # the longest idle first
+        self._arriving: dict[Closable, None] = {}  # the longest arriving first
         self._per_address: Counter[str] = Counter()
         self._limited = RateLimitedLog(burst=1, per_second=LINES_PER_SECOND)
 
@@ -38,25 +40,38 @@ class ConnectionTable:
         if not is_loopback(address) and self._per_address[address] > self.limit.per_address:
             self._close(connection)
         elif len(self) > self.limit.most:
-            self._close(next(iter(self._idle)))
+            self._close(self._least_needed(connection))
 
     def remove(self, connection: Closable) -> None:
         """It has ended. Also of one that is not here."""
         address = self._addresses.pop(connection, None)
         self._idle.pop(connection, None)
+        self._arriving.pop(connection, None)
         if address is not None:
             self._per_address[address] -= 1
             if not self._per_address[address]:
                 del self._per_address[address]
 
-    def busy(self, connection: Closable) -> None:
-        """A request has come, whole but for its body."""
+    def arriving(self, connection: Closable) -> None:
+        """The head of a request has come, and no other request is in progress."""
         self._idle.pop(connection, None)
+        if connection in self._addresses:
+            self._arriving[connection] = None
+
+    def busy(self, connection: Closable) -> None:
+        """A whole request has come."""
+        self._idle.pop(connection, None)
+        self._arriving.pop(connection, None)
 
     def idle(self, connection: Closable) -> None:
         """Its answer has been sent."""
+        self._arriving.pop(connection, None)
         if connection in self._addresses:
             self._idle[connection] = None
+
+    def _least_needed(self, newest: Closable) -> Closable:
+        longest_idle = next(iter(self._idle))
+        return longest_idle if longest_idle is not newest else next(iter(self._arriving), newest)
 
     def _close(self, connection: Closable) -> None:
         self.refused += 1

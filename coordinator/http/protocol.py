@@ -74,13 +74,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._head_timer.cancel()
         self._head_bytes = self._body_bytes = 0
-        self._table.busy(self)
+        if self._is_unoccupied():
+            self._table.arriving(self)
         self._body_timer = self.loop.call_later(CLOSED_AFTER, self.transport.close)
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
         if not self.pipeline:
             self._table.idle(self)
+        elif not self._in_head and len(self.pipeline) == 1:
+            self._table.arriving(self)  # the next request, of which the head came meanwhile
         super().on_response_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -94,10 +97,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_head = True
         if self._body_timer is not None:
             self._body_timer.cancel()
+        if not self._is_unoccupied():  # else it was answered before its body had come
+            self._table.busy(self)
         super().on_message_complete()
 
+    def _is_unoccupied(self) -> bool:
+        """Whether no request is in progress."""
+        return self.cycle is None or bool(self.cycle.response_complete)
+
     def _head_overdue(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:  # else an answer is under way to this client
+        if self._is_unoccupied():  # else an answer is under way to this client
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:

@@ -2,14 +2,22 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 import httpx
 import pytest
 
-from baton.limits import MAX_LOGIT_BIASES, MAX_MESSAGES, MAX_PROMPTS, MAX_SMALL_BODY, MAX_TOKENS_TOLD
+from baton.limits import (
+    MAX_BODY_BYTES,
+    MAX_GRPC_BODIES_PER_PEER,
+    MAX_LOGIT_BIASES,
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    MAX_SMALL_BODY,
+    MAX_TOKENS_TOLD,
+)
 from baton.pb import generation_pb2 as pb
 from coordinator import arriving_bodies, bounded_encoding
 from coordinator.http import connection, protocol
@@ -91,7 +99,7 @@ async def test_with_a_key_the_key_decides() -> None:
 
 async def half_sent(front: Front, size: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
-    writer.write(COMPLETIONS + b"content-length: %d\r\n\r\n{" % size)
+    writer.write(COMPLETIONS + b"content-length: %d\r\n\r\n{" % size + b" " * (size - 2))
     await writer.drain()
     return reader, writer
 
@@ -105,17 +113,19 @@ async def until(holds: Callable[[], bool]) -> None:
 async def test_half_sent_bodies_are_bounded_and_give_way(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arriving_bodies, "MAX_LARGE_BODIES_BYTES", 10 * MAX_SMALL_BODY)
     monkeypatch.setattr(arriving_bodies, "PATIENCE", 0.05)
+    monkeypatch.setattr(arriving_bodies, "STALLED_AFTER", 600.0)
+    monkeypatch.setattr(arriving_bodies, "DISPLACED_AFTER", 600.0)
     async with serving() as front:
         large = front.bodies.of_size(None)
         held = [await half_sent(front, 3 * MAX_SMALL_BODY) for _ in range(3)]
-        await until(lambda: len(large) == 3)
+        await until(lambda: large.bytes == 9 * MAX_SMALL_BODY - 3)
         body = json.dumps(GOOD).encode()
         padded = body + b" " * (2 * MAX_SMALL_BODY)
         refused = await front.http.post("/v1/completions", content=padded)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
         assert refused.headers["retry-after"] == "1"
         assert (await front.http.post("/v1/completions", content=body)).status_code == 200  # small ones have room
-        assert large.bytes == 9 * MAX_SMALL_BODY
+        assert large.bytes == 9 * MAX_SMALL_BODY - 3
         monkeypatch.setattr(arriving_bodies, "DISPLACED_AFTER", 0.0)
         assert (await front.http.post("/v1/completions", content=padded)).status_code == 200
         async with asyncio.timeout(60):
@@ -126,6 +136,30 @@ async def test_half_sent_bodies_are_bounded_and_give_way(monkeypatch: pytest.Mon
             writer.close()
         await until(lambda: len(large) == 0)
         assert large.bytes == 0
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_large_bodies_are_charged_what_has_come_of_them(monkeypatch: pytest.MonkeyPatch, chunked: bool) -> None:
+    """Also where nothing gives way: 40 clients that only say that they send 4 MiB keep no other out."""
+    monkeypatch.setattr(arriving_bodies, "STALLED_AFTER", 600.0)
+    monkeypatch.setattr(arriving_bodies, "DISPLACED_AFTER", 600.0)
+    padded = json.dumps(GOOD).encode() + b" " * (2 * MAX_SMALL_BODY)
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for start in range(0, len(padded), 10_000):
+            yield padded[start : start + 10_000]
+
+    async with serving() as front:
+        large, held = front.bodies.of_size(None), []
+        for _ in range(40):
+            reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
+            writer.write(COMPLETIONS + b"content-length: %d\r\n\r\n{" % MAX_BODY_BYTES)
+            held.append((reader, writer))
+        await until(lambda: len(large) == 40)
+        answer = await front.http.post("/v1/completions", content=chunks() if chunked else padded)
+        assert answer.status_code == 200, answer.text
+        for _, writer in held:
+            writer.close()
 
 
 async def test_half_a_body_ends_after_half_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +187,8 @@ async def test_a_body_that_nobody_reads_ends_too(monkeypatch: pytest.MonkeyPatch
 async def test_half_a_request_over_grpc_gives_way_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(arriving_bodies, "MAX_GRPC_BODIES", 1)
     monkeypatch.setattr(arriving_bodies, "PATIENCE", 0.05)
+    monkeypatch.setattr(arriving_bodies, "STALLED_AFTER", 600.0)
+    monkeypatch.setattr(arriving_bodies, "DISPLACED_AFTER", 600.0)
     async with serving() as front:
         room, good = front.bodies.grpc, pb.GenerateRequest(token_ids={"ids": [1]}, max_tokens=1)
         open_call = front.channel.stream_stream("/baton.v1.Generation/Generate")()
@@ -165,6 +201,35 @@ async def test_half_a_request_over_grpc_gives_way_and_ends(monkeypatch: pytest.M
         async with asyncio.timeout(60):
             assert await open_call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert len(room) == 0
+
+
+_OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
+
+
+async def test_silent_calls_on_one_connection_keep_no_other_connection_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where nothing gives way and everybody waits for ever."""
+    for name in ("PATIENCE", "STALLED_AFTER", "DISPLACED_AFTER"):
+        monkeypatch.setattr(arriving_bodies, name, 600.0)
+    async with serving() as front:
+        room, good = front.bodies.grpc, pb.GenerateRequest(token_ids={"ids": [1]}, max_tokens=1)
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{front.grpc_port}", options=_OWN_CONNECTION) as channel:
+            silent = [channel.stream_unary("/baton.v1.Generation/GenerateOnce")() for _ in range(200)]
+            await until(lambda: len(room) == MAX_GRPC_BODIES_PER_PEER)
+            assert len((await front.stub.GenerateOnce(good, timeout=60)).token_ids) == 1
+            assert len(room) == MAX_GRPC_BODIES_PER_PEER
+            for call in silent:
+                call.cancel()
+        await until(lambda: len(room) == 0)
+
+
+async def test_silent_calls_without_a_key_take_no_room() -> None:
+    async with serving(api_key="secret") as front:
+        for method in ("Generate", "GenerateOnce", "Tokenize", "Detokenize", "ListModels"):
+            call = front.channel.stream_stream(f"/baton.v1.Generation/{method}")()
+            async with asyncio.timeout(60):
+                assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert len(front.bodies.grpc) == 0
+        assert front.refused == ["invalid_api_key"] * 5
 
 
 MANY = {

@@ -40,13 +40,13 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 
 
 @asynccontextmanager
-async def idle(port: int) -> AsyncIterator[None]:
+async def idle(port: int) -> AsyncIterator[list[asyncio.StreamWriter]]:
     """Many connections to a port of loopback, on which nothing is ever said."""
-    opened = await asyncio.gather(*(_open(port) for _ in range(IDLE)))
+    opened = [writer for writer in await asyncio.gather(*(_open(port) for _ in range(IDLE))) if writer is not None]
     try:
-        yield
+        yield opened
     finally:
-        for writer in filter(None, opened):
+        for writer in opened:
             writer.transport.abort()
 
 
@@ -100,6 +100,21 @@ async def test_idle_connections_to_one_port_leave_the_others_alone(cluster: Clus
                 await answers(cluster, attacked)
     assert cluster.pids() == pids
     await answers(cluster, attacked="")  # and the attacked one is back
+
+
+async def test_half_sent_bodies_on_every_connection_leave_room_for_a_whole_one(cluster: Cluster) -> None:
+    """More of them than the port may hold connections, each with a head and the first byte of a body."""
+    port = ports_of(cluster, "http")[0]
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 10\r\n\r\n{"
+    async with idle(port) as opened:
+        for writer in opened:
+            writer.write(head)
+        for _ in range(8):
+            late = await _open(port)
+            assert late is not None
+            late.write(head)
+            opened.append(late)
+            await answers(cluster, attacked="")
 
 
 async def test_a_node_joins_while_idle_connections_besiege_the_cluster_port(cluster: Cluster) -> None:

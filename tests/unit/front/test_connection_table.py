@@ -48,6 +48,28 @@ def test_where_all_are_busy_the_new_one_is_refused() -> None:
     assert closed(held) == [3]
 
 
+def test_requests_that_arrive_make_room_once_nobody_is_idle() -> None:
+    table = ConnectionTable("http", PortLimit(4, 4))
+    held = filled(table, 4)
+    for one in held[:3]:
+        table.arriving(one)
+    table.busy(held[0])  # it has come to its end
+    held += filled(table, 1)
+    assert closed(held) == [3]  # idle ones go first
+    table.arriving(held[4])
+    held += filled(table, 1)
+    assert closed(held) == [1, 3]
+    table.busy(held[5])
+    table.idle(held[2])  # answered before its body had come
+    held += filled(table, 1)
+    assert closed(held) == [1, 2, 3]
+    for one in held[4:]:
+        table.busy(one)
+    held += filled(table, 1)
+    assert closed(held) == [1, 2, 3, 7]
+    assert not held[0].closed
+
+
 def test_one_address_has_its_own_bound_unless_it_is_loopback() -> None:
     table = ConnectionTable("http", PortLimit(100, 2))
     assert closed(filled(table, 4, "192.0.2.1")) == [2, 3]

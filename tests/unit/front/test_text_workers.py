@@ -26,22 +26,52 @@ async def test_small_work_goes_first_and_short_work_waits_for_no_long_one() -> N
 
 
 async def test_large_work_is_not_passed_for_ever() -> None:
+    """One of the two threads stays busy, so that the other does one thing after another."""
     now = 0.0
-    workers, order, gate = TextWorkers(clock=lambda: now), list[int](), threading.Event()
-    busy = [asyncio.create_task(workers.run(gate.wait, SHORT_BYTES + 1)) for _ in range(2)]
+    workers, order = TextWorkers(clock=lambda: now), list[int]()
+    gates = [threading.Event(), threading.Event()]
+    busy = [asyncio.create_task(workers.run(gate.wait, SHORT_BYTES + 1)) for gate in gates]
     await asyncio.sleep(0)
     large = asyncio.create_task(workers.run(lambda: order.append(0), 4 << 20))
     await asyncio.sleep(0)
     now = 60.0
     small = asyncio.create_task(workers.run(lambda: order.append(1), SHORT_BYTES + 1))
     await asyncio.sleep(0)
+    gates[0].set()
+    await asyncio.gather(large, small)
+    assert order == [0, 1]
+    gates[1].set()
+    await asyncio.gather(*busy)
+
+
+async def test_long_texts_use_up_nothing_of_short_ones() -> None:
+    workers, gate = TextWorkers(), threading.Event()
+    long = [asyncio.create_task(workers.run(gate.wait, 4 << 20)) for _ in range(12)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded):
+        await workers.run(gate.wait, 4 << 20)
+    assert await workers.run(lambda: "short", 3000) == "short"
     gate.set()
-    await asyncio.gather(*busy, large, small)
-    assert sorted(order) == [0, 1]
+    await asyncio.gather(*long)
+
+
+async def test_a_short_text_passes_a_whole_budget_of_longer_ones_that_have_waited() -> None:
+    now = 0.0
+    workers, order, gate = TextWorkers(clock=lambda: now), list[int](), threading.Event()
+    busy = asyncio.create_task(workers.run(gate.wait, SHORT_BYTES))
+    await asyncio.sleep(0)
+    longer = [asyncio.create_task(workers.run(lambda: order.append(1), SHORT_BYTES)) for _ in range(250)]
+    await asyncio.sleep(0)
+    now = 10.0  # about what it takes to encode them
+    short = asyncio.create_task(workers.run(lambda: order.append(0), 3000))
+    await asyncio.sleep(0)
+    gate.set()
+    await asyncio.gather(busy, short, *longer)
+    assert order[0] == 0
 
 
 async def test_text_that_waits_is_bounded() -> None:
-    workers, gate = TextWorkers(most_bytes=10 * SHORT_BYTES), threading.Event()
+    workers, gate = TextWorkers(most_long_bytes=10 * SHORT_BYTES), threading.Event()
     tasks = [asyncio.create_task(workers.run(gate.wait, 3 * SHORT_BYTES)) for _ in range(3)]
     await asyncio.sleep(0)
     with pytest.raises(Overloaded, match=f"{9 * SHORT_BYTES} bytes of text wait .* the limit is {10 * SHORT_BYTES}"):
