@@ -11,10 +11,10 @@ from baton.errors import ConfigError
 from baton.grpc_limits import server_options
 from baton.health_service import add_health
 from baton.limits import MAX_BODY_BYTES
-from baton.pb import cluster_pb2, cluster_pb2_grpc, generation_pb2
+from baton.pb import cluster_pb2, generation_pb2
 from coordinator.auth import Clients
 from coordinator.grpc_front import GenerationService
-from coordinator.grpc_handlers import add_handlers
+from coordinator.grpc_handlers import Methods, add_handlers
 from coordinator.intake import Intake
 from coordinator.readiness import Readiness
 
@@ -45,7 +45,7 @@ class GrpcPort:
         self._readiness = readiness
         readiness.on_change.append(lambda ready, _: self._changed.put_nowait(ready))
 
-    def add_cluster(self, service: cluster_pb2_grpc.ClusterServicer) -> None:
+    def add_cluster(self, service: Methods) -> None:
         add_handlers(self.server, _CLUSTER, service)
 
     def bind(self, host: str, port: int) -> None:

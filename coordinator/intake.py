@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from baton import limits, log
 from baton.clock import Clock, steady
-from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound
+from baton.errors import DeadlineExceeded, InvalidRequest, ModelNotFound, Unavailable
 from baton.generation_defaults import GenerationDefaults
 from baton.limits import TextLimit
 from baton.types import RequestId
@@ -24,6 +24,7 @@ from coordinator.tokenizer import Text
 from coordinator.unknown_fields import REFUSED, UnknownFields
 
 QUANTIZATION = "none"  # of weights, in this version
+_LOADING_RETRY = 1.0  # seconds
 _log = log.get("front")
 
 
@@ -109,23 +110,27 @@ class Intake:
         self, wording: Prompt | Conversation, special: bool | None, limit: float
     ) -> tuple[Text, tuple[int, ...]]:
         """`special` None is as it is done for a request. Raises InvalidRequest, TooLong, Overloaded, DeadlineExceeded;
-        Unavailable while no node has joined."""
+        Unavailable while no node has joined or the tokenizer loads."""
         most = limits.told_limit(self._generator.bounds())
         async with _within(limit):
-            text = await self._loaded()
+            text = self._loaded()
             return text, await _encode(text, wording, most, special=special)
 
     async def detokenize(self, tokens: Sequence[int], limit: float) -> str:
-        """Raises InvalidRequest, TooLong, Overloaded, DeadlineExceeded; Unavailable while no node has joined."""
+        """Raises InvalidRequest, TooLong, Overloaded, DeadlineExceeded; Unavailable while no node has joined or the
+        tokenizer loads."""
         bounds = self._generator.bounds()
         with worded({"prompt": "tokens"}):
             limits.told_limit(bounds).check_tokens(len(tokens))
         limits.check_ids("tokens", tokens, bounds)
         async with _within(limit):
-            return await (await self._loaded()).decode(tokens)
+            return await self._loaded().decode(tokens)
 
-    async def _loaded(self) -> Text:
-        return await asyncio.shield(self._text)
+    def _loaded(self) -> Text:
+        """Raises Unavailable until the tokenizer is there: what waits for it would hold prompts without any bound."""
+        if not self._text.done():
+            raise Unavailable("the tokenizer is still being loaded", retry_after=_LOADING_RETRY)
+        return self._text.result()
 
     async def _prepare(self, ask: Ask) -> tuple[Text, list[Submission], list[Echo]]:
         """The first choice of each prompt, and the prompts to be given back."""
@@ -135,7 +140,7 @@ class Intake:
         began = self._clock()
         limit = self.time_limit(ask.timeout)
         async with _within(limit):
-            text = await self._loaded()
+            text = self._loaded()
             if ask.stop and not text.shows_text:
                 raise InvalidRequest("stop is given, but tokens have no text here: use stop_token_ids", param="stop")
             prompts = await self._encode_all(text, wordings)

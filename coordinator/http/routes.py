@@ -86,8 +86,11 @@ async def _read(
     """What `then` makes of the body and of the seconds that are left for the rest."""
     limit, began = intake.time_limit(_wanted_time(request), TIMEOUT_HEADER), steady()
     async with arriving(request, limit, intake.bodies) as body:
-        left = max(limit - (steady() - began), 0.001)
-        return await decoder.decode_then(body, intake.workers, lambda read: then(read, left))
+
+        def then_in_time(read: Kind) -> Result:
+            return then(read, max(limit - (steady() - began), 0.001))  # it may have waited for a thread
+
+        return await decoder.decode_then(body, intake.workers, then_in_time)
 
 
 async def _read_ask(request: Request, intake: Intake, decoder: Decoder[Asking]) -> tuple[Asking, Ask]:

@@ -28,7 +28,13 @@ _MIB = 1 << 20
 _SOCKETS = 1200  # at each port
 _WATCHES = 5000
 _HALF_BODIES = 150
+<<<<<<< HEAD
 _SLOW_READERS = 8
+=======
+_SILENT_CALLS = 200
+_STALLED_SMALL, _STALLED_LARGE = 80, 40  # bodies
+_SLOW_READERS = 48
+>>>>>>> fixbodies
 _ALPHABET = "abc ÄÖß 漢字かな 🙂\n\t🚀{}[]\\"
 
 
@@ -88,6 +94,41 @@ async def attack_over_grpc(where: Addresses, until: float, answers: Answers) -> 
                     answers[error.code().name] += 1
 
         await asyncio.gather(*(send_in_turn() for _ in range(4)))
+
+
+async def attack_with_silent_calls(where: Addresses, until: float, answers: Answers) -> None:
+    """Calls on one connection that never send a message, begun again as soon as they end."""
+    async with grpc.aio.insecure_channel(where["grpc"]) as channel:
+        methods = [channel.stream_unary(f"/baton.v1.{name}") for name in ("Generation/GenerateOnce", "Cluster/Status")]
+
+        async def call_in_turn() -> None:
+            for method in _in_turn(methods, until):
+                call = method(timeout=max(0.1, until - time.monotonic()))
+                answers[(await call.code()).name] += 1
+
+        await asyncio.gather(*(call_in_turn() for _ in range(_SILENT_CALLS)))
+
+
+async def attack_with_stalled_bodies(where: Addresses, until: float, answers: Answers) -> None:
+    """Small and large bodies of which one byte comes, begun again as soon as they are refused."""
+
+    async def stall(length: int) -> None:
+        while time.monotonic() < until:
+            try:
+                reader, writer = await asyncio.open_connection(*_split(where["http"]))
+            except OSError:
+                answers["refused"] += 1
+                await asyncio.sleep(0.1)
+                continue
+            with suppress(OSError, TimeoutError):
+                writer.write(_head("/v1/completions", length, {"content-type": "application/json"}) + b"{")
+                async with asyncio.timeout(max(0.0, until - time.monotonic())):
+                    line = (await reader.readline()).decode().split(" ")
+                answers[line[1] if len(line) > 1 else "closed"] += 1
+            writer.close()
+
+    lengths = [1000] * _STALLED_SMALL + [4 * _MIB] * _STALLED_LARGE
+    await asyncio.gather(*(stall(length) for length in lengths))
 
 
 async def attack_with_idle_sockets(where: Addresses, until: float, answers: Answers) -> None:
@@ -165,6 +206,8 @@ ATTACKS: dict[str, Callable[[Addresses, float, Answers], Awaitable[None]]] = {
     "hostile messages over gRPC": attack_over_grpc,
     "idle sockets": attack_with_idle_sockets,
     "half-sent bodies": attack_with_half_bodies,
+    "silent calls": attack_with_silent_calls,
+    "stalled bodies": attack_with_stalled_bodies,
     "slow readers": attack_with_slow_readers,
     "health watches": attack_with_watches,
 }

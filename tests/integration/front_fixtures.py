@@ -249,6 +249,7 @@ def overloaded() -> Overloaded:
 async def serving(
     *,
     text: Text | None = None,
+    loading: bool = False,
     api_key: str = "",
     tenants: Tenants | None = None,
     admin_token: str = "",
@@ -262,7 +263,8 @@ async def serving(
     brain, readiness, refused = FakeBrain(), FakeReadiness(), []
     refusals = Refusals(lambda error, _: refused.append(error.code))
     loaded: asyncio.Future[Text] = asyncio.get_running_loop().create_future()
-    loaded.set_result(text or NoTokenizer("demo has no tokenizer files"))
+    if not loading:
+        loaded.set_result(text or NoTokenizer("demo has no tokenizer files"))
     intake = Intake(
         brain,
         loaded,

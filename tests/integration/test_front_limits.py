@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from collections.abc import AsyncIterator, Callable
 from unittest.mock import Mock
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from baton.limits import MAX_BODY_BYTES
 from baton.pb import generation_pb2 as pb
 from coordinator.generation import Delta
-from coordinator.http import protocol
+from coordinator.http import protocol, routes
 from tests.integration.front_fixtures import (
     BUFFER,
     COMPLETIONS,
@@ -228,3 +229,39 @@ async def test_a_slow_grpc_reader_is_cut_off_with_an_error() -> None:
         assert dict(error.trailing_metadata())["baton-error-code"] == "slow_reader"
         assert tokens == list(range(len(tokens)))
         assert len(tokens) >= BUFFER
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"])
+async def test_no_prompt_is_held_while_the_tokenizer_loads(path: str) -> None:
+    bodies: dict[str, object] = {
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}]},
+        "/detokenize": {"tokens": [1]},
+    }
+    async with serving(loading=True) as front:
+        answer = await front.http.post(path, json=bodies.get(path, {"prompt": "a"}))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+        assert "tokenizer" in answer.json()["error"]["message"]
+        assert answer.headers["retry-after"] == "1"
+        error = await grpc_error(front.stub.GenerateOnce(pb.GenerateRequest(text="a"), timeout=60))
+        assert dict(error.trailing_metadata())["baton-error-code"] == "unavailable"
+
+
+async def test_waiting_for_a_thread_to_decode_counts_against_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    @contextlib.asynccontextmanager
+    async def arriving(*_: object) -> AsyncIterator[bytes]:
+        nonlocal now
+        now += 1.0
+        yield b""
+
+    async def decode_then(body: bytes, workers: object, then: Callable[[bytes], float]) -> float:
+        nonlocal now
+        now += 10.0
+        return then(body)
+
+    monkeypatch.setattr(routes, "steady", lambda: now)
+    monkeypatch.setattr(routes, "arriving", arriving)
+    request, intake, decoder = Mock(headers={}), Mock(), Mock(decode_then=decode_then)
+    intake.time_limit.return_value = 60.0
+    assert await routes._read(request, intake, decoder, lambda _, left: left) == 49.0
