@@ -28,13 +28,9 @@ _MIB = 1 << 20
 _SOCKETS = 1200  # at each port
 _WATCHES = 5000
 _HALF_BODIES = 150
-<<<<<<< HEAD
-_SLOW_READERS = 8
-=======
 _SILENT_CALLS = 200
 _STALLED_SMALL, _STALLED_LARGE = 80, 40  # bodies
-_SLOW_READERS = 48
->>>>>>> fixbodies
+_SLOW_READERS = 8
 _ALPHABET = "abc ÄÖß 漢字かな 🙂\n\t🚀{}[]\\"
 
 
