@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from baton import segment
 from tests.cluster import Cluster
 from tools.demo import sizes
+from tools.footprint import segment_files
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -126,7 +128,7 @@ async def test_operators_commands(cluster: Cluster) -> None:
 
 async def test_the_demo_tells_what_it_takes(cluster: Cluster) -> None:
     """Memory of the processes and of their caches, and disk of the installation, as README shows them."""
-    told = sizes(list(cluster.pids().values()), cluster.segment_dir)
+    told = sizes(list(cluster.pids().values()), segment_files(cluster.segment_dir, segment.PREFIX))
     shown = re.search(r"^memory: .*\ndisk: .*$", README, re.MULTILINE)
     assert shown
     expected = shown[0] if sys.prefix != sys.base_prefix else shown[0].splitlines()[0]

@@ -81,7 +81,7 @@ async def test_the_coordinator_is_killed(cluster: Cluster, kills: int) -> None:
     cluster.kill(COORDINATOR)
     cluster.start(COORDINATOR)
     await cluster.ready()
-    await known_blocks(cluster, blocks)
+    await known_blocks(cluster, 0.9 * blocks)  # of all four nodes; its warm-up may evict a few
     cached = (await cluster.generate(prompt, max_tokens=2, ignore_eos=True)).usage.cached_tokens
     await cluster.wait_quiet()
     assert range_.complaints(coordinator_died=True) == []
