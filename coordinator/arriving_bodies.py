@@ -22,6 +22,7 @@ from baton.limits import (
     MAX_SMALL_BODIES,
     MAX_SMALL_BODY,
 )
+from coordinator.decoding_pacer import DecodingPacer
 
 PATIENCE = 1.0  # seconds for which a body waits for room
 STALLED_AFTER = 0.5  # seconds without a byte after which a body gives way to one that waits
@@ -52,6 +53,10 @@ class ArrivingBody:
     def complete(self) -> None:
         self.timer = None
 
+    async def wait_to_decode(self, size: int) -> None:
+        """Return when the complete body, of `size` bytes, may be decoded. Raises Overloaded."""
+        await self.room.pacer.wait_turn(size)
+
     async def grow(self, size: int) -> None:
         """It is `size` bytes now. Waits for room. Raises Overloaded."""
         await self.room.grow(self, size)
@@ -81,8 +86,16 @@ class _Waiting:
 class BodyRoom:
     """Room for bodies of one kind, at most `per_owner` of them of one owner's. All on one event loop."""
 
-    def __init__(self, what: str, most: int, most_bytes: int, per_owner: int | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        most: int,
+        most_bytes: int,
+        per_owner: int | None = None,
+        pacer: DecodingPacer | None = None,
+    ) -> None:
         self.what = what
+        self.pacer = pacer or DecodingPacer()
         self.bytes = 0
         self._most = most
         self._most_bytes = most_bytes
@@ -265,16 +278,17 @@ class ArrivingBodies:
     def __init__(self, most_connections: int = 2 * MAX_SMALL_BODIES) -> None:
         most_small = max(1, min(MAX_SMALL_BODIES, most_connections // 2))
         most_large = max(1, min(MAX_SMALL_BODIES, most_connections // 4))
-        self._small = BodyRoom("small bodies", most_small, MAX_SMALL_BODIES * MAX_SMALL_BODY)
-        self._large = BodyRoom("large bodies", most_large, MAX_LARGE_BODIES_BYTES)
-        self.grpc = grpc_room()
+        pacer = DecodingPacer()
+        self._small = BodyRoom("small bodies", most_small, MAX_SMALL_BODIES * MAX_SMALL_BODY, pacer=pacer)
+        self._large = BodyRoom("large bodies", most_large, MAX_LARGE_BODIES_BYTES, pacer=pacer)
+        self.grpc = grpc_room(pacer)
 
     def of_size(self, size: int | None) -> BodyRoom:
         """For an HTTP body that says how long it will be, or None if it does not."""
         return self._small if size is not None and size <= MAX_SMALL_BODY else self._large
 
 
-def grpc_room() -> BodyRoom:
+def grpc_room(pacer: DecodingPacer | None = None) -> BodyRoom:
     """For requests over gRPC, which do not say how long they will be. The library shows only whole ones."""
     most_bytes = MAX_GRPC_BODIES * MAX_BODY_BYTES
-    return BodyRoom("gRPC requests", MAX_GRPC_BODIES, most_bytes, MAX_GRPC_BODIES_PER_PEER)
+    return BodyRoom("gRPC requests", MAX_GRPC_BODIES, most_bytes, MAX_GRPC_BODIES_PER_PEER, pacer)

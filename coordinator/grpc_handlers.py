@@ -55,7 +55,9 @@ def _parsed(
         async with told(context):
             methods.authenticate(context)
             async with room.take(MAX_BODY_BYTES, context.peer()) as body:
-                request = _read(await _first(context, body), kind)
+                data = await _first(context, body)
+                await body.wait_to_decode(len(data))
+                request = _read(data, kind)
         return await method(request, context)
 
     return call

@@ -164,7 +164,9 @@ class Intake:
             with _numbered(number, wordings):
                 if not isinstance(wording, str | Conversation):
                     limits.check_prompt_length(len(wording), bounds)
-                prompts.append(await _encode(text, wording, most))
+                prompt = await _encode(text, wording, most)
+                limits.check_prompt_length(len(prompt), bounds)  # before any time goes into the others
+                prompts.append(prompt)
             await asyncio.sleep(0)
         return prompts
 

@@ -27,7 +27,9 @@ async def arriving(request: Request, limit: float, bodies: ArrivingBodies) -> As
     first = MAX_SMALL_BODY if declared is None else min(declared, MAX_SMALL_BODY)  # may lie in buffers already
     owner = request.client.host if request.client else ""
     async with bodies.of_size(declared).take(first, owner) as room:
-        yield await _read(request, min(limit, BODY_SECONDS), room)
+        body = await _read(request, min(limit, BODY_SECONDS), room)
+        await room.wait_to_decode(len(body))
+        yield body
 
 
 def check_media_type(request: Request) -> None:

@@ -9,7 +9,7 @@ import msgspec
 
 from baton.errors import InvalidRequest
 from baton.limits import check_count, check_message_count, check_prompt_count
-from coordinator.http.json_bounds import check_json_size, check_names_once
+from coordinator.http.json_bounds import blank_escapes, check_json_size, check_names_once
 from coordinator.http.known_fields import shape_of, without_unknown_fields
 from coordinator.http.unserved_fields import NoOps, with_unserved_fields
 from coordinator.text_workers import TextWorkers
@@ -54,14 +54,15 @@ class Decoder(Generic[Kind]):
         return work() if len(body) <= INLINE_BYTES else await workers.run(work, len(body))
 
     def decode_now(self, body: bytes) -> Kind:
-        check_json_size(body)
+        plain = blank_escapes(body)
+        check_json_size(plain)
         try:
             request = self._decode_known(body)
         except msgspec.ValidationError as error:
             raise _explain(str(error), body) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _not_json(error) from None
-        check_names_once(body)
+        check_names_once(body, plain)
         _check_counts(request)
         _check_no_ops(request)
         return request

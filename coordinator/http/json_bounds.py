@@ -1,7 +1,7 @@
 """What the text of a JSON body says about itself before it is decoded, and which names it gives twice.
 
-A decoder holds Python's lock until it is done, so how many objects it may make is bounded before. Both functions look
-at bytes alone: escapes are blanked, so that a quote is the end of a string or the beginning of one.
+A decoder holds Python's lock until it is done, so how many objects it may make is bounded before. Both checks look
+at bytes alone, with escapes blanked, so that a quote is the end of a string or the beginning of one.
 """
 
 import re
@@ -17,11 +17,17 @@ _NAMES_AND_BRACES = re.compile(rb'"([^"]*)"(\s*:)?|[{}]')
 _SHOWN = 64  # characters of a name
 
 
-def check_json_size(body: bytes) -> None:
-    """Raises InvalidRequest for a body of more names, strings, objects, arrays or values than are decoded."""
-    if len(body) < _SURELY_WITHIN:
+def blank_escapes(body: bytes) -> bytes:
+    """The body with its escaped quotes and backslashes overwritten; its length is the same. A backslash is in a
+    string or the text is no JSON, and the first of two escapes the second."""
+    return body.replace(b"\\\\", b"__").replace(b'\\"', b"__") if b"\\" in body else body
+
+
+def check_json_size(plain: bytes) -> None:
+    """Raises InvalidRequest for a body of more names, strings, objects, arrays or values than are decoded. `plain` is
+    the body without escapes."""
+    if len(plain) < _SURELY_WITHIN:
         return
-    plain = _without_escapes(body)
     strings = plain.count(b'"') // 2
     if strings > MAX_JSON_STRINGS:
         _refuse(strings, "strings", MAX_JSON_STRINGS)
@@ -36,10 +42,9 @@ def check_json_size(body: bytes) -> None:
         _refuse(values, "values", MAX_JSON_VALUES)
 
 
-def check_names_once(body: bytes) -> None:
+def check_names_once(body: bytes, plain: bytes) -> None:
     """Raises InvalidRequest for a name that an object gives twice: readers of JSON differ in which one counts. `body`
-    is JSON."""
-    plain = _without_escapes(body)
+    is JSON, `plain` the same without escapes."""
     if plain.count(b":") < 2:
         return
     objects: list[set[bytes | str]] = []  # the names of each object that is open
@@ -65,12 +70,6 @@ def _name(written: bytes) -> bytes | str:
     read = msgspec.json.decode(b'"%b"' % written, type=str)
     plain = msgspec.json.encode(read)[1:-1]
     return read if b"\\" in plain else plain
-
-
-def _without_escapes(body: bytes) -> bytes:
-    """Of the same length. A backslash is in a string or the text is no JSON, and the first of two escapes the
-    second."""
-    return body.replace(b"\\\\", b"__").replace(b'\\"', b"__") if b"\\" in body else body
 
 
 def _refuse(count: int, what: str, most: int) -> NoReturn:

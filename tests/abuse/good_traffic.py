@@ -13,12 +13,20 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import grpc
+import grpc.aio
+
+from baton.pb.generation_pb2 import GenerateRequest
+from baton.pb.generation_pb2_grpc import GenerationStub
 from tests import http_exchange
 from tests.virtual_cluster import percentile
 
 REFUSALS = (429, 503)
 _OUTPUT = 12  # tokens of each answer
 _PROMPTS = 8  # that are repeated
+_LARGE = 100_000  # bytes that make a body a large one
+_OWN_CONNECTION = (("grpc.use_local_subchannel_pool", 1),)
+_HTTP_STATUS = {grpc.StatusCode.RESOURCE_EXHAUSTED: 429, grpc.StatusCode.UNAVAILABLE: 503}
 _PATIENCE = 60.0  # seconds that a client waits for its answer
 
 
@@ -65,11 +73,14 @@ class Report:
 
 @dataclass(slots=True)
 class GoodTraffic:
-    """Asks one HTTP address. `record_answers` before `run`."""
+    """Asks one cluster over HTTP, every fourth time with a body of more than 64 KiB and every fifth time over gRPC, on
+    a connection of its own each time. `record_answers` before `run`."""
 
-    address: str  # host:port
+    address: str  # host:port of HTTP
+    grpc_address: str
     _recorded: dict[str, str] = field(default_factory=dict)
     _serial: "itertools.count[int]" = field(default_factory=itertools.count)
+    _asked: "itertools.count[int]" = field(default_factory=itertools.count)
 
     async def record_answers(self) -> None:
         """Ask each of the prompts that are repeated once, while nothing else runs."""
@@ -104,18 +115,42 @@ class GoodTraffic:
         )
 
     async def _ask(self, prompt: str, due: float) -> Outcome:
-        outcome = Outcome(prompt)
+        outcome, number = Outcome(prompt), next(self._asked)
         try:
             async with asyncio.timeout(_PATIENCE):
-                await self._read_answer(outcome, due)
+                if number % 5 == 4:
+                    await self._read_grpc_answer(outcome, due)
+                else:
+                    await self._read_answer(outcome, due, {"user": "a" * _LARGE} if number % 4 == 3 else {})
         except (OSError, http_exchange.Cut, TimeoutError) as error:
             outcome.error = repr(error)
         outcome.ended = time.monotonic() - due
         return outcome
 
-    async def _read_answer(self, outcome: Outcome, due: float) -> None:
+    async def _read_grpc_answer(self, outcome: Outcome, due: float) -> None:
+        request = GenerateRequest(text=outcome.prompt, max_tokens=_OUTPUT, temperature=0, ignore_eos=True)
+        try:
+            async with grpc.aio.insecure_channel(self.grpc_address, options=_OWN_CONNECTION) as channel:
+                async for message in GenerationStub(channel).Generate(request, timeout=_PATIENCE):
+                    outcome.first = outcome.first or time.monotonic() - due
+                    outcome.text += message.text
+            outcome.status = 200
+        except grpc.aio.AioRpcError as error:
+            outcome.error = f"{error.code().name} {error.details()}"[:200]
+            # Only what the coordinator refused has a code of its own: a connection that broke has none.
+            if any(key == "baton-error-code" for key, _ in error.trailing_metadata() or ()):
+                outcome.status = _HTTP_STATUS.get(error.code(), 0)
+
+    async def _read_answer(self, outcome: Outcome, due: float, more: Mapping[str, str]) -> None:
         host, _, port = self.address.rpartition(":")
-        body = {"prompt": outcome.prompt, "max_tokens": _OUTPUT, "temperature": 0, "ignore_eos": True, "stream": True}
+        body = {
+            "prompt": outcome.prompt,
+            "max_tokens": _OUTPUT,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            **more,
+        }
         done = False
         async with http_exchange.post((host, int(port)), "/v1/completions", body, {}) as answer:
             outcome.status = answer.status

@@ -44,7 +44,7 @@ class Scene:
     def __init__(self, cluster: Cluster, seconds: float, figures: Figures) -> None:
         self.cluster = cluster
         self.seconds = seconds
-        self.traffic = GoodTraffic(cluster.where.http)
+        self.traffic = GoodTraffic(cluster.where.http, cluster.where.grpc)
         self._figures = figures
         self._idle: Report | None = None
 
