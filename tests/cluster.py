@@ -34,6 +34,7 @@ from baton.config import Config
 from baton.pb import cluster_pb2
 from tests.answers import Answer, Call, cluster_call, collect, streaming
 from tests.child_logs import ChildLogs
+from tests.fork_server import ForkedProcess, start_process
 from tests.processes import before_any_ends, environ_of, module_of, pids_with, wait_for_end
 
 UP = "up"  # the supervisor's name in pids() and logs
@@ -83,10 +84,9 @@ class Cluster:
         self._also = dict(also or {})
         self._wait_ready = wait_ready
         self._start_timeout = start_timeout
-        # Of each process, soft and hard. A shell sets it: what this process lowered, it could not raise again.
-        self._prefix = ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(open_files)] if open_files else []
+        self._open_files = open_files  # of each process, soft and hard
         self._specs: dict[str, plan.ChildSpec] = {}
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, subprocess.Popen[bytes] | ForkedProcess] = {}
         self.where: Endpoints
         self.left_processes: dict[int, str] = {}
         self.left_segments: list[str] = []
@@ -128,7 +128,9 @@ class Cluster:
             held.close()
         if error is not None:
             self.print_logs()
-        self.left_processes = {pid: _name_of(pid) for pid in self._all_pids()}
+        self.left_processes = {pid: _name_of(pid) for pid in self._all_pids()} | {
+            process.pid: name for name, process in self._processes.items() if process.poll() is None
+        }
         for pid in self.left_processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -150,11 +152,15 @@ class Cluster:
         """Start a process that does not run: again after a kill, or for the first time if it was held back."""
         process = self._processes.get(name)
         assert process is None or process.poll() is not None, f"{name} runs already"
-        module, environ = ("baton.cli", self._up_environ()) if name == UP else self._child(name)
-        arguments = ["up"] if name == UP else []
+        if name != UP:
+            module, environ = self._child(name)
+            self._processes[name] = start_process(
+                module, environ, self.logs.target(name), open_files=self._open_files
+            )
+            return
         self._processes[name] = subprocess.Popen(
-            [*self._prefix, sys.executable, "-m", module, *arguments],
-            env=environ,
+            [sys.executable, "-m", "baton.cli", "up"],
+            env=self._up_environ(),
             stdin=subprocess.DEVNULL,
             stdout=self.logs.target(name),
             stderr=subprocess.STDOUT,

@@ -1,0 +1,174 @@
+"""Processes of ours for tests, forked from one that has imported everything.
+
+Importing torch, grpc and the rest takes a process one to three seconds of CPU, and the test suite starts hundreds of
+processes. `start_process` asks a server, which is a Python process with a single thread, to fork: the child has an
+environment, output and session of its own and runs `python -m MODULE` from there on. `baton up` and whatever depends
+on the command line or on the environment as /proc shows it start real interpreters instead.
+"""
+
+import atexit
+import importlib
+import json
+import os
+import resource
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from tests.processes import wait_for_end
+
+_PRELOADED = (
+    "coordinator.__main__",
+    "decode_node.__main__",
+    "kv_pool.__main__",
+    "prefill_node.__main__",
+    "kv_kernels.torch_kernels",
+    "kv_pool.client",
+    "kv_pool.process",
+    "kv_transfer.factory",
+    "node_engine.model.engine",
+    "node_engine.paced",
+)
+# Read by libraries when they are imported; otherwise as `baton up` sets them.
+_AT_IMPORT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "GRPC_VERBOSITY": "ERROR"}
+_MAX_REQUEST = 1 << 18  # bytes
+
+
+class ForkedProcess:
+    """As `subprocess.Popen`, of a process that `start_process` has started."""
+
+    def __init__(self, server: "_ForkServer", pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._server = server
+        self._handle = os.pidfd_open(pid)  # valid until the server has reaped the process
+        self._lock = threading.Lock()
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        with self._lock:
+            if self.returncode is None and wait_for_end(os.dup(self._handle), 0):
+                self.returncode = self._server.reap_process(self.pid)
+                os.close(self._handle)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        if self.poll() is None:
+            wait_for_end(os.dup(self._handle), 1e6 if timeout is None else timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout or 0.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._handle, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def start_process(
+    module: str, environ: Mapping[str, str], output: int, *, open_files: int = 0
+) -> ForkedProcess:
+    """Run `python -m module` with this environment, and `output` as standard output and error. `open_files` is its
+    limit of descriptors, if not 0."""
+    return _server().start_process(module, environ, output, open_files)
+
+
+class _ForkServer:
+    """The client's side."""
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())],
+                env={**os.environ, **_AT_IMPORT},
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        self._lock = threading.Lock()
+
+    def start_process(self, module: str, environ: Mapping[str, str], output: int, open_files: int) -> ForkedProcess:
+        request = {"module": module, "environ": dict(environ), "open_files": open_files, "folder": os.getcwd()}
+        with self._lock:
+            socket.send_fds(self._socket, [json.dumps(request).encode()], [output])
+            return ForkedProcess(self, int(self._receive()))
+
+    def reap_process(self, pid: int) -> int:
+        """Of a process that has ended."""
+        with self._lock:
+            self._socket.send(json.dumps({"reap": pid}).encode())
+            return int(self._receive())
+
+    def close(self) -> None:
+        self._socket.close()
+        self._process.wait()
+
+    def _receive(self) -> bytes:
+        answer = self._socket.recv(64)
+        if not answer:
+            raise RuntimeError(f"the fork server has ended with code {self._process.wait()}")
+        return answer
+
+
+@cache
+def _server() -> _ForkServer:
+    server = _ForkServer()
+    atexit.register(server.close)
+    return server
+
+
+def _serve(control: socket.socket) -> None:
+    """Until the client closes its end. Returns in each child as well, whose `_run` has then been called."""
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    assert threading.active_count() == 1
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, _MAX_REQUEST, 1)
+        if not message:
+            return
+        request = json.loads(message)
+        if "reap" in request:
+            _, status = os.waitpid(request["reap"], 0)
+            control.send(str(os.waitstatus_to_exitcode(status)).encode())
+            continue
+        pid = os.fork()
+        if pid == 0:
+            control.close()
+            _become(request, descriptors[0])
+            runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+            return
+        os.close(descriptors[0])
+        control.send(str(pid).encode())
+
+
+def _become(request: Mapping[str, Any], output: int) -> None:
+    os.setsid()
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    os.close(output)
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    os.environ["BATON_SUPERVISOR_PID"] = str(os.getppid())
+    if request["open_files"]:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (request["open_files"],) * 2)
+    sys.argv = [request["module"]]
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))
