@@ -19,42 +19,42 @@ HASH_BYTES = 32
 TOKEN_BYTES = 4
 
 
-def _field(tag: bytes, value: bytes) -> bytes:
+def _encode_field(tag: bytes, value: bytes) -> bytes:
     return struct.pack(">B", len(tag)) + tag + struct.pack(">Q", len(value)) + value
 
 
-_PARENT = _field(b"parent", bytes(32))[:-32]  # what precedes any parent
+_PARENT_FIELD_PREFIX = _encode_field(b"parent", bytes(32))[:-32]  # what precedes any parent
 
 
 @cache
-def _tokens_head(size: int) -> bytes:
+def _tokens_field_prefix(size: int) -> bytes:
     """What precedes `size` bytes of tokens: a full block's, or less at the end of a context."""
-    return _field(b"tokens", bytes(size))[:-size] if size else _field(b"tokens", b"")
+    return _encode_field(b"tokens", bytes(size))[:-size] if size else _encode_field(b"tokens", b"")
 
 
 def root_hash(model_digest: bytes, layout: KVLayout, salt: bytes) -> BlockHash:
     """The parent of a first block: what must agree before any tokens can."""
-    digest = hashlib.sha256(_field(b"baton.kv", b"1"))
-    digest.update(_field(b"model", model_digest))
+    digest = hashlib.sha256(_encode_field(b"baton.kv", b"1"))
+    digest.update(_encode_field(b"model", model_digest))
     for name in ("num_layers", "num_kv_heads", "head_dim", "block_size"):
-        digest.update(_field(name.encode(), struct.pack(">Q", getattr(layout, name))))
-    digest.update(_field(b"dtype", layout.dtype.encode()))
-    digest.update(_field(b"salt", salt))
+        digest.update(_encode_field(name.encode(), struct.pack(">Q", getattr(layout, name))))
+    digest.update(_encode_field(b"dtype", layout.dtype.encode()))
+    digest.update(_encode_field(b"salt", salt))
     return BlockHash(digest.digest())
 
 
 def block_hash(parent: BlockHash, tokens: Sequence[int]) -> BlockHash:
     """Name of the block that holds `tokens` (token ids below 2**32) after `parent`."""
     packed = struct.pack(f">{len(tokens)}I", *tokens)
-    return BlockHash(hashlib.sha256(_PARENT + parent + _tokens_head(len(packed)) + packed).digest())
+    return BlockHash(hashlib.sha256(_PARENT_FIELD_PREFIX + parent + _tokens_field_prefix(len(packed)) + packed).digest())
 
 
-def short_name(name: BlockHash) -> int:
+def short_hash(name: BlockHash) -> int:
     """Enough of a BlockHash for a hint: among a million blocks two are alike once in 37 million such sets."""
     return int.from_bytes(name[:8], "big")
 
 
-def chain(root: BlockHash, tokens: Sequence[int], block_size: int) -> Iterator[BlockHash]:
+def iter_block_hashes(root: BlockHash, tokens: Sequence[int], block_size: int) -> Iterator[BlockHash]:
     """Hashes of the full blocks of `tokens`, first to last."""
     parent = root
     for start in range(0, len(tokens) - block_size + 1, block_size):
@@ -70,11 +70,11 @@ def pack_tokens(tokens: Sequence[int]) -> bytes:
     return packed.tobytes()
 
 
-def chain_names(root: BlockHash, packed: bytes, block_size: int) -> bytes:
+def compute_packed_hashes(root: BlockHash, packed: bytes, block_size: int) -> bytes:
     """`chain` of packed tokens, all at once: 32 bytes for each full block."""
     size = block_size * TOKEN_BYTES
-    between = _tokens_head(size)
-    begun = hashlib.sha256(_PARENT)  # copying it is cheaper than beginning anew
+    between = _tokens_field_prefix(size)
+    begun = hashlib.sha256(_PARENT_FIELD_PREFIX)  # copying it is cheaper than beginning anew
     names, parent = [], bytes(root)
     for (tokens,) in struct.iter_unpack(f"{size}s", packed[: len(packed) // size * size]):
         message = begun.copy()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 Clock = Callable[[], float]  # seconds on a steady clock with an arbitrary origin
 
-steady: Clock = time.monotonic
+monotonic_clock: Clock = time.monotonic
 
 
 class FakeClock:

@@ -19,40 +19,40 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from baton.cluster_secret import derive_secret
 
-DECODE_NAME = "decode.baton.internal"  # whom a writer expects, wherever it dials
-COORDINATOR_NAME = "coordinator.baton.internal"  # whom a node or a pool expects
-_NODE_NAME = "node.baton.internal"
-_WRITER_NAME = "writer.baton.internal"
+DECODE_CERTIFICATE_NAME = "decode.baton.internal"  # whom a writer expects, wherever it dials
+COORDINATOR_CERTIFICATE_NAME = "coordinator.baton.internal"  # whom a node or a pool expects
+_NODE_CERTIFICATE_NAME = "node.baton.internal"
+_WRITER_CERTIFICATE_NAME = "writer.baton.internal"
 _AUTHORITY = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "baton cluster")])
-_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of NIST P-256
+_CURVE_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551  # of NIST P-256
 # The token says how long it is good for, not a calendar; clocks of different hosts are never compared. A host whose
 # clock was never set begins at the epoch.
-_FROM = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
-_UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)  # RFC 5280: no defined end
+_VALID_FROM = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
+_VALID_UNTIL = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)  # RFC 5280: no defined end
 
 
-def decode_credentials(token: str) -> grpc.ServerCredentials:
+def decode_server_credentials(token: str) -> grpc.ServerCredentials:
     """Of the end that listens: writers have to show a certificate of this cluster."""
-    authority = _authority(token)
-    shown = _issue(authority, DECODE_NAME, ExtendedKeyUsageOID.SERVER_AUTH)
-    return grpc.ssl_server_credentials([shown], _self_signed(authority), require_client_auth=True)
+    authority = _derive_authority_key(token)
+    shown = _issue_certificate(authority, DECODE_CERTIFICATE_NAME, ExtendedKeyUsageOID.SERVER_AUTH)
+    return grpc.ssl_server_credentials([shown], _authority_certificate(authority), require_client_auth=True)
 
 
-def writer_credentials(token: str) -> grpc.ChannelCredentials:
-    return _dialling_credentials(token, _WRITER_NAME)
+def writer_channel_credentials(token: str) -> grpc.ChannelCredentials:
+    return _channel_credentials(token, _WRITER_CERTIFICATE_NAME)
 
 
-def _dialling_credentials(token: str, name: str) -> grpc.ChannelCredentials:
-    authority = _authority(token)
-    key, certificate = _issue(authority, name, ExtendedKeyUsageOID.CLIENT_AUTH)
-    return grpc.ssl_channel_credentials(_self_signed(authority), key, certificate)
+def _channel_credentials(token: str, name: str) -> grpc.ChannelCredentials:
+    authority = _derive_authority_key(token)
+    key, certificate = _issue_certificate(authority, name, ExtendedKeyUsageOID.CLIENT_AUTH)
+    return grpc.ssl_channel_credentials(_authority_certificate(authority), key, certificate)
 
 
-def coordinator_credentials(token: str, on_handshake: Callable[[], None]) -> grpc.ServerCredentials:
+def coordinator_server_credentials(token: str, on_handshake: Callable[[], None]) -> grpc.ServerCredentials:
     """Of the cluster port. gRPC calls `on_handshake`, on a thread of its own, whenever a connection begins one."""
-    authority = _authority(token)
-    shown = _issue(authority, COORDINATOR_NAME, ExtendedKeyUsageOID.SERVER_AUTH)
-    configuration = grpc.ssl_server_certificate_configuration([shown], _self_signed(authority))
+    authority = _derive_authority_key(token)
+    shown = _issue_certificate(authority, COORDINATOR_CERTIFICATE_NAME, ExtendedKeyUsageOID.SERVER_AUTH)
+    configuration = grpc.ssl_server_certificate_configuration([shown], _authority_certificate(authority))
 
     def fetch() -> None:  # gRPC asks for a newer configuration here: there is none
         on_handshake()
@@ -60,32 +60,32 @@ def coordinator_credentials(token: str, on_handshake: Callable[[], None]) -> grp
     return grpc.dynamic_ssl_server_credentials(configuration, fetch, require_client_authentication=True)
 
 
-def node_credentials(token: str) -> grpc.ChannelCredentials:
+def node_channel_credentials(token: str) -> grpc.ChannelCredentials:
     """Of a node or a pool that dials the coordinator."""
-    return _dialling_credentials(token, _NODE_NAME)
+    return _channel_credentials(token, _NODE_CERTIFICATE_NAME)
 
 
 @lru_cache(maxsize=8)
-def _authority(token: str) -> ec.EllipticCurvePrivateKey:
+def _derive_authority_key(token: str) -> ec.EllipticCurvePrivateKey:
     """40 bytes for a number of 32, so that no value of it is likelier than another (NIST SP 800-186, extra bits)."""
     seed = int.from_bytes(derive_secret(token, b"baton cluster authority v1", 40), "big")
-    return ec.derive_private_key(seed % (_ORDER - 1) + 1, ec.SECP256R1())
+    return ec.derive_private_key(seed % (_CURVE_ORDER - 1) + 1, ec.SECP256R1())
 
 
-def _self_signed(authority: ec.EllipticCurvePrivateKey) -> bytes:
+def _authority_certificate(authority: ec.EllipticCurvePrivateKey) -> bytes:
     """The authority's certificate. Another process's differs in serial number and signature, which is no matter: name
     and key are what a chain is checked against."""
     use = _key_usage(certificates=True)
-    built = _unsigned(_AUTHORITY, authority.public_key(), authority)
+    built = _certificate_builder(_AUTHORITY, authority.public_key(), authority)
     built = built.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-    return _signed(built.add_extension(use, critical=True), authority)
+    return _sign_to_pem(built.add_extension(use, critical=True), authority)
 
 
-def _issue(authority: ec.EllipticCurvePrivateKey, name: str, purpose: x509.ObjectIdentifier) -> tuple[bytes, bytes]:
+def _issue_certificate(authority: ec.EllipticCurvePrivateKey, name: str, purpose: x509.ObjectIdentifier) -> tuple[bytes, bytes]:
     """A fresh private key and its certificate, both PEM."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    built = _unsigned(subject, key.public_key(), authority)
+    built = _certificate_builder(subject, key.public_key(), authority)
     built = built.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
     built = built.add_extension(_key_usage(certificates=False), critical=True)
     built = built.add_extension(x509.ExtendedKeyUsage([purpose]), critical=True)
@@ -93,10 +93,10 @@ def _issue(authority: ec.EllipticCurvePrivateKey, name: str, purpose: x509.Objec
     secret = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    return secret, _signed(built, authority)
+    return secret, _sign_to_pem(built, authority)
 
 
-def _unsigned(
+def _certificate_builder(
     subject: x509.Name, key: ec.EllipticCurvePublicKey, authority: ec.EllipticCurvePrivateKey
 ) -> x509.CertificateBuilder:
     built = x509.CertificateBuilder(
@@ -104,8 +104,8 @@ def _unsigned(
         subject_name=subject,
         public_key=key,
         serial_number=x509.random_serial_number(),
-        not_valid_before=_FROM,
-        not_valid_after=_UNTIL,
+        not_valid_before=_VALID_FROM,
+        not_valid_after=_VALID_UNTIL,
     )
     built = built.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
@@ -127,5 +127,5 @@ def _key_usage(*, certificates: bool) -> x509.KeyUsage:
     )
 
 
-def _signed(built: x509.CertificateBuilder, authority: ec.EllipticCurvePrivateKey) -> bytes:
+def _sign_to_pem(built: x509.CertificateBuilder, authority: ec.EllipticCurvePrivateKey) -> bytes:
     return built.sign(authority, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)

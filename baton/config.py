@@ -17,8 +17,8 @@ from msgspec import Meta
 from baton.errors import ConfigError
 
 Port = Annotated[int, Meta(ge=0, le=65535)]
-Positive = Annotated[int, Meta(ge=1)]
-Count = Annotated[int, Meta(ge=0)]
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
 MAX_SECONDS = 1e6  # eleven days; timers do not take an infinite wait
 Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 
@@ -26,7 +26,7 @@ Seconds = Annotated[float, Meta(gt=0, le=MAX_SECONDS)]
 NO_POOL = "0"  # as --pool-memory, and as --pool-disk
 
 
-def _help(text: str) -> Meta:
+def _help_text(text: str) -> Meta:
     return Meta(description=text)
 
 
@@ -50,13 +50,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     threads: Annotated[str, _help("Compute threads of a node; auto: the cores, shared out among the nodes")] = "auto"
 
     # the cluster
-    prefill: Annotated[Count, _help("Prefill nodes that `up` starts; 0 is colocated")] = 1
-    decode: Annotated[Positive, _help("Decode nodes that `up` starts")] = 1
+    prefill: Annotated[NonNegativeInt, _help("Prefill nodes that `up` starts; 0 is colocated")] = 1
+    decode: Annotated[PositiveInt, _help("Decode nodes that `up` starts")] = 1
     mode: Annotated[
         Literal["disaggregated", "colocated", "auto"],
         _help("Who computes prompts: prefill nodes, decode nodes, or auto: whichever is predicted to be sooner"),
     ] = "disaggregated"
-    max_model_len: Annotated[Count, _help("Longest prompt plus output in tokens; 0 takes the model's own")] = 0
+    max_model_len: Annotated[NonNegativeInt, _help("Longest prompt plus output in tokens; 0 takes the model's own")] = 0
     kv_memory: Annotated[
         str, _help("Cache memory of a node: 4GiB, a share such as 0.5, or auto: a tenth, at most 1GiB")
     ] = "auto"
@@ -77,7 +77,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         _help("Seconds a request may wait, where its class has no max_wait, before service is degraded step by step"),
     ] = 5.0
     degraded_max_tokens: Annotated[
-        Count, _help("Most output tokens of new requests while service is degraded so far; 0: never capped")
+        NonNegativeInt, _help("Most output tokens of new requests while service is degraded so far; 0: never capped")
     ] = 0
     request_timeout: Annotated[
         Seconds, _help("Seconds a request may take at most, and when its client gives no deadline")
@@ -86,9 +86,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["error", "ignore"],
         _help("Fields of a request that Baton does not know: refuse the request, or drop and count them"),
     ] = "error"
-    max_queue: Annotated[Positive, _help("Requests that may wait; more are refused with 429")] = 1024
+    max_queue: Annotated[PositiveInt, _help("Requests that may wait; more are refused with 429")] = 1024
     max_queue_tokens: Annotated[
-        Positive, _help("Prompt tokens that may wait, about 36 bytes each; more are refused with 429")
+        PositiveInt, _help("Prompt tokens that may wait, about 36 bytes each; more are refused with 429")
     ] = 8388608
     placement: Annotated[
         Literal["round_robin", "least_loaded", "prefix_aware"], _help("How nodes are chosen for a request")
@@ -113,10 +113,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cluster_host: Annotated[str, _help("Address where nodes dial the coordinator")] = "127.0.0.1"
     cluster_port: Annotated[Port, _help("Port where nodes dial the coordinator; 0 picks a free one")] = 0
     max_connections: Annotated[
-        Count, _help("Connections that the HTTP port may hold, and the gRPC port; 0: by the limit of open files")
+        NonNegativeInt, _help("Connections that the HTTP port may hold, and the gRPC port; 0: by the limit of open files")
     ] = 0
     max_connections_per_address: Annotated[
-        Count, _help("Connections to one port from one address that is not loopback; 0: half of what the port may hold")
+        NonNegativeInt, _help("Connections to one port from one address that is not loopback; 0: half of what the port may hold")
     ] = 0
     state_dir: Annotated[str, _help("Folder of `up`: ports in use, pids, logs of detached clusters")] = ""
 
@@ -150,7 +150,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["auto", "shm", "zmq", "grpc"],
         _help("How KV travels; auto: shared memory on one host, zmq between hosts"),
     ] = "auto"
-    layers_per_message: Annotated[Count, _help("Layers in one transfer message; 0 adapts")] = 0
+    layers_per_message: Annotated[NonNegativeInt, _help("Layers in one transfer message; 0 adapts")] = 0
 
     # the pool of a host
     pool: Annotated[str, _help("HOST:PORT of this host's pool; a node without one computes what it lacks")] = ""
@@ -176,7 +176,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stall: Annotated[Seconds, _help("Seconds without progress after which a busy node is given up")] = 15.0
     ticket_ttl: Annotated[Seconds, _help("Seconds a ticket lives without renewal")] = 10.0
     progress_timeout: Annotated[Seconds, _help("Seconds a started hand-off may stand still")] = 10.0
-    max_attempts: Annotated[Positive, _help("Placements of one request before it fails")] = 8
+    max_attempts: Annotated[PositiveInt, _help("Placements of one request before it fails")] = 8
     retry_budget: Annotated[
         float, Meta(ge=0, le=1), _help("Share of the requests that come in that may be retries after a failure")
     ] = 0.2
@@ -194,7 +194,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     paced_prefill_us_per_token: Annotated[float, Meta(ge=0), _help("Microseconds for each prompt token")] = 50.0
     paced_step_ms: Annotated[float, Meta(ge=0), _help("Milliseconds for each decode step")] = 2.0
     paced_sequence_us: Annotated[float, Meta(ge=0), _help("Microseconds of a decode step for each sequence")] = 20.0
-    paced_vocab_size: Annotated[Positive, _help("Token ids are below this")] = 32000
+    paced_vocab_size: Annotated[PositiveInt, _help("Token ids are below this")] = 32000
     paced_reread: Annotated[bool, _help("Check the whole context again at every full block (tests)")] = False
 
     log_level: Annotated[Literal["debug", "info", "warning", "error"], _help("Least weight that is logged")] = "info"
@@ -216,31 +216,31 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return self.pool_disk.strip() != NO_POOL
 
 
-SECRETS = frozenset({"api_key", "cluster_token", "admin_token"})
-PREFIX = "BATON_"
+SECRET_FIELDS = frozenset({"api_key", "cluster_token", "admin_token"})
+ENV_PREFIX = "BATON_"
 # Variables that are no settings: of commands, of tests, and between a supervisor and its children.
-OTHER_VARIABLES = frozenset(
+NON_SETTING_VARIABLES = frozenset(
     {
         *("BATON_CONFIG", "BATON_ENDPOINT", "BATON_URL", "BATON_FAILPOINTS", "BATON_FAILPOINTS_SEED"),
         *("BATON_SUPERVISOR_PID", "BATON_LIVENESS_FD"),
     }
 )
-_HINTS: dict[str, Any] = get_type_hints(Config, include_extras=True)
+_FIELD_TYPES: dict[str, Any] = get_type_hints(Config, include_extras=True)
 
 
-def description(field: str) -> str:
+def get_field_help(field: str) -> str:
     """The help text of a field, "" if it has none."""
-    return next((m.description for m in getattr(_HINTS[field], "__metadata__", ()) if m.description), "")
+    return next((m.description for m in getattr(_FIELD_TYPES[field], "__metadata__", ()) if m.description), "")
 
 
-def choices(field: str) -> tuple[str, ...]:
+def get_field_choices(field: str) -> tuple[str, ...]:
     """The words a field accepts, () if it is not a choice."""
-    hint = _HINTS[field]
+    hint = _FIELD_TYPES[field]
     literal = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     return get_args(literal) if get_origin(literal) is Literal else ()
 
 
-def resolve(flags: Mapping[str, object], *, environ: Mapping[str, str] = os.environ, file: str | None = None) -> Config:
+def resolve_config(flags: Mapping[str, object], *, environ: Mapping[str, str] = os.environ, file: str | None = None) -> Config:
     """Merge flags (those given), BATON_* variables, the TOML file and the defaults.
 
     Raises ConfigError naming the field, the value and where it came from.
@@ -248,8 +248,8 @@ def resolve(flags: Mapping[str, object], *, environ: Mapping[str, str] = os.envi
     merged: dict[str, object] = {}
     sources: dict[str, str] = {}
     path = file or environ.get("BATON_CONFIG")
-    layers = [(_from_file(path), f"file {path}")] if path else []
-    layers += [(_from_environ(environ), "environment"), (dict(flags), "command line")]
+    layers = [(_read_config_file(path), f"file {path}")] if path else []
+    layers += [(_read_environment(environ), "environment"), (dict(flags), "command line")]
     for values, source in layers:
         for key, value in values.items():
             if key not in Config.__struct_fields__:
@@ -257,29 +257,29 @@ def resolve(flags: Mapping[str, object], *, environ: Mapping[str, str] = os.envi
             merged[key], sources[key] = value, source
     for key in merged:
         try:
-            merged[key] = msgspec.convert(merged[key], _HINTS[key], strict=False)
+            merged[key] = msgspec.convert(merged[key], _FIELD_TYPES[key], strict=False)
         except msgspec.ValidationError as error:
-            shown = "(secret)" if key in SECRETS else repr(merged[key])
-            reason = f"it must be one of {', '.join(words)}" if (words := choices(key)) else str(error)
+            shown = "(secret)" if key in SECRET_FIELDS else repr(merged[key])
+            reason = f"it must be one of {', '.join(words)}" if (words := get_field_choices(key)) else str(error)
             raise ConfigError(f"{key} is {shown}: {reason} ({sources[key]})", param=key) from None
-    for key in SECRETS & merged.keys():
+    for key in SECRET_FIELDS & merged.keys():
         merged[key] = read_secret(str(merged[key]), key)
     return Config(**merged)  # type: ignore[arg-type]
 
 
-def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+def find_unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """One notice for each BATON_* variable that nothing reads, with the name it may have been meant as. They are no
     error: other programs may set some, as Kubernetes does for a service that is called baton."""
-    known = {PREFIX + field.upper() for field in Config.__struct_fields__} | OTHER_VARIABLES
+    known = {ENV_PREFIX + field.upper() for field in Config.__struct_fields__} | NON_SETTING_VARIABLES
     notices = []
-    for name in sorted(key for key in environ if key.startswith(PREFIX) and key not in known):
+    for name in sorted(key for key in environ if key.startswith(ENV_PREFIX) and key not in known):
         alike = difflib.get_close_matches(name, known - {"BATON_LIVENESS_FD", "BATON_SUPERVISOR_PID"}, n=1, cutoff=0.8)
         hint = f": did you mean {alike[0]}?" if alike else ""
         notices.append(f"{name} is set, and no setting is called so: it has no effect{hint}")
     return notices
 
 
-def model_name(config: Config) -> str:
+def get_served_model_name(config: Config) -> str:
     """What clients call the model: --served-model-name, or the last part of --model."""
     return config.served_model_name or Path(config.model).name or config.engine
 
@@ -307,7 +307,7 @@ def read_secret(value: str, field: str) -> str:
     return secret
 
 
-def _from_file(path: str) -> dict[str, object]:
+def _read_config_file(path: str) -> dict[str, object]:
     try:
         return tomllib.loads(Path(path).read_text())
     except OSError as error:
@@ -316,7 +316,7 @@ def _from_file(path: str) -> dict[str, object]:
         raise ConfigError(f"--config {path!r} is not TOML: {error}") from None
 
 
-def _from_environ(environ: Mapping[str, str]) -> dict[str, object]:
+def _read_environment(environ: Mapping[str, str]) -> dict[str, object]:
     fields = set(Config.__struct_fields__)
     found: dict[str, object] = {}
     for key, value in environ.items():

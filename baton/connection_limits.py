@@ -12,10 +12,10 @@ from baton.errors import ConfigError
 from baton.exposure import is_loopback
 
 COORDINATOR_PORTS = ("http", "grpc", "admin", "cluster")
-LINES_PER_SECOND = 0.1  # in the log, of one kind, about connections that were closed
-MOST_DESCRIPTORS = 1 << 16  # that are counted on, where the kernel would allow more
-_RESERVE_LEAST, _RESERVE_MOST = 64, 4096  # descriptors that no port gets: files, memory, dialling, this process's own
-_TWELFTHS = {
+LOG_LINES_PER_SECOND = 0.1  # in the log, of one kind, about connections that were closed
+MAX_DESCRIPTORS = 1 << 16  # that are counted on, where the kernel would allow more
+_MIN_RESERVE, _MAX_RESERVE = 64, 4096  # descriptors that no port gets: files, memory, dialling, this process's own
+_PORT_TWELFTHS = {
     "http": 4,
     "grpc": 3,
     "cluster": 2,
@@ -29,21 +29,21 @@ _CLIENT_PORTS = frozenset({"http", "grpc"})  # that --max-connections is about
 
 @dataclass(frozen=True, slots=True)
 class PortLimit:
-    most: int  # connections
-    per_address: int  # of one address that is not loopback: all users of this machine share that one
+    max_connections: int  # connections
+    max_per_address: int  # of one address that is not loopback: all users of this machine share that one
 
     @property
-    def ceiling(self) -> int:
+    def max_accepted(self) -> int:
         """Where a library accepts by itself, what it may hold until the oldest silent ones have been closed."""
-        return self.most + max(8, self.most // 4)
+        return self.max_connections + max(8, self.max_connections // 4)
 
 
-def port_limit(port: str, descriptors: int, *, most: int = 0, per_address: int = 0) -> PortLimit:
+def compute_port_limit(port: str, descriptors: int, *, most: int = 0, per_address: int = 0) -> PortLimit:
     """Of the port of this name in a process that may open `descriptors`. `most` and `per_address` are what was
     configured, 0 for what follows from the limit. Raises ConfigError for more than there can be."""
-    counted = min(descriptors, MOST_DESCRIPTORS)
-    reserve = min(max(_RESERVE_LEAST, counted // 8), _RESERVE_MOST)
-    possible = max(8, (counted - reserve) * _TWELFTHS[port] // 12)
+    counted = min(descriptors, MAX_DESCRIPTORS)
+    reserve = min(max(_MIN_RESERVE, counted // 8), _MAX_RESERVE)
+    possible = max(8, (counted - reserve) * _PORT_TWELFTHS[port] // 12)
     if port not in _CLIENT_PORTS:
         most = 0
     if most > possible:
@@ -57,29 +57,29 @@ def port_limit(port: str, descriptors: int, *, most: int = 0, per_address: int =
 
 
 @dataclass(frozen=True, slots=True)
-class Connection:
+class PortConnection:
     """One that a port holds."""
 
     descriptor: int
-    address: str  # of the other end
-    port: int  # of the other end
+    peer_address: str  # of the other end
+    peer_port: int  # of the other end
     is_silent: bool  # nothing was ever received
-    since: float  # when it was first seen, on a steady clock
+    first_seen_at: float  # when it was first seen, on a steady clock
 
 
-def connections_to_close(held: Sequence[Connection], limit: PortLimit) -> list[Connection]:
+def choose_connections_to_close(held: Sequence[PortConnection], limit: PortLimit) -> list[PortConnection]:
     """What is beyond the limit. The first to go are those that never sent anything, the oldest first; then the newest:
     who was here before is not pushed out."""
-    silent = sorted((one for one in held if one.is_silent), key=lambda one: one.since)
-    spoke = sorted((one for one in held if not one.is_silent), key=lambda one: -one.since)
+    silent = sorted((one for one in held if one.is_silent), key=lambda one: one.first_seen_at)
+    spoke = sorted((one for one in held if not one.is_silent), key=lambda one: -one.first_seen_at)
     order = [*silent, *spoke]
-    per_address = Counter(one.address for one in held if not is_loopback(one.address))
+    per_address = Counter(one.peer_address for one in held if not is_loopback(one.peer_address))
     closed = []
     for one in order:
-        if per_address[one.address] > limit.per_address:
-            per_address[one.address] -= 1
+        if per_address[one.peer_address] > limit.max_per_address:
+            per_address[one.peer_address] -= 1
             closed.append(one)
     chosen = set(closed)
-    excess = len(held) - len(closed) - limit.most
-    rest: Iterable[Connection] = (one for one in order if one not in chosen)
+    excess = len(held) - len(closed) - limit.max_connections
+    rest: Iterable[PortConnection] = (one for one in order if one not in chosen)
     return [*closed, *(one for one, _ in zip(rest, range(excess), strict=False))]

@@ -6,31 +6,31 @@ import sys
 from collections.abc import Awaitable, Callable
 
 from baton import log, runtime
-from baton.config import Config, unknown_variables
+from baton.config import Config, find_unknown_variables
 from baton.descriptors import raise_descriptor_limit
 from baton.errors import ConfigError
 from baton.failpoints import arm_from_environment
 from baton.process import log_capture
 
-END_GRACE = 12.0  # seconds that a stop may take beyond --drain-timeout
+STOP_GRACE_SECONDS = 12.0  # seconds that a stop may take beyond --drain-timeout
 
 
-def enter(settings: Callable[[], Config], main: Callable[[Config, asyncio.Event], Awaitable[None]]) -> int:
+def run_process(settings: Callable[[], Config], main: Callable[[Config, asyncio.Event], Awaitable[None]]) -> int:
     """Run `main(settings(), stop)` until it returns; the exit code of the process. It ends with its supervisor."""
     supervisor = os.environ.get("BATON_SUPERVISOR_PID")
     if supervisor:
-        runtime.die_with(int(supervisor))
+        runtime.exit_with_parent(int(supervisor))
     try:
         arm_from_environment()
         config = settings()
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return runtime.EXIT_USAGE
-    log.configure(config.log_level, config.log_format)
-    log_capture.install()
+    log.configure_logging(config.log_level, config.log_format)
+    log_capture.install_log_capture()
     raise_descriptor_limit()
     if not config.core_dumps:
-        runtime.forbid_core_dumps()
-    for notice in unknown_variables(os.environ):
-        log.get("settings").warning(notice)
-    return runtime.run(lambda stop: main(config, stop), longest_stop=config.drain_timeout + END_GRACE)
+        runtime.disable_core_dumps()
+    for notice in find_unknown_variables(os.environ):
+        log.get_logger("settings").warning(notice)
+    return runtime.run_event_loop(lambda stop: main(config, stop), longest_stop=config.drain_timeout + STOP_GRACE_SECONDS)

@@ -25,9 +25,9 @@ class BatonError(Exception):
 
     http_status: ClassVar[int] = 500
     grpc_code: ClassVar[str] = "INTERNAL"
-    type: ClassVar[str] = "server_error"  # OpenAI's error.type
+    openai_type: ClassVar[str] = "server_error"  # OpenAI's error.type
     code: ClassVar[str] = "internal_error"  # OpenAI's error.code; also the name on Baton's own wire
-    replaceable: ClassVar[bool] = False  # may the coordinator place the request again?
+    is_retryable: ClassVar[bool] = False  # may the coordinator place the request again?
 
     def __init__(self, message: str, *, param: str | None = None, retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -36,42 +36,42 @@ class BatonError(Exception):
         self.retry_after = retry_after
 
 
-class Rejected(BatonError):
+class RequestRejected(BatonError):
     """The request is refused; another attempt would not help."""
 
     http_status = 400
     grpc_code = "INVALID_ARGUMENT"
-    type = "invalid_request_error"
+    openai_type = "invalid_request_error"
     code = "invalid_request"
 
 
-class InvalidRequest(Rejected):
+class InvalidRequest(RequestRejected):
     """A value, a field or their combination is wrong."""
 
 
-class TooLong(Rejected):
+class ContextLengthExceeded(RequestRejected):
     """Prompt and output do not fit the context, or the cache."""
 
     code = "context_length_exceeded"
 
 
-class TooLarge(Rejected):
+class RequestTooLarge(RequestRejected):
     """The body is longer than is read."""
 
     http_status = 413
     code = "request_too_large"
 
 
-class Unauthenticated(Rejected):
+class Unauthenticated(RequestRejected):
     """A key is missing or wrong."""
 
     http_status = 401
     grpc_code = "UNAUTHENTICATED"
-    type = "authentication_error"
+    openai_type = "authentication_error"
     code = "invalid_api_key"
 
 
-class NotFound(Rejected):
+class NotFound(RequestRejected):
     """There is no such path, node or request."""
 
     http_status = 404
@@ -85,7 +85,7 @@ class ModelNotFound(NotFound):
     code = "model_not_found"
 
 
-class NotAvailable(Rejected):
+class NotSupported(RequestRejected):
     """It is not built in this version."""
 
     http_status = 501
@@ -93,34 +93,34 @@ class NotAvailable(Rejected):
     code = "not_available"
 
 
-class Overloaded(Rejected):
+class Overloaded(RequestRejected):
     """It would be served too late, too many wait (--max-queue), or its tenant has used up its limits."""
 
     http_status = 429
     grpc_code = "RESOURCE_EXHAUSTED"
-    type = "rate_limit_error"
+    openai_type = "rate_limit_error"
     code = "overloaded"
 
 
-class OverLimit(Overloaded):
+class TenantLimitExceeded(Overloaded):
     """Its tenant has used up a limit of its own: the cluster may well have room."""
 
 
-class Draining(Rejected):
+class ShuttingDown(RequestRejected):
     """The coordinator is stopping."""
 
     http_status = 503
     grpc_code = "UNAVAILABLE"
-    type = "server_error"
+    openai_type = "server_error"
     code = "draining"
 
 
-class Unavailable(Rejected):
+class ServiceUnavailable(RequestRejected):
     """No node can serve it now."""
 
     http_status = 503
     grpc_code = "UNAVAILABLE"
-    type = "server_error"
+    openai_type = "server_error"
     code = "unavailable"
 
 
@@ -137,10 +137,10 @@ class HandoffFailed(BatonError):
     http_status = 503
     grpc_code = "UNAVAILABLE"
     code = "handoff_failed"
-    replaceable = True
+    is_retryable = True
 
 
-class PeerGone(HandoffFailed):
+class PeerUnreachable(HandoffFailed):
     """The other end is gone or does not answer."""
 
     code = "peer_gone"
@@ -152,7 +152,7 @@ class LayoutMismatch(HandoffFailed):
     code = "layout_mismatch"
 
 
-class Incomplete(HandoffFailed):
+class IncompleteTransfer(HandoffFailed):
     """Slabs are missing, overlap, or do not fit the manifest."""
 
     code = "incomplete"
@@ -164,7 +164,7 @@ class ChecksumMismatch(HandoffFailed):
     code = "checksum_mismatch"
 
 
-class Stale(HandoffFailed):
+class StaleMessage(HandoffFailed):
     """Of another incarnation or attempt, or closed off."""
 
     code = "stale"
@@ -176,7 +176,7 @@ class LeaseExpired(HandoffFailed):
     code = "lease_expired"
 
 
-class Unmappable(HandoffFailed):
+class UnmappableSegment(HandoffFailed):
     """The writer cannot map decode's segment: the two are not on one host after all."""
 
     code = "unmappable"
@@ -188,7 +188,7 @@ class NodeFailed(BatonError):
     http_status = 503
     grpc_code = "UNAVAILABLE"
     code = "node_failed"
-    replaceable = True
+    is_retryable = True
 
 
 class OutOfBlocks(NodeFailed):
@@ -203,7 +203,7 @@ class OutOfMemory(NodeFailed):
     code = "out_of_memory"
 
 
-class Stalled(NodeFailed):
+class NodeStalled(NodeFailed):
     """No progress, or no answer."""
 
     code = "stalled"
@@ -215,19 +215,19 @@ class Preempted(NodeFailed):
     code = "preempted"
 
 
-class WrongModel(NodeFailed):
+class ModelMismatch(NodeFailed):
     """The request is bound to another model than the node serves."""
 
     code = "wrong_model"
 
 
-class NodeGone(NodeFailed):
+class NodeLost(NodeFailed):
     """The node left the cluster."""
 
     code = "node_gone"
 
 
-class Drained(NodeFailed):
+class NodeDrained(NodeFailed):
     """The node is taken out of service and has had its time."""
 
     code = "drained"
@@ -238,7 +238,7 @@ class DeadlineExceeded(BatonError):
 
     http_status = 504
     grpc_code = "DEADLINE_EXCEEDED"
-    type = "timeout_error"
+    openai_type = "timeout_error"
     code = "deadline_exceeded"
 
 
@@ -247,7 +247,7 @@ class Cancelled(BatonError):
 
     http_status = 499
     grpc_code = "CANCELLED"
-    type = "cancelled"
+    openai_type = "cancelled"
     code = "cancelled"
 
 
@@ -257,25 +257,25 @@ class ConfigError(BatonError):
     code = "config"
 
 
-def _tree(root: type[BatonError]) -> dict[str, type[BatonError]]:
+def _errors_by_code(root: type[BatonError]) -> dict[str, type[BatonError]]:
     found: dict[str, type[BatonError]] = {}
     for child in root.__subclasses__():
-        found.update(_tree(child))
+        found.update(_errors_by_code(child))
         if "code" in vars(child):
             found[child.code] = child
     return found
 
 
-BY_CODE: dict[str, type[BatonError]] = _tree(BatonError)
+ERRORS_BY_CODE: dict[str, type[BatonError]] = _errors_by_code(BatonError)
 
 
-def from_code(code: str, message: str, param: str | None = None) -> BatonError:
+def error_from_code(code: str, message: str, param: str | None = None) -> BatonError:
     """Rebuild an error that crossed Baton's own wire. An unknown code becomes a plain BatonError."""
-    return BY_CODE.get(code, BatonError)(message, param=param)
+    return ERRORS_BY_CODE.get(code, BatonError)(message, param=param)
 
 
-def from_peer(code: str, message: str) -> BatonError:
+def handoff_error_from_peer(code: str, message: str) -> BatonError:
     """Rebuild the reason for which the other end of a hand-off gave it up. It ends the hand-off and never the request:
     whether that can be served elsewhere is not the peer's to say. Cancelled stays what it is: somebody meant it."""
-    error = from_code(code, message)
-    return error if error.replaceable or isinstance(error, Cancelled) else HandoffFailed(f"the other end: {message}")
+    error = error_from_code(code, message)
+    return error if error.is_retryable or isinstance(error, Cancelled) else HandoffFailed(f"the other end: {message}")

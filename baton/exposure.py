@@ -25,7 +25,7 @@ def is_numeric_or_local(host: str) -> bool:
     return True
 
 
-def require_key(flag: str, host: str, key_field: str, key: str, *, insecure: bool) -> None:
+def require_key_unless_loopback(flag: str, host: str, key_field: str, key: str, *, insecure: bool) -> None:
     """Refuse to listen on `host`, the value of `flag`, where others can reach without the key that would keep them
     out. Raises ConfigError."""
     if key or insecure or is_loopback(host):
@@ -38,12 +38,12 @@ def require_key(flag: str, host: str, key_field: str, key: str, *, insecure: boo
     )
 
 
-def host_part(endpoint: str) -> str:
+def get_endpoint_host(endpoint: str) -> str:
     """The HOST of HOST:PORT, without the brackets of an IPv6 address."""
     return endpoint.rpartition(":")[0].strip("[]")
 
 
-def check_exposure(settings: Config) -> None:
+def check_coordinator_binds(settings: Config) -> None:
     """Every port of the coordinator has its key. Raises ConfigError."""
     if settings.tenants and settings.api_key:
         raise ConfigError(
@@ -52,4 +52,4 @@ def check_exposure(settings: Config) -> None:
     for host, key in (("host", "api_key"), ("cluster_host", "cluster_token"), ("admin_host", "admin_token")):
         flag = f"--{host.replace('_', '-')}"
         value = getattr(settings, key) or (settings.tenants if key == "api_key" else "")
-        require_key(flag, getattr(settings, host), key, value, insecure=settings.insecure)
+        require_key_unless_loopback(flag, getattr(settings, host), key, value, insecure=settings.insecure)

@@ -16,13 +16,13 @@ import struct
 from itertools import count
 from pathlib import Path
 
-from baton.errors import PeerGone
-from baton.segment import FENCE_SUFFIX, open_peer
+from baton.errors import PeerUnreachable
+from baton.segment import FENCE_SUFFIX, open_peer_segment
 
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
-def _lock(fd: int, kind: int, byte: int) -> bool:
+def _try_lock_byte(fd: int, kind: int, byte: int) -> bool:
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, byte, 1, 0))
     except BlockingIOError:
@@ -38,14 +38,14 @@ class ArenaFences:
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         self._bytes = count()
 
-    def mint(self) -> int:
+    def allocate_byte(self) -> int:
         """A byte that no ticket of this arena had before."""
         return next(self._bytes)
 
-    def close_off(self, byte: int) -> bool:
+    def try_close_byte(self, byte: int) -> bool:
         """Take the byte and keep it. True proves that its writer writes no more and never will again; False
         means that a writer holds it now. Idempotent."""
-        return _lock(self._fd, fcntl.F_WRLCK, byte)
+        return _try_lock_byte(self._fd, fcntl.F_WRLCK, byte)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -57,20 +57,20 @@ class WriterFences:
 
     def __init__(self, folder: Path, segment_name: str) -> None:
         """Raises PeerGone when the file is not there."""
-        fd, _ = open_peer(folder, segment_name)  # validates the name and the owner
+        fd, _ = open_peer_segment(folder, segment_name)  # validates the name and the owner
         os.close(fd)
         try:
             self._fd = os.open(folder / (segment_name + FENCE_SUFFIX), os.O_RDWR | os.O_NOFOLLOW)
         except OSError as error:
-            raise PeerGone(f"fence of segment {segment_name}: {error.strerror}") from error
+            raise PeerUnreachable(f"fence of segment {segment_name}: {error.strerror}") from error
 
-    def take(self, byte: int) -> bool:
+    def try_lock_byte(self, byte: int) -> bool:
         """Before a write. False: the owner has closed the ticket off, and nothing may be written."""
-        return _lock(self._fd, fcntl.F_WRLCK, byte)
+        return _try_lock_byte(self._fd, fcntl.F_WRLCK, byte)
 
-    def drop(self, byte: int) -> None:
+    def unlock_byte(self, byte: int) -> None:
         """After a write."""
-        _lock(self._fd, fcntl.F_UNLCK, byte)
+        _try_lock_byte(self._fd, fcntl.F_UNLCK, byte)
 
     def close(self) -> None:
         """Drops every byte that is still held."""

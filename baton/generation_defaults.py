@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import ConfigError
-from baton.json_object import Json, integer, read_object
+from baton.json_object import JsonObject, get_int_field, read_json_object
 from baton.limits import MAX_TEMPERATURE
 
-FILE = "generation_config.json"
+GENERATION_CONFIG_FILE = "generation_config.json"
 _MAX_PENALTY = 100.0
 
 
@@ -29,48 +29,48 @@ class GenerationDefaults:
 
 def load_generation_defaults(folder: Path) -> GenerationDefaults:
     """Read the file of a model folder; one without it has no defaults. Raises ConfigError."""
-    path = folder / FILE
-    return parse_generation_defaults(read_object(path)) if path.exists() else GenerationDefaults()
+    path = folder / GENERATION_CONFIG_FILE
+    return parse_generation_defaults(read_json_object(path)) if path.exists() else GenerationDefaults()
 
 
-def parse_generation_defaults(raw: Json) -> GenerationDefaults:
+def parse_generation_defaults(raw: JsonObject) -> GenerationDefaults:
     """Fields that are not of GenerationDefaults are ignored. Raises ConfigError naming the field, its value and what it
     may be."""
     sampled = raw.get("do_sample")
     if sampled is not None and not isinstance(sampled, bool):
-        raise _refused("do_sample", sampled, "true or false")
-    temperature = _number(raw, "temperature", 0.0, MAX_TEMPERATURE)
+        raise _invalid_field_error("do_sample", sampled, "true or false")
+    temperature = _get_float_field(raw, "temperature", 0.0, MAX_TEMPERATURE)
     return GenerationDefaults(
-        eos_token_ids=eos_token_ids(raw, FILE),
+        eos_token_ids=parse_eos_token_ids(raw, GENERATION_CONFIG_FILE),
         temperature=0.0 if sampled is False else temperature,
-        top_k=integer(raw, "top_k", 0, FILE),
-        top_p=_number(raw, "top_p", 0.0, 1.0, open_below=True),
-        min_p=_number(raw, "min_p", 0.0, 1.0),
-        repetition_penalty=_number(raw, "repetition_penalty", 0.0, _MAX_PENALTY, open_below=True),
-        max_new_tokens=integer(raw, "max_new_tokens", 1, FILE),
+        top_k=get_int_field(raw, "top_k", 0, GENERATION_CONFIG_FILE),
+        top_p=_get_float_field(raw, "top_p", 0.0, 1.0, open_below=True),
+        min_p=_get_float_field(raw, "min_p", 0.0, 1.0),
+        repetition_penalty=_get_float_field(raw, "repetition_penalty", 0.0, _MAX_PENALTY, open_below=True),
+        max_new_tokens=get_int_field(raw, "max_new_tokens", 1, GENERATION_CONFIG_FILE),
     )
 
 
-def eos_token_ids(raw: Json, file: str) -> tuple[int, ...]:
+def parse_eos_token_ids(raw: JsonObject, file: str) -> tuple[int, ...]:
     """`eos_token_id` of config.json or generation_config.json: one id, a list or null. Raises ConfigError."""
     value = raw.get("eos_token_id")
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in ids):
-        raise _refused("eos_token_id", value, "a token id or a list of them", file)
+        raise _invalid_field_error("eos_token_id", value, "a token id or a list of them", file)
     return tuple(dict.fromkeys(ids))
 
 
-def _number(raw: Json, field: str, low: float, high: float, *, open_below: bool = False) -> float | None:
+def _get_float_field(raw: JsonObject, field: str, low: float, high: float, *, open_below: bool = False) -> float | None:
     value = raw.get(field)
     if value is None:
         return None
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if not low <= number <= high or (open_below and number == low):
-        raise _refused(
+        raise _invalid_field_error(
             field, value, f"a number {'above' if open_below else 'of at least'} {low:g} and at most {high:g}"
         )
     return float(number)
 
 
-def _refused(field: str, value: object, wanted: str, file: str = FILE) -> ConfigError:
+def _invalid_field_error(field: str, value: object, wanted: str, file: str = GENERATION_CONFIG_FILE) -> ConfigError:
     return ConfigError(f"{field} {value!r} in {file}: must be {wanted}")

@@ -6,36 +6,36 @@ from baton.block_hash import HASH_BYTES, TOKEN_BYTES, BlockHash, block_hash, pac
 
 
 class HashChain:
-    """Names of the full blocks of `tokens` after `root`. `tokens` may be appended to; named tokens never change."""
+    """Names of the full blocks of `tokens` after `root_hash`. `tokens` may be appended to; named tokens never change."""
 
     def __init__(self, root: BlockHash, tokens: Sequence[int], block_size: int) -> None:
         self.tokens = tokens
         self.block_size = block_size
-        self._names = [root]
-        self._packed = bytearray()
-        self._joined = bytearray()
+        self._hashes = [root]
+        self._packed_tokens = bytearray()
+        self._packed_hashes = bytearray()
 
     @property
-    def root(self) -> BlockHash:
-        return self._names[0]
+    def root_hash(self) -> BlockHash:
+        return self._hashes[0]
 
-    def parent(self, block: int) -> BlockHash:
+    def parent_hash(self, block: int) -> BlockHash:
         """Name of what precedes logical block `block`: the root for block 0."""
-        while len(self._names) <= block:
-            self._names.append(block_hash(self._names[-1], self.block_tokens(len(self._names) - 1)))
-        return self._names[block]
+        while len(self._hashes) <= block:
+            self._hashes.append(block_hash(self._hashes[-1], self.block_tokens(len(self._hashes) - 1)))
+        return self._hashes[block]
 
-    def name(self, block: int) -> BlockHash:
-        return self.parent(block + 1)
+    def block_hash(self, block: int) -> BlockHash:
+        return self.parent_hash(block + 1)
 
     def block_tokens(self, block: int) -> tuple[int, ...]:
         return tuple(self.tokens[block * self.block_size : (block + 1) * self.block_size])
 
-    def joined(self, blocks: int) -> tuple[bytes, bytes]:
+    def packed_prefix(self, blocks: int) -> tuple[bytes, bytes]:
         """Names and packed tokens of the first so many full blocks, as the pool is asked about them. What was joined
         before is not joined again."""
-        known, size = len(self._joined) // HASH_BYTES, self.block_size
+        known, size = len(self._packed_hashes) // HASH_BYTES, self.block_size
         if blocks > known:
-            self._joined += b"".join(self.name(block) for block in range(known, blocks))
-            self._packed += pack_tokens(self.tokens[known * size : blocks * size])
-        return bytes(self._joined[: blocks * HASH_BYTES]), bytes(self._packed[: blocks * size * TOKEN_BYTES])
+            self._packed_hashes += b"".join(self.block_hash(block) for block in range(known, blocks))
+            self._packed_tokens += pack_tokens(self.tokens[known * size : blocks * size])
+        return bytes(self._packed_hashes[: blocks * HASH_BYTES]), bytes(self._packed_tokens[: blocks * size * TOKEN_BYTES])

@@ -7,11 +7,11 @@ from grpc_health.v1 import health_pb2
 
 from baton.config import Config
 from baton.connection_guard import ConnectionGuard
-from baton.connection_limits import port_limit
-from baton.descriptors import descriptor_limit
+from baton.connection_limits import compute_port_limit
+from baton.descriptors import get_descriptor_limit
 from baton.errors import ConfigError
-from baton.grpc_limits import server_options
-from baton.health_service import STREAMS, BoundedHealth, add_health
+from baton.grpc_limits import grpc_server_options
+from baton.health_service import MAX_STREAMS, BoundedHealthServicer, add_health_service
 
 NO_PORT = -1  # as --health-port: none
 
@@ -22,30 +22,30 @@ class HealthPort:
     def __init__(self, config: Config) -> None:
         self.port = NO_PORT
         self._guard = ConnectionGuard()
-        self._where = f"{config.listen.rpartition(':')[0]}:{config.health_port}"
-        self._wanted = config.health_port != NO_PORT
-        self._limit = port_limit("health", descriptor_limit(), per_address=config.max_connections_per_address)
-        self._servicer: BoundedHealth | None = None
+        self._endpoint = f"{config.listen.rpartition(':')[0]}:{config.health_port}"
+        self._is_enabled = config.health_port != NO_PORT
+        self._limit = compute_port_limit("health", get_descriptor_limit(), per_address=config.max_connections_per_address)
+        self._servicer: BoundedHealthServicer | None = None
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
         """Raises ConfigError when the port cannot be had."""
-        if not self._wanted:
+        if not self._is_enabled:
             return
-        server = self._server = grpc.aio.server(options=server_options(self._limit, streams=STREAMS))
-        self._servicer = add_health(server)
+        server = self._server = grpc.aio.server(options=grpc_server_options(self._limit, streams=MAX_STREAMS))
+        self._servicer = add_health_service(server)
         try:
-            self.port = server.add_insecure_port(self._where)
+            self.port = server.add_insecure_port(self._endpoint)
         except RuntimeError:
             raise ConfigError(
                 f"cannot listen on {self._where}: choose another --health-port, 0 for any, {NO_PORT} for none",
                 param="health_port",
             ) from None
         await server.start()
-        self._guard.watch("health", self.port, self._limit)
+        self._guard.watch_port("health", self.port, self._limit)
         await self._servicer.set("", health_pb2.HealthCheckResponse.SERVING)
 
-    async def leaving(self) -> None:
+    async def announce_shutdown(self) -> None:
         """Health checks hear of the end before it comes."""
         if self._servicer is not None:
             await self._servicer.enter_graceful_shutdown()

@@ -7,10 +7,10 @@ from typing import Any
 
 from baton.errors import ConfigError
 
-Json = Mapping[str, Any]
+JsonObject = Mapping[str, Any]
 
 
-def read_object(path: Path) -> Json:
+def read_json_object(path: Path) -> JsonObject:
     """The JSON object in `path`. Raises ConfigError."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
@@ -23,7 +23,7 @@ def read_object(path: Path) -> Json:
     return raw
 
 
-def integer(raw: Json, key: str, least: int, file: str = "config.json") -> int | None:
+def get_int_field(raw: JsonObject, key: str, least: int, file: str = "config.json") -> int | None:
     """The value of `key`, None where it is absent or null. Raises ConfigError unless it is an integer of at least
     `least`."""
     value = raw.get(key)

@@ -31,7 +31,7 @@ class KVLayout:
     def token_bytes(self) -> int:
         return self.block_bytes // self.block_size
 
-    def blocks_for(self, num_tokens: int) -> int:
+    def count_blocks(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.errors import InvalidRequest, TooLong
+from baton.errors import InvalidRequest, ContextLengthExceeded
 from baton.types import SamplingParams
 
 MAX_BODY_BYTES = 4 << 20
@@ -14,42 +14,42 @@ MAX_SEED = 2**63 - 1
 MAX_PENALTY = 2.0  # presence and frequency, either way
 MAX_REPETITION_PENALTY = 100.0
 MAX_LOGIT_BIAS = 100.0  # either way
-MAX_LOGIT_BIASES = 1024
+MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_LOGPROBS = 20
 MAX_CHOICES = 16  # of one prompt
 MAX_PROMPTS = 128  # of one request
-MAX_ANSWERS = 256  # choices of all prompts of one request
-MAX_CHOICE_NUMBER = 2**16 - 1
+MAX_TOTAL_CHOICES = 256  # choices of all prompts of one request
+MAX_CHOICE_INDEX = 2**16 - 1
 MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 256  # of one stop string
-MAX_PROMPT_SCORES = 2**20  # log probabilities told of the prompts of one request: about 140 bytes each
-MAX_MESSAGES = 2048  # of one conversation
+MAX_STOP_STRING_CHARACTERS = 256  # of one stop string
+MAX_PROMPT_LOGPROBS = 2**20  # log probabilities told of the prompts of one request: about 140 bytes each
+MAX_CHAT_MESSAGES = 2048  # of one conversation
 MAX_TEMPLATE_ARGUMENTS = 32  # for the chat template of one conversation
-MAX_TEMPLATE_NAME = 64  # characters of the name of one
-MAX_TEMPLATE_TEXT = 4096  # characters of one that is a text
+MAX_TEMPLATE_KEY_CHARACTERS = 64  # characters of the name of one
+MAX_TEMPLATE_STRING_CHARACTERS = 4096  # characters of one that is a text
 MAX_TEMPLATE_NUMBER = 2**53  # either way, of one that is a number
-MAX_JSON_NAMES = 2**15  # of members of all objects of one JSON body
+MAX_JSON_KEYS = 2**15  # of members of all objects of one JSON body
 MAX_JSON_STRINGS = 2**16  # of one JSON body, names too
 MAX_JSON_CONTAINERS = 2**15  # objects and arrays of one JSON body
 MAX_JSON_VALUES = 2**20  # of one JSON body: a prompt of a million tokens fits
 MAX_GRPC_FIELDS = 2**13  # of one request over gRPC and of the messages in it
-MAX_TOKENS_TOLD = 2**18  # that /tokenize counts and /detokenize takes, where the context is shorter
-MAX_SHORT_TEXT_BYTES = 16 << 20  # of texts of at most 64 KiB that wait to be tokenized or are being tokenized
-MAX_LONG_TEXT_BYTES = 48 << 20  # of longer ones
-MAX_SMALL_BODY = 64 << 10  # bytes of a body that counts as small while it arrives
-MAX_SMALL_BODIES = 1024  # that arrive at once
-MAX_LARGE_BODIES_BYTES = 128 << 20  # of larger bodies that arrive at once
-MAX_GRPC_BODIES = 64  # requests over gRPC that arrive at once: how long they are is not known before
-MAX_GRPC_BODIES_PER_PEER = 8  # of them on one connection
-BODY_SECONDS = 30.0  # from the head of a request to the end of its body
+MAX_TOKENIZE_TOKENS = 2**18  # that /tokenize counts and /detokenize takes, where the context is shorter
+MAX_PENDING_SHORT_TEXT_BYTES = 16 << 20  # of texts of at most 64 KiB that wait to be tokenized or are being tokenized
+MAX_PENDING_LONG_TEXT_BYTES = 48 << 20  # of longer ones
+MAX_SMALL_BODY_BYTES = 64 << 10  # bytes of a body that counts as small while it arrives
+MAX_CONCURRENT_SMALL_BODIES = 1024  # that arrive at once
+MAX_CONCURRENT_LARGE_BODY_BYTES = 128 << 20  # of larger bodies that arrive at once
+MAX_CONCURRENT_GRPC_BODIES = 64  # requests over gRPC that arrive at once: how long they are is not known before
+MAX_GRPC_BODIES_PER_CONNECTION = 8  # of them on one connection
+BODY_TIMEOUT_SECONDS = 30.0  # from the head of a request to the end of its body
 MAX_LINK_MESSAGE_BYTES = 16 << 20  # between coordinator and node: a prompt of a million tokens fits
-MAX_UNSENT = 8192  # messages waiting on one internal stream before its reader is given up
-LINK_OPTIONS = (
+MAX_UNSENT_MESSAGES = 8192  # messages waiting on one internal stream before its reader is given up
+LINK_CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_LINK_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_LINK_MESSAGE_BYTES),
 )
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
-LOCAL_PREFILL_BURST = 8  # steps of a decode node whose share of prompts may be taken at once
+LOCAL_PREFILL_BURST_STEPS = 8  # steps of a decode node whose share of prompts may be taken at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,61 +62,61 @@ class ModelBounds:
     cache_tokens: int  # tokens that its cache can hold
     model_digest: str = ""  # of its weights and architecture, in hex
     dtype: str = ""
-    present_context: int = 0  # the longest request that the nodes which are here can hold, tokens; 0: not known
+    current_max_context: int = 0  # the longest request that the nodes which are here can hold, tokens; 0: not known
 
     @property
     def max_context(self) -> int:
         return min(self.max_model_len, self.cache_tokens)
 
-    def output_room(self, prompt_tokens: int) -> int:
+    def max_output_tokens(self, prompt_tokens: int) -> int:
         """Tokens of output that fit behind such a prompt now; if that is none, those that usually do."""
-        now = self.present_context - prompt_tokens
+        now = self.current_max_context - prompt_tokens
         return now if now > 0 else self.max_context - prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class TextLimit:
-    """At most `tokens` of one text, because of `reason`. Checked before a text is worked on, and while it is."""
+    """At most `max_tokens` of one text, because of `reason`. Checked before a text is worked on, and while it is."""
 
-    tokens: int
+    max_tokens: int
     reason: str
 
-    def check_bytes(self, size: int, longest_token: int | None) -> None:
+    def check_byte_count(self, size: int, longest_token: int | None) -> None:
         """Raises TooLong if no tokenizing can make `size` bytes fit. `longest_token` is in bytes, None if a token may
         stand for any length."""
-        if longest_token is not None and size > self.tokens * longest_token:
-            raise TooLong(
+        if longest_token is not None and size > self.max_tokens * longest_token:
+            raise ContextLengthExceeded(
                 f"prompt has {size} bytes of text: no token has more than {longest_token}, and the limit is "
                 f"{self.tokens} tokens ({self.reason})",
                 param="prompt",
             )
 
-    def check_tokens(self, tokens: int) -> None:
+    def check_token_count(self, tokens: int) -> None:
         """Raises TooLong."""
-        if tokens > self.tokens:
-            raise self.too_long(tokens)
+        if tokens > self.max_tokens:
+            raise self.length_exceeded_error(tokens)
 
-    def too_long(self, tokens: int, more: str = "") -> TooLong:
+    def length_exceeded_error(self, tokens: int, more: str = "") -> ContextLengthExceeded:
         """`more` is "more than " if not all of them were counted."""
-        return TooLong(f"prompt has {more}{tokens} tokens: the limit is {self.tokens} ({self.reason})", param="prompt")
+        return ContextLengthExceeded(f"prompt has {more}{tokens} tokens: the limit is {self.tokens} ({self.reason})", param="prompt")
 
 
-def prompt_limit(bounds: ModelBounds) -> TextLimit:
+def get_prompt_limit(bounds: ModelBounds) -> TextLimit:
     """Of a prompt, which leaves room for at least one token of output."""
-    return TextLimit(bounds.max_context - 1, _limit(bounds))
+    return TextLimit(bounds.max_context - 1, _limit_reason(bounds))
 
 
-def told_limit(bounds: ModelBounds) -> TextLimit:
+def get_tokenize_limit(bounds: ModelBounds) -> TextLimit:
     """Of what /tokenize and /detokenize work on: what the context holds, or more."""
-    if bounds.max_context >= MAX_TOKENS_TOLD:
-        return TextLimit(bounds.max_context, _limit(bounds))
-    return TextLimit(MAX_TOKENS_TOLD, "of one call")
+    if bounds.max_context >= MAX_TOKENIZE_TOKENS:
+        return TextLimit(bounds.max_context, _limit_reason(bounds))
+    return TextLimit(MAX_TOKENIZE_TOKENS, "of one call")
 
 
 def check_prompt_length(tokens: int, bounds: ModelBounds) -> None:
     """Raises TooLong for a prompt that leaves no room for output."""
     if tokens >= bounds.max_context:
-        raise TooLong(
+        raise ContextLengthExceeded(
             f"prompt has {tokens} tokens: with at least one token of output the limit is "
             f"{bounds.max_context - 1} ({_limit(bounds)})",
             param="prompt",
@@ -136,18 +136,18 @@ def check_prompt(prompt: tuple[int, ...], bounds: ModelBounds) -> None:
 
 def check_choices(n: int, first: int, prompts: int) -> None:
     """Raises InvalidRequest naming the field, the value and the bound."""
-    _whole("n", n, 1, MAX_CHOICES)
-    _whole("first_choice", first, 0, MAX_CHOICE_NUMBER - MAX_CHOICES)
+    _check_int_range("n", n, 1, MAX_CHOICES)
+    _check_int_range("first_choice", first, 0, MAX_CHOICE_INDEX - MAX_CHOICES)
     check_prompt_count(prompts)
-    if n * prompts > MAX_ANSWERS:
+    if n * prompts > MAX_TOTAL_CHOICES:
         raise InvalidRequest(f"n is {n} for {prompts} prompts: together at most {MAX_ANSWERS} choices", param="n")
 
 
-def check_prompt_scores(tokens: int, logprobs: int) -> None:
+def check_prompt_logprobs(tokens: int, logprobs: int) -> None:
     """`tokens` of all prompts that are to be echoed with scores. Raises InvalidRequest naming the value and the
     bound."""
     told = tokens * (1 + logprobs)
-    if told > MAX_PROMPT_SCORES:
+    if told > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
             f"logprobs is {logprobs} with echo for prompts of {tokens} tokens: that is {told} log probabilities, the "
             f"limit is {MAX_PROMPT_SCORES} a request",
@@ -155,24 +155,24 @@ def check_prompt_scores(tokens: int, logprobs: int) -> None:
         )
 
 
-_COUNTED = {
+_MAX_ENTRIES = {
     "stop": ("strings", MAX_STOP_STRINGS),
     "stop_token_ids": ("ids", MAX_STOP_TOKEN_IDS),
-    "logit_bias": ("entries", MAX_LOGIT_BIASES),
+    "logit_bias": ("entries", MAX_LOGIT_BIAS_ENTRIES),
     "chat_template_kwargs": ("entries", MAX_TEMPLATE_ARGUMENTS),
 }
 
 
-def check_count(field: str, count: int) -> None:
+def check_entry_count(field: str, count: int) -> None:
     """Of one of the fields that have many entries, before anything is done for each of them. Raises InvalidRequest."""
-    unit, most = _COUNTED[field]
+    unit, most = _MAX_ENTRIES[field]
     if count > most:
         raise InvalidRequest(f"{field} has {count} {unit}: at most {most}", param=field)
 
 
 def check_message_count(count: int) -> None:
     """Raises InvalidRequest."""
-    if not 1 <= count <= MAX_MESSAGES:
+    if not 1 <= count <= MAX_CHAT_MESSAGES:
         raise InvalidRequest(f"messages has {count} messages: it must have 1 to {MAX_MESSAGES}", param="messages")
 
 
@@ -182,28 +182,28 @@ def check_prompt_count(prompts: int) -> None:
         raise InvalidRequest(f"prompt is a list of {prompts} prompts: it must be 1 to {MAX_PROMPTS}", param="prompt")
 
 
-def check_stop(strings: Sequence[str]) -> None:
+def check_stop_strings(strings: Sequence[str]) -> None:
     """Raises InvalidRequest naming the value and the bound."""
-    check_count("stop", len(strings))
+    check_entry_count("stop", len(strings))
     for string in strings:
-        if not 1 <= len(string) <= MAX_STOP_CHARACTERS:
+        if not 1 <= len(string) <= MAX_STOP_STRING_CHARACTERS:
             raise InvalidRequest(
                 f"stop has a string of {len(string)} characters: each must have 1 to {MAX_STOP_CHARACTERS}",
                 param="stop",
             )
 
 
-def check_ids(field: str, ids: Sequence[int], bounds: ModelBounds) -> None:
+def check_token_ids(field: str, ids: Sequence[int], bounds: ModelBounds) -> None:
     """Raises InvalidRequest for a token id out of range."""
     if ids and not (min(ids) >= 0 and max(ids) < bounds.vocab_size):
         bad = next(token for token in ids if not 0 <= token < bounds.vocab_size)
         raise InvalidRequest(f"{field} has {bad}: ids are 0 to {bounds.vocab_size - 1}", param=field)
 
 
-def check_length(prompt_tokens: int, max_tokens: int, bounds: ModelBounds) -> None:
+def check_context_length(prompt_tokens: int, max_tokens: int, bounds: ModelBounds) -> None:
     """Raises TooLong naming the values, the bound and the setting that is in the way."""
     if prompt_tokens + max_tokens > bounds.max_context:
-        raise TooLong(
+        raise ContextLengthExceeded(
             f"max_tokens is {max_tokens} after a prompt of {prompt_tokens}: together the limit is "
             f"{bounds.max_context} ({_limit(bounds)})",
             param="max_tokens",
@@ -214,8 +214,8 @@ def check_sampling(params: SamplingParams, prompt_tokens: int, bounds: ModelBoun
     """Raises InvalidRequest or TooLong naming the field, the value and the bound."""
     if params.max_tokens < 1:
         raise InvalidRequest(f"max_tokens is {params.max_tokens}: it must be at least 1", param="max_tokens")
-    check_length(prompt_tokens, params.max_tokens, bounds)
-    _within("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
+    check_context_length(prompt_tokens, params.max_tokens, bounds)
+    _check_float_range("temperature", params.temperature, 0.0, MAX_TEMPERATURE)
     if not (math.isfinite(params.top_p) and 0.0 < params.top_p <= 1.0):
         raise InvalidRequest(f"top_p is {params.top_p}: it must be above 0 and at most 1", param="top_p")
     if not 0 <= params.top_k <= bounds.vocab_size:
@@ -227,42 +227,42 @@ def check_sampling(params: SamplingParams, prompt_tokens: int, bounds: ModelBoun
             f"min_tokens is {params.min_tokens}: it must be 0 to max_tokens ({params.max_tokens})",
             param="min_tokens",
         )
-    check_count("stop_token_ids", len(params.stop_token_ids))
-    check_ids("stop_token_ids", params.stop_token_ids, bounds)
-    _within("min_p", params.min_p, 0.0, 1.0)
-    _within("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
-    _within("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
+    check_entry_count("stop_token_ids", len(params.stop_token_ids))
+    check_token_ids("stop_token_ids", params.stop_token_ids, bounds)
+    _check_float_range("min_p", params.min_p, 0.0, 1.0)
+    _check_float_range("presence_penalty", params.presence_penalty, -MAX_PENALTY, MAX_PENALTY)
+    _check_float_range("frequency_penalty", params.frequency_penalty, -MAX_PENALTY, MAX_PENALTY)
     if not 0.0 < params.repetition_penalty <= MAX_REPETITION_PENALTY:
         raise InvalidRequest(
             f"repetition_penalty is {params.repetition_penalty}: it must be above 0 and at most "
             f"{MAX_REPETITION_PENALTY:g}",
             param="repetition_penalty",
         )
-    _check_bias(params, bounds)
+    _check_logit_bias(params, bounds)
     for field in ("logprobs", "prompt_logprobs"):
         wanted = getattr(params, field)
         if wanted is not None:
-            _whole(field, wanted, 0, MAX_LOGPROBS)
+            _check_int_range(field, wanted, 0, MAX_LOGPROBS)
 
 
-def _check_bias(params: SamplingParams, bounds: ModelBounds) -> None:
-    check_count("logit_bias", len(params.logit_bias))
-    check_ids("logit_bias", [token for token, _ in params.logit_bias], bounds)
+def _check_logit_bias(params: SamplingParams, bounds: ModelBounds) -> None:
+    check_entry_count("logit_bias", len(params.logit_bias))
+    check_token_ids("logit_bias", [token for token, _ in params.logit_bias], bounds)
     for _, bias in params.logit_bias:
-        _within("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        _check_float_range("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
 
 
-def _whole(field: str, value: int, low: int, high: int) -> None:
+def _check_int_range(field: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise InvalidRequest(f"{field} is {value}: it must be {low} to {high}", param=field)
 
 
-def _within(field: str, value: float, low: float, high: float) -> None:
+def _check_float_range(field: str, value: float, low: float, high: float) -> None:
     if not (math.isfinite(value) and low <= value <= high):
         raise InvalidRequest(f"{field} is {value}: it must be {low:g} to {high:g}", param=field)
 
 
-def _limit(bounds: ModelBounds) -> str:
+def _limit_reason(bounds: ModelBounds) -> str:
     if bounds.cache_tokens < bounds.max_model_len:
         return f"the cache holds {bounds.cache_tokens} tokens: raise --kv-memory"
     return "raise --max-model-len if the model allows it"

@@ -14,7 +14,7 @@ import grpc
 import xxhash
 from google.protobuf.message import DecodeError, Message
 
-from baton.failpoints import FAILPOINTS, Action
+from baton.failpoints import FAILPOINTS, FailpointAction
 from baton.pb import cluster_pb2
 
 _SERVICE = cluster_pb2.DESCRIPTOR.services_by_name["NodeLink"]
@@ -25,13 +25,13 @@ _TAG = bytes([cluster_pb2.NodeMessage.CHECKSUM_FIELD_NUMBER << 3 | _FIXED64])
 M = TypeVar("M", bound=Message)
 
 
-def seal(message: Message) -> bytes:
+def encode_checked(message: Message) -> bytes:
     """Serialized, with its checksum as the last field."""
     body = message.SerializeToString()
     return body + _TAG + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
 
 
-def unseal(kind: type[M], data: bytes) -> M | None:
+def decode_checked(kind: type[M], data: bytes) -> M | None:
     """The message, None if it is not what was sealed."""
     body, tag, checksum = data[:-9], data[-9:-8], data[-8:]
     if tag != _TAG or xxhash.xxh3_64_intdigest(body) != int.from_bytes(checksum, "little"):
@@ -46,17 +46,17 @@ class MessagesLost(Exception):
     """A number was skipped."""
 
 
-class Numbers:
+class SequenceNumbers:
     """One direction of one stream, at one of its ends."""
 
     def __init__(self) -> None:
         self._last = 0
 
-    def stamp(self, message: cluster_pb2.NodeMessage | cluster_pb2.CoordinatorMessage) -> None:
+    def number_message(self, message: cluster_pb2.NodeMessage | cluster_pb2.CoordinatorMessage) -> None:
         self._last += 1
         message.number = self._last
 
-    def is_new(self, message: cluster_pb2.NodeMessage | cluster_pb2.CoordinatorMessage) -> bool:
+    def accept_message(self, message: cluster_pb2.NodeMessage | cluster_pb2.CoordinatorMessage) -> bool:
         """False for one that came before. Raises MessagesLost."""
         if message.number > self._last + 1:
             raise MessagesLost(f"message {message.number} follows {self._last}")
@@ -65,33 +65,33 @@ class Numbers:
         return fresh
 
 
-async def write(put: Callable[[Any], Awaitable[None]], message: Message, failpoint: str) -> None:
+async def send_message(put: Callable[[Any], Awaitable[None]], message: Message, failpoint: str) -> None:
     """Put a stamped message on the stream, or do with it what `failpoint` says."""
     action = None
-    if FAILPOINTS.armed(failpoint):
+    if FAILPOINTS.is_armed(failpoint):
         action = await asyncio.to_thread(FAILPOINTS.hit, failpoint)  # a delay must not hold the event loop
-    if action is not Action.DROP:
+    if action is not FailpointAction.DROP:
         await put(message)
-    if action is Action.DUPLICATE:
+    if action is FailpointAction.DUPLICATE:
         await put(message)
 
 
-def dial(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str | bytes]]) -> grpc.aio.StreamStreamCall:
+def open_link_stream(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str | bytes]]) -> grpc.aio.StreamStreamCall:
     """A node's stream to the coordinator: NodeMessages out, CoordinatorMessages (or None) in."""
     attach = channel.stream_stream(
         f"/{_SERVICE.full_name}/{_METHOD.name}",
-        request_serializer=seal,
-        response_deserializer=lambda data: unseal(cluster_pb2.CoordinatorMessage, data),
+        request_serializer=encode_checked,
+        response_deserializer=lambda data: decode_checked(cluster_pb2.CoordinatorMessage, data),
     )
     return attach(metadata=metadata)
 
 
-def add_to(server: grpc.aio.Server, attach: Callable[[Any, Any], Any]) -> None:
+def add_link_service(server: grpc.aio.Server, attach: Callable[[Any, Any], Any]) -> None:
     """Serve `attach(iterator, context)`, the coordinator's end."""
     handler = grpc.stream_stream_rpc_method_handler(
         attach,
-        request_deserializer=lambda data: unseal(cluster_pb2.NodeMessage, data),
-        response_serializer=seal,
+        request_deserializer=lambda data: decode_checked(cluster_pb2.NodeMessage, data),
+        response_serializer=encode_checked,
     )
     server.add_generic_rpc_handlers(
         (grpc.method_handlers_generic_handler(_SERVICE.full_name, {_METHOD.name: handler}),)

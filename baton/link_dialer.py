@@ -7,14 +7,14 @@ from typing import Any
 import grpc
 
 from baton import link_codec
-from baton.cluster_certificates import COORDINATOR_NAME, node_credentials
+from baton.cluster_certificates import COORDINATOR_CERTIFICATE_NAME, node_channel_credentials
 from baton.cluster_secret import derive_secret
-from baton.limits import LINK_OPTIONS
+from baton.limits import LINK_CHANNEL_OPTIONS
 
-PROOF_KEY = "baton-cluster-proof-bin"  # metadata of every stream
-_OPTIONS = (
-    *LINK_OPTIONS,
-    ("grpc.ssl_target_name_override", COORDINATOR_NAME),
+PROOF_METADATA_KEY = "baton-cluster-proof-bin"  # metadata of every stream
+_CHANNEL_OPTIONS = (
+    *LINK_CHANNEL_OPTIONS,
+    ("grpc.ssl_target_name_override", COORDINATOR_CERTIFICATE_NAME),
     # Else a new channel is given the connection of the last one, which may lead nowhere any more.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
@@ -23,34 +23,34 @@ _OTHER_TOKEN = "CERTIFICATE_VERIFY_FAILED"  # BoringSSL's words, in the details 
 _NO_TLS = "WRONG_VERSION_NUMBER"
 
 
-def link_proof(token: str) -> bytes:
+def derive_link_proof(token: str) -> bytes:
     return derive_secret(token, b"baton node link v1", 32)
 
 
-class LinkDialer:
+class CoordinatorDialer:
     """Its certificate is made once."""
 
     def __init__(self, token: str) -> None:
-        self._credentials = node_credentials(token)
-        self._metadata = ((PROOF_KEY, link_proof(token)),)
+        self._credentials = node_channel_credentials(token)
+        self._metadata = ((PROOF_METADATA_KEY, derive_link_proof(token)),)
 
     def open_channel(self, address: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
         """A connection of its own to the coordinator at `address`, HOST:PORT."""
-        return grpc.aio.secure_channel(address, self._credentials, options=(*_OPTIONS, *options))
+        return grpc.aio.secure_channel(address, self._credentials, options=(*_CHANNEL_OPTIONS, *options))
 
-    def dial(self, channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall:
+    def open_stream(self, channel: grpc.aio.Channel) -> grpc.aio.StreamStreamCall:
         """A stream on which nothing has been said."""
-        return link_codec.dial(channel, metadata=self._metadata)
+        return link_codec.open_link_stream(channel, metadata=self._metadata)
 
 
-def has_other_token(error: grpc.aio.AioRpcError) -> bool:
+def is_token_mismatch(error: grpc.aio.AioRpcError) -> bool:
     """Whether who answered has keys of another cluster token than ours."""
     return _OTHER_TOKEN in (error.details() or "")
 
 
-def failure_reason(error: grpc.aio.AioRpcError) -> str:
+def describe_link_failure(error: grpc.aio.AioRpcError) -> str:
     """Why a stream could not be had, or broke, in a few words."""
-    if has_other_token(error):
+    if is_token_mismatch(error):
         return "wrong cluster token: who answers there has another one"
     if _NO_TLS in (error.details() or ""):
         return "what answers there does not speak TLS: is it a coordinator's --cluster-port?"

@@ -15,47 +15,47 @@ from typing import Any
 import structlog
 
 from baton.errors import BatonError
-from baton.process.line_writer import Descriptor, LineWriter, Sink
+from baton.process.line_writer import DescriptorSink, LineWriter, LineSink
 
-_DEPTH = 8  # innermost frames that `places` names
-_FORBIDDEN = frozenset({"prompt", "text", "tokens", "token_ids", "emitted", "messages", "body"})
+_MAX_FRAMES = 8  # innermost frames that `places` names
+_WITHHELD_FIELDS = frozenset({"prompt", "text", "tokens", "token_ids", "emitted", "messages", "body"})
 _STDERR = 2
-_LAST_LINES = 1.0  # seconds that the end of a process waits for its last lines
-_MAX_VALUE = 4096  # characters of a field
+_FINAL_FLUSH_SECONDS = 1.0  # seconds that the end of a process waits for its last lines
+_MAX_VALUE_CHARACTERS = 4096  # characters of a field
 
 _writer: LineWriter | None = None  # of this process
 _context: dict[str, str] = {}  # in every line, whatever thread speaks
 
 
-def _with_context(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+def _add_context(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
     return {**_context, **event}
 
 
-def _no_content(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+def _withhold_content(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
     """Clients' content has no business in a log: a call that tries is a programming error, shown as such."""
-    for key in _FORBIDDEN & event.keys():
+    for key in _WITHHELD_FIELDS & event.keys():
         event[key] = "(withheld)"
     return event
 
 
-def _no_messages(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+def _replace_exception(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
     """Of an exception that is logged with `exc_info`, only what `describe_error` tells."""
     raised = event.pop("exc_info", None)
     if isinstance(raised, tuple):
         raised = raised[1]
     error = raised if isinstance(raised, BaseException) else sys.exc_info()[1] if raised else None
-    return {**event, **describe_error(error)} if error is not None else event
+    return {**event, **get_error_fields(error)} if error is not None else event
 
 
-def _bounded(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+def _truncate_values(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
     """A line that is too long would be cut, and be no JSON any more."""
     for key, value in event.items():
-        if isinstance(value, str) and len(value) > _MAX_VALUE:
+        if isinstance(value, str) and len(value) > _MAX_VALUE_CHARACTERS:
             event[key] = f"{value[:_MAX_VALUE]}... ({len(value)} characters)"
     return event
 
 
-class _Unfailing:
+class _SafeRenderer:
     """A renderer that does not raise, whatever a field's `repr` does."""
 
     def __init__(self, renderer: structlog.typing.Processor) -> None:
@@ -68,7 +68,7 @@ class _Unfailing:
             return f'{{"event": "a log line could not be rendered", "kind": "{type(error).__name__}"}}'
 
 
-class _LineLogger:
+class _LineWriterLogger:
     """What structlog hands a rendered line to, whatever its level."""
 
     def __init__(self, writer: LineWriter) -> None:
@@ -76,7 +76,7 @@ class _LineLogger:
         self.warn = self.msg = self.log = self.fatal = self.failure = self.err = writer.write
 
 
-def configure(level: str, fmt: str, *, sink: Sink | None = None, **context: str) -> None:
+def configure_logging(level: str, fmt: str, *, sink: LineSink | None = None, **context: str) -> None:
     """Set up logging for this process. `context` (node name, role) is bound to every line. Lines go to standard error
     unless the first call names another `sink`."""
     terminal = os.isatty(_STDERR)
@@ -84,62 +84,62 @@ def configure(level: str, fmt: str, *, sink: Sink | None = None, **context: str)
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer(colors=terminal) if console else structlog.processors.JSONRenderer()
     )
-    writer = _only_writer(sink)
+    writer = _get_shared_writer(sink)
     structlog.configure(
         processors=[
-            _with_context,
+            _add_context,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            _no_content,
-            _no_messages,
-            _bounded,
-            _Unfailing(renderer),
+            _withhold_content,
+            _replace_exception,
+            _truncate_values,
+            _SafeRenderer(renderer),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=lambda *_: _LineLogger(writer),
+        logger_factory=lambda *_: _LineWriterLogger(writer),
         cache_logger_on_first_use=False,
     )
     _context.update(context)
 
 
-def get(name: str) -> structlog.stdlib.BoundLogger:
+def get_logger(name: str) -> structlog.stdlib.BoundLogger:
     """A logger whose lines say which part of the process speaks."""
     logger: structlog.stdlib.BoundLogger = structlog.get_logger(part=name)
     return logger
 
 
-def places(error: BaseException) -> list[str]:
+def get_traceback_places(error: BaseException) -> list[str]:
     """Where it came from, innermost last. An exception's message is not for the log: it may quote a prompt."""
     frames = traceback.extract_tb(error.__traceback__)
-    return [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[-_DEPTH:]]
+    return [f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames[-_MAX_FRAMES:]]
 
 
-def describe_error(error: BaseException) -> dict[str, Any]:
+def get_error_fields(error: BaseException) -> dict[str, Any]:
     """Fields that say what was raised and where. The message is told only of errors whose messages are ours."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     ours = {"reason": error.message} if isinstance(error, BatonError) else {}
-    return {"kind": type(error).__name__, "places": places(error), **ours}
+    return {"kind": type(error).__name__, "places": get_traceback_places(error), **ours}
 
 
-def lines_dropped() -> int:
+def get_dropped_lines() -> int:
     """Lines of this process that its standard error never took."""
-    return _writer.dropped if _writer is not None else 0
+    return _writer.dropped_lines if _writer is not None else 0
 
 
-def counters() -> dict[str, float]:
+def get_log_counters() -> dict[str, float]:
     """What a member of the cluster reports of its log by heartbeat."""
-    return {"log_lines_dropped_total": float(lines_dropped())}
+    return {"log_lines_dropped_total": float(get_dropped_lines())}
 
 
-def flush(timeout: float = _LAST_LINES) -> None:
+def flush_log(timeout: float = _FINAL_FLUSH_SECONDS) -> None:
     """Wait for what was logged up to now, at most so many seconds. To be called before `os._exit`, which runs nothing
     of what a process does at its end."""
     if _writer is not None:
         _writer.flush(timeout)
 
 
-def write_line(line: str) -> None:
+def write_plain_line(line: str) -> None:
     """A line that is not structured, behind everything that was logged before."""
     if _writer is None:
         sys.stderr.write(f"{line}\n")
@@ -147,12 +147,12 @@ def write_line(line: str) -> None:
         _writer.write(line)
 
 
-def write_error(reason: str) -> None:
+def log_fatal_error(reason: str) -> None:
     """Why this process ends, as a line of its log."""
-    get("runtime").error("ended by an error", reason=reason)
+    get_logger("runtime").error("ended by an error", reason=reason)
 
 
-def describe_drops(lines: int) -> str:
+def format_drop_notice(lines: int) -> str:
     """The line that stands where so many were dropped."""
     event: Any = {"part": "log", "event": "log lines dropped", "lines": lines}
     for processor in structlog.get_config()["processors"]:
@@ -160,9 +160,9 @@ def describe_drops(lines: int) -> str:
     return str(event)
 
 
-def _only_writer(sink: Sink | None) -> LineWriter:
+def _get_shared_writer(sink: LineSink | None) -> LineWriter:
     global _writer
     if _writer is None:
-        _writer = LineWriter(sink or Descriptor(_STDERR), describe_drops)
-        atexit.register(flush)
+        _writer = LineWriter(sink or DescriptorSink(_STDERR), format_drop_notice)
+        atexit.register(flush_log)
     return _writer

@@ -35,7 +35,7 @@ def _mmap(address: int | None, length: int, protection: int, flags: int, fd: int
     return int(found)
 
 
-def reserve(length: int, alignment: int) -> tuple[int, int, int]:
+def reserve_addresses(length: int, alignment: int) -> tuple[int, int, int]:
     """Reserve address space without memory behind it. Returns (first address that is a multiple of
     `alignment`, start and length of the whole reservation, for `release`)."""
     whole = length + alignment
@@ -43,7 +43,7 @@ def reserve(length: int, alignment: int) -> tuple[int, int, int]:
     return -(-start // alignment) * alignment, start, whole
 
 
-def release(start: int, length: int) -> None:
+def release_addresses(start: int, length: int) -> None:
     if _libc.munmap(start, length) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"munmap of {length} bytes: {os.strerror(error)}")
@@ -54,7 +54,7 @@ def map_file(address: int, length: int, fd: int) -> None:
     _mmap(address, length, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED, fd)
 
 
-def map_nothing(address: int, length: int) -> None:
+def unmap_into_reservation(address: int, length: int) -> None:
     """Give a mapped piece of a reservation back to it: touching it is a fault again."""
     _mmap(
         address,
@@ -77,7 +77,7 @@ def prefault(address: int, length: int) -> bool:
     return bool(_libc.madvise(address, length, _MADV_POPULATE_WRITE) == 0)
 
 
-def view(address: int, length: int, when_unused: Callable[[], None]) -> memoryview:
+def view_memory(address: int, length: int, when_unused: Callable[[], None]) -> memoryview:
     """A writable byte view of mapped memory. `when_unused` is called, on whatever thread, once the view and everything
     made over it (arrays, tensors, other views) is gone: only then may the memory be unmapped."""
     memory = (ctypes.c_char * length).from_address(address)

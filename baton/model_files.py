@@ -12,40 +12,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-DUMMY_WEIGHTS = "dummy"  # instead of a digest: the weights were made up (--load-format dummy)
+DUMMY_WEIGHTS_DIGEST = "dummy"  # instead of a digest: the weights were made up (--load-format dummy)
 _CONFIG = "config.json"
 _TOKENIZER = "tokenizer.json"
 _SLOW_TOKENIZER_FILES = ("tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json")
 _TOKENIZER_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json")
 # What says where a file came from, or words a conversation, changes no token id and no arithmetic.
 _IGNORED_KEYS = frozenset({"_name_or_path", "name_or_path", "transformers_version", "chat_template"})
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_SINGLE_WEIGHTS_FILE, _WEIGHTS_INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100 << 20  # the bound that the safetensors library has
 _SAMPLE_BYTES = 256  # of each tensor, at its beginning, in its middle and at its end
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFiles:
+class ModelFileDigests:
     """Digests in hex, "" for what is not there or cannot be read.
 
-    `config` is over config.json. `tokenizer` is over the files that map text to token ids, chat templates left out.
-    `weights` is over the name, dtype and shape of every stored tensor and samples of its bytes.
+    `config_digest` is over config.json. `tokenizer_digest` is over the files that map text to token ids, chat templates left out.
+    `weights_digest` is over the name, dtype and shape of every stored tensor and samples of its bytes.
     """
 
-    config: str = ""
-    tokenizer: str = ""
-    weights: str = ""
+    config_digest: str = ""
+    tokenizer_digest: str = ""
+    weights_digest: str = ""
 
 
-UNKNOWN_FILES = ModelFiles()
+UNKNOWN_DIGESTS = ModelFileDigests()
 
 
-def read_model_files(folder: Path, *, dummy: bool = False) -> ModelFiles:
+def compute_file_digests(folder: Path, *, dummy: bool = False) -> ModelFileDigests:
     """Reads a few kilobytes a tensor at most, and none of them for `dummy` weights."""
-    return ModelFiles(
-        config=_config_digest(folder),
-        tokenizer=_tokenizer_digest(folder),
-        weights=DUMMY_WEIGHTS if dummy else _weights_digest(folder),
+    return ModelFileDigests(
+        config_digest=_config_digest(folder),
+        tokenizer_digest=_tokenizer_digest(folder),
+        weights_digest=DUMMY_WEIGHTS_DIGEST if dummy else _weights_digest(folder),
     )
 
 
@@ -57,7 +57,7 @@ def _config_digest(folder: Path) -> str:
 def _tokenizer_digest(folder: Path) -> str:
     """Where tokenizer.json lies it is loaded alone, so other forms of the same tokenizer beside it do not count."""
     names = (_TOKENIZER,) if (folder / _TOKENIZER).exists() else _SLOW_TOKENIZER_FILES
-    parts = {name: _contents(folder / name) for name in names}
+    parts = {name: _read_or_none(folder / name) for name in names}
     if all(content is None for content in parts.values()):
         return ""
     parts |= {name: _canonical_json(folder / name) for name in _TOKENIZER_SETTINGS}
@@ -70,7 +70,7 @@ def _tokenizer_digest(folder: Path) -> str:
 
 
 def _canonical_json(path: Path) -> bytes | None:
-    content = _contents(path)
+    content = _read_or_none(path)
     if content is None:
         return None
     try:
@@ -82,7 +82,7 @@ def _canonical_json(path: Path) -> bytes | None:
     return json.dumps(read, sort_keys=True).encode()
 
 
-def _contents(path: Path) -> bytes | None:
+def _read_or_none(path: Path) -> bytes | None:
     try:
         return path.read_bytes()
     except OSError:
@@ -101,12 +101,12 @@ def _weights_digest(folder: Path) -> str:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    if (folder / _INDEX).exists():
-        names = sorted(set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values()))
+    if (folder / _WEIGHTS_INDEX_FILE).exists():
+        names = sorted(set(json.loads((folder / _WEIGHTS_INDEX_FILE).read_bytes())["weight_map"].values()))
         if any(Path(name).name != name for name in names):
             raise ValueError(f"{folder / _INDEX} names files of other folders")
         return names
-    return [_SINGLE]
+    return [_SINGLE_WEIGHTS_FILE]
 
 
 def _sampled_tensors(path: Path) -> Iterator[tuple[str, str]]:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from baton.kv_layout import KVLayout
 
-NATIVE = "native"  # the model code of node_engine/model
-PACED = "paced"
+NATIVE_IMPLEMENTATION = "native"  # the model code of node_engine/model
+PACED_IMPLEMENTATION = "paced"
 UNQUANTIZED = "none"
 
 
@@ -27,7 +27,7 @@ class ModelIdentity:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
 
-    def fields(self) -> dict[str, object]:
+    def named_fields(self) -> dict[str, object]:
         """Every fact by its name, in the order in which two identities are compared."""
         found: dict[str, object] = {
             "implementation": self.implementation,
@@ -43,4 +43,4 @@ class ModelIdentity:
 
     def digest(self) -> bytes:
         """The 32 bytes that a request is bound to and that every order carries."""
-        return hashlib.sha256(json.dumps(self.fields(), sort_keys=True).encode()).digest()
+        return hashlib.sha256(json.dumps(self.named_fields(), sort_keys=True).encode()).digest()

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import msgspec
 
-from baton.config import Config, model_name
+from baton.config import Config, get_served_model_name
 from baton.errors import ConfigError
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-_SMALL = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration, tokenizer, chat template
-_WEIGHTS = ("*.safetensors",)
-_TWINS = ("*/*", "consolidated*")  # the same model in other formats
+_METADATA_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration, tokenizer, chat template
+_WEIGHT_FILE_PATTERNS = ("*.safetensors",)
+_DUPLICATE_FORMATS = ("*/*", "consolidated*")  # the same model in other formats
 _INDEX = "model.safetensors.index.json"
-_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
 
 def with_local_model(config: Config, *, weights: bool = True) -> Config:
@@ -33,49 +33,49 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
             raise ConfigError(f"--model {config.model}: there is no such folder, and it is no hub id", param="model")
         return config
     weights = weights and config.load_format != "dummy"
-    folder = _from_hub(config.model, weights)
-    return msgspec.structs.replace(config, model=str(folder), served_model_name=model_name(config))
+    folder = _download_from_hub(config.model, weights)
+    return msgspec.structs.replace(config, model=str(folder), served_model_name=get_served_model_name(config))
 
 
 def is_hub_id(model: str) -> bool:
     return not Path(model).exists() and _HUB_ID.fullmatch(model) is not None
 
 
-def _from_hub(name: str, weights: bool) -> Path:
+def _download_from_hub(name: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download  # half a second: only a process that needs the hub pays it
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    patterns = [*_SMALL, *(_WEIGHTS if weights else ())]
+    patterns = [*_METADATA_FILES, *(_WEIGHT_FILE_PATTERNS if weights else ())]
 
     def snapshot(local: bool) -> Path:
-        found = snapshot_download(name, allow_patterns=patterns, ignore_patterns=list(_TWINS), local_files_only=local)
+        found = snapshot_download(name, allow_patterns=patterns, ignore_patterns=list(_DUPLICATE_FORMATS), local_files_only=local)
         return Path(found)
 
     with suppress(LocalEntryNotFoundError):
         cached = snapshot(local=True)
-        if _has_tokenizer(cached) and not _lacks(cached, weights):
+        if _has_tokenizer(cached) and not _find_missing_file(cached, weights):
             return cached
     try:
         folder = snapshot(local=False)
     except Exception as error:  # also what the hub's HTTP library raises, and that differs between its versions
         raise ConfigError(f"--model {name}: no such folder here, and {_why(error)}", param="model") from error
-    lacking = _lacks(folder, weights)
+    lacking = _find_missing_file(folder, weights)
     if lacking:
         raise ConfigError(f"--model {name}: {folder} lacks {lacking}: connect this machine, or choose another model")
     return folder
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / file).exists() for file in _TOKENIZERS)
+    return any((folder / file).exists() for file in _TOKENIZER_FILES)
 
 
-def _lacks(folder: Path, weights: bool) -> str:
+def _find_missing_file(folder: Path, weights: bool) -> str:
     """A file that is needed and not there, "" for none: others put single files of a model into the cache."""
-    needed = ["config.json", *(_weight_files(folder) if weights else ())]
+    needed = ["config.json", *(_needed_weight_files(folder) if weights else ())]
     return next((file for file in needed if not (folder / file).exists()), "")
 
 
-def _weight_files(folder: Path) -> list[str]:
+def _needed_weight_files(folder: Path) -> list[str]:
     try:
         homes = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
         return sorted({str(file) for file in homes})
@@ -85,7 +85,7 @@ def _weight_files(folder: Path) -> list[str]:
         return []  # whoever loads the weights says what is wrong with the index
 
 
-def _why(error: Exception) -> str:
+def _describe_download_error(error: Exception) -> str:
     """The cause and its fix, in one line."""
     from huggingface_hub.constants import HF_HUB_CACHE
     from huggingface_hub.errors import (

@@ -16,13 +16,13 @@ from baton import log
 from baton.errors import BatonError, ConfigError
 from baton.process import liveness, log_capture
 
-EXIT_OK, EXIT_BAD, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
+EXIT_OK, EXIT_FAILURE, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _SWITCH_INTERVAL = 0.001  # seconds: the event loop must not wait long for a thread that holds Python's lock
-_LAST_LINES = 0.2  # seconds to write them at a second signal
+_FINAL_FLUSH_SECONDS = 0.2  # seconds to write them at a second signal
 
 
-def run(
+def run_event_loop(
     main: Callable[[asyncio.Event], Awaitable[None]], *, longest_stop: float | None = None, structured: bool = False
 ) -> int:
     """Run `main(stop)` on uvloop until it returns. SIGTERM and SIGINT set `stop`; a second one exits at once.
@@ -36,26 +36,26 @@ def run(
     gc.freeze()
     code = EXIT_OK
     try:
-        uvloop.run(_with_signals(main, longest_stop))
+        uvloop.run(_run_with_signals(main, longest_stop))
     except* ConfigError as group:
-        code = _complain(group, EXIT_USAGE, structured=structured)
+        code = _report_error(group, EXIT_USAGE, structured=structured)
     except* BatonError as group:
-        code = _complain(group, EXIT_BAD, structured=structured)
+        code = _report_error(group, EXIT_FAILURE, structured=structured)
     return code
 
 
-async def _with_signals(main: Callable[[asyncio.Event], Awaitable[None]], longest_stop: float | None) -> None:
+async def _run_with_signals(main: Callable[[asyncio.Event], Awaitable[None]], longest_stop: float | None) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(log_capture.on_loop_error)
-    pipe = liveness.inherited_pipe()
-    signs = None if pipe is None else asyncio.create_task(liveness.show_signs_of_life(pipe))
+    pipe = liveness.take_inherited_pipe()
+    signs = None if pipe is None else asyncio.create_task(liveness.send_liveness_signals(pipe))
 
     def on_signal(number: int) -> None:
         if stop.is_set():
-            log.flush(_LAST_LINES)
+            log.flush_log(_FINAL_FLUSH_SECONDS)
             os._exit(128 + number)
-        log.get("runtime").info("stopping", signal=signal.Signals(number).name)
+        log.get_logger("runtime").info("stopping", signal=signal.Signals(number).name)
         if longest_stop is not None:
             faulthandler.dump_traceback_later(longest_stop, exit=True)
         stop.set()
@@ -69,18 +69,18 @@ async def _with_signals(main: Callable[[asyncio.Event], Awaitable[None]], longes
             signs.cancel()
 
 
-def _complain(error: BaseException, code: int, *, structured: bool) -> int:
+def _report_error(error: BaseException, code: int, *, structured: bool) -> int:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if structured:
-        log.write_error(str(error))
+        log.log_fatal_error(str(error))
     else:
-        log.write_line(f"error: {error}")
-    log.flush()
+        log.write_plain_line(f"error: {error}")
+    log.flush_log()
     return code
 
 
-def die_with(parent: int) -> None:
+def exit_with_parent(parent: int) -> None:
     """Ask Linux to kill this process when `parent`, which started it, dies: a supervisor killed outright leaves
     nothing behind."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -89,7 +89,7 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def forbid_core_dumps() -> None:
+def disable_core_dumps() -> None:
     """No core file of this process, and no tracer or reader of its memory among the user's other processes: prompts
     and keys are in there. A program that this process starts inherits the limit and leaves no core file either, but may
     be traced and read unless it asks for the same."""

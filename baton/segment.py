@@ -20,25 +20,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.errors import ConfigError, Draining, PeerGone
-from baton.memory_map import HUGE_PAGE, collapse_to_huge_pages, map_file, prefault, release, reserve, view
-from baton.memory_room import memory_room, no_room
+from baton.errors import ConfigError, ShuttingDown, PeerUnreachable
+from baton.memory_map import HUGE_PAGE, collapse_to_huge_pages, map_file, prefault, release_addresses, reserve_addresses, view_memory
+from baton.memory_room import measure_available_memory, insufficient_memory_error
 
-PREFIX = "baton-"
+SEGMENT_PREFIX = "baton-"
 FENCE_SUFFIX = ".fence"
-DEFAULT_FOLDER = Path("/dev/shm")
-_PIECE = 32 * HUGE_PAGE  # filled in between two looks whether it is still wanted
-_NAME = re.compile(r"baton-[a-z]{1,16}-[0-9a-f]{32}")
+DEFAULT_SEGMENT_FOLDER = Path("/dev/shm")
+_PIECE_BYTES = 32 * HUGE_PAGE  # filled in between two looks whether it is still wanted
+_SEGMENT_NAME = re.compile(r"baton-[a-z]{1,16}-[0-9a-f]{32}")
 
 
-def segment_bytes(wanted: int, block_bytes: int) -> int:
+def round_up_segment_bytes(wanted: int, block_bytes: int) -> int:
     """`wanted` bytes rounded up to a multiple of lcm(block_bytes, huge page), so that segments mapped side by
     side start at a whole block and at a huge page."""
     unit = math.lcm(block_bytes, HUGE_PAGE)
     return max(1, -(-wanted // unit)) * unit
 
 
-def host_id(folder: Path) -> str:
+def compute_host_id(folder: Path) -> str:
     """Equal for two processes exactly if they run on the same kernel and see the same segment folder, so that
     one can map what the other creates. It survives neither a reboot nor a different mount."""
     where = folder.stat()
@@ -49,14 +49,14 @@ def host_id(folder: Path) -> str:
 @dataclass(eq=False)
 class Segment:
     """A segment that this process created and holds. `view` is its memory, mapped for as long as anything made over it
-    lives; `huge` says whether it got huge pages."""
+    lives; `has_huge_pages` says whether it got huge pages."""
 
     path: Path
-    size: int
-    huge: bool
+    size_bytes: int
+    has_huge_pages: bool
     view: memoryview
     _fd: int
-    _open: bool = field(default=True)
+    _is_open: bool = field(default=True)
 
     @property
     def name(self) -> str:
@@ -64,15 +64,15 @@ class Segment:
 
     def close(self) -> None:
         """Remove the file and unlock it. The memory goes when nothing uses it any more."""
-        if not self._open:
+        if not self._is_open:
             return
-        self._open = False
+        self._is_open = False
         _unlink(self.path)
         os.close(self._fd)
         self.view = memoryview(b"")
 
 
-def create(
+def create_segment(
     folder: Path, kind: str, size: int, knob: str = "--kv-memory", wanted: Callable[[], bool] = lambda: True
 ) -> Segment:
     """Create a segment of `size` bytes (see `segment_bytes`), zeroed, private to this user, locked and
@@ -82,45 +82,45 @@ def create(
     from, and Draining once it is not `wanted` any more.
     """
     path, fd = _create_locked(folder, kind, knob)
-    address, start, whole = reserve(size, HUGE_PAGE)
+    address, start, whole = reserve_addresses(size, HUGE_PAGE)
     try:
-        _promise(folder, fd, size, knob)
+        _reserve_size(folder, fd, size, knob)
         map_file(address, size, fd)
-        huge = all([_fill(folder, fd, address, piece, knob, wanted) for piece in _pieces(size)])
-    except (OSError, ConfigError, Draining) as error:
+        huge = all([_fill_piece(folder, fd, address, piece, knob, wanted) for piece in _pieces(size)])
+    except (OSError, ConfigError, ShuttingDown) as error:
         _unlink(path)
         os.close(fd)
-        release(start, whole)
+        release_addresses(start, whole)
         if isinstance(error, OSError):
-            raise _cannot_create(folder, size, error, knob) from error
+            raise _creation_error(folder, size, error, knob) from error
         raise
-    return Segment(path, size, huge, view(address, size, lambda: release(start, whole)), fd)
+    return Segment(path, size, huge, view_memory(address, size, lambda: release_addresses(start, whole)), fd)
 
 
 def _pieces(size: int) -> Iterator[range]:
-    return (range(at, min(at + _PIECE, size)) for at in range(0, size, _PIECE))
+    return (range(at, min(at + _PIECE_BYTES, size)) for at in range(0, size, _PIECE_BYTES))
 
 
-def _promise(folder: Path, fd: int, size: int, knob: str) -> None:
+def _reserve_size(folder: Path, fd: int, size: int, knob: str) -> None:
     """Give a new segment its size, if there is room for it beside what was promised to others. Raises ConfigError."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        promised = promised_bytes(folder)
-        room = memory_room(folder)
+        promised = unfilled_bytes(folder)
+        room = measure_available_memory(folder)
         # A size that was cut to what was usable a moment ago may take a part of the reserve, as in `_fill`.
-        if size > room.left - room.reserved // 2 - promised:
-            raise no_room(folder, size, room, knob, promised)
+        if size > room.free_bytes - room.reserve_bytes // 2 - promised:
+            raise insufficient_memory_error(folder, size, room, knob, promised)
         os.ftruncate(fd, size)
     finally:
         os.close(lock)
 
 
-def promised_bytes(folder: Path) -> int:
+def unfilled_bytes(folder: Path) -> int:
     """What the segments there will still take: their sizes without what is filled in."""
     promised = 0
     for path in folder.glob(f"{PREFIX}*"):
-        if _NAME.fullmatch(path.name):
+        if _SEGMENT_NAME.fullmatch(path.name):
             try:
                 stat = path.stat()
             except FileNotFoundError:
@@ -129,13 +129,13 @@ def promised_bytes(folder: Path) -> int:
     return promised
 
 
-def _fill(folder: Path, fd: int, address: int, piece: range, knob: str, wanted: Callable[[], bool]) -> bool:
+def _fill_piece(folder: Path, fd: int, address: int, piece: range, knob: str, wanted: Callable[[], bool]) -> bool:
     """Whether it consists of huge pages. Raises ConfigError if others have taken what was promised to it."""
     if not wanted():
-        raise Draining("what the memory was for has ended")
-    room = memory_room(folder)
-    if len(piece) > room.left - room.reserved // 2:
-        raise no_room(folder, os.fstat(fd).st_size, room, knob)
+        raise ShuttingDown("what the memory was for has ended")
+    room = measure_available_memory(folder)
+    if len(piece) > room.free_bytes - room.reserve_bytes // 2:
+        raise insufficient_memory_error(folder, os.fstat(fd).st_size, room, knob)
     _touch_huge_pages(fd, piece)
     huge = collapse_to_huge_pages(address + piece.start, len(piece))
     os.posix_fallocate(fd, piece.start, len(piece))
@@ -148,12 +148,12 @@ def _create_locked(folder: Path, kind: str, knob: str) -> tuple[Path, int]:
     `sweep` may win the race between creation and lock, and we then begin again."""
     while True:
         path = folder / f"{PREFIX}{kind}-{secrets.token_hex(16)}"
-        if _NAME.fullmatch(path.name) is None:
+        if _SEGMENT_NAME.fullmatch(path.name) is None:
             raise ValueError(f"segment kind {kind!r} is not 1 to 16 lower-case letters")
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise _cannot_create(folder, 0, error, knob) from error
+            raise _creation_error(folder, 0, error, knob) from error
         if _try_lock(fd) and os.fstat(fd).st_nlink == 1:
             return path, fd
         os.close(fd)
@@ -171,36 +171,36 @@ def free_bytes(folder: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
-def _cannot_create(folder: Path, size: int, error: OSError, knob: str) -> ConfigError:
+def _creation_error(folder: Path, size: int, error: OSError, knob: str) -> ConfigError:
     if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
-        return no_room(folder, size, memory_room(folder), knob)
+        return insufficient_memory_error(folder, size, measure_available_memory(folder), knob)
     return ConfigError(f"segment of {size} bytes in {folder}: {error.strerror}: choose another with --segment-dir")
 
 
-def open_peer(folder: Path, name: str, size: int | None = None) -> tuple[int, int]:
+def open_peer_segment(folder: Path, name: str, size: int | None = None) -> tuple[int, int]:
     """Open a peer's segment by the name that it sent. Returns (file descriptor, size in bytes).
 
     Raises PeerGone when the name is not one of ours, the file is not there, is not this user's regular file,
     or is not `size` bytes long.
     """
-    if _NAME.fullmatch(name) is None:
-        raise PeerGone(f"{name[:80]!r} is not a segment name")
+    if _SEGMENT_NAME.fullmatch(name) is None:
+        raise PeerUnreachable(f"{name[:80]!r} is not a segment name")
     try:
         fd = os.open(folder / name, os.O_RDWR | os.O_NOFOLLOW)
     except OSError as error:
-        raise PeerGone(f"segment {name} in {folder}: {error.strerror}") from error
+        raise PeerUnreachable(f"segment {name} in {folder}: {error.strerror}") from error
     stat = os.fstat(fd)
     if stat.st_uid != os.geteuid() or (size is not None and stat.st_size != size) or stat.st_size % HUGE_PAGE:
         os.close(fd)
-        raise PeerGone(f"segment {name} has {stat.st_size} bytes of user {stat.st_uid}, {size} of ours were expected")
+        raise PeerUnreachable(f"segment {name} has {stat.st_size} bytes of user {stat.st_uid}, {size} of ours were expected")
     return fd, stat.st_size
 
 
-def holder_alive(folder: Path, name: str) -> bool:
+def is_holder_alive(folder: Path, name: str) -> bool:
     """Whether the process that created the segment still lives: its lock cannot be obtained."""
     try:
-        fd, _ = open_peer(folder, name)
-    except PeerGone:
+        fd, _ = open_peer_segment(folder, name)
+    except PeerUnreachable:
         return False
     try:
         return not _try_lock(fd)
@@ -208,21 +208,21 @@ def holder_alive(folder: Path, name: str) -> bool:
         os.close(fd)
 
 
-def sweep(folder: Path) -> list[str]:
+def remove_stale_segments(folder: Path) -> list[str]:
     """Remove the segments, and the fence files beside them, whose holder is gone. Returns their names."""
     removed = []
     for path in sorted(folder.glob(f"{PREFIX}*")):
-        if _NAME.fullmatch(path.name) is None and _NAME.fullmatch(path.name.removesuffix(FENCE_SUFFIX)) is None:
+        if _SEGMENT_NAME.fullmatch(path.name) is None and _SEGMENT_NAME.fullmatch(path.name.removesuffix(FENCE_SUFFIX)) is None:
             continue
         if _remove_if_stale(path):
             removed.append(path.name)
     return removed
 
 
-def stale(folder: Path) -> list[str]:
+def list_stale_segments(folder: Path) -> list[str]:
     """The segments of this user whose holder is gone: what `sweep` would remove."""
-    ours = [path.name for path in sorted(folder.glob(f"{PREFIX}*")) if _NAME.fullmatch(path.name)]
-    return [name for name in ours if (folder / name).stat().st_uid == os.geteuid() and not holder_alive(folder, name)]
+    ours = [path.name for path in sorted(folder.glob(f"{PREFIX}*")) if _SEGMENT_NAME.fullmatch(path.name)]
+    return [name for name in ours if (folder / name).stat().st_uid == os.geteuid() and not is_holder_alive(folder, name)]
 
 
 def _remove_if_stale(path: Path) -> bool:

@@ -13,16 +13,16 @@ _ENTRY = re.compile(r"(?P<name>ttft|tpot)=(?P<value>[0-9]{0,9}\.?[0-9]{1,9})(?P<
 class Slo:
     """Upper bounds in seconds; None is no bound."""
 
-    ttft: float | None = None
-    tpot: float | None = None
+    ttft_seconds: float | None = None
+    tpot_seconds: float | None = None
 
     def __str__(self) -> str:
-        bounds = (("ttft", self.ttft), ("tpot", self.tpot))
+        bounds = (("ttft", self.ttft_seconds), ("tpot", self.tpot_seconds))
         return ",".join(f"{name}={seconds * 1e3:g}ms" for name, seconds in bounds if seconds is not None)
 
-    def met(self, ttft: float, tpot: float | None) -> bool:
+    def is_met(self, ttft: float, tpot: float | None) -> bool:
         """Whether one request was good. A request of one token has no TPOT and passes that bound."""
-        return (self.ttft is None or ttft <= self.ttft) and (self.tpot is None or tpot is None or tpot <= self.tpot)
+        return (self.ttft_seconds is None or ttft <= self.ttft_seconds) and (self.tpot_seconds is None or tpot is None or tpot <= self.tpot_seconds)
 
 
 def parse_slo(text: str) -> Slo:

@@ -38,9 +38,9 @@ class FinishReason(Enum):
 class AttemptKey(NamedTuple):
     """What tokens, tickets, sequences and cancels are keyed by."""
 
-    request: RequestId
-    attempt: int
-    choice: int
+    request_id: RequestId
+    attempt_number: int
+    choice_index: int
 
     def __str__(self) -> str:
         return f"{self.request}/{self.attempt}.{self.choice}"
@@ -75,50 +75,50 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """On whose account a request runs. `tenant_class` labels metrics and device seconds; `level` is the place of that
+class Principal:
+    """On whose account a request runs. `tenant_class` labels metrics and device seconds; `priority_level` is the place of that
     class in the strict order, 0 is served first. It follows from the credential, never from the body alone."""
 
     tenant: str = "default"
     tenant_class: str = "default"
-    level: int = 0
+    priority_level: int = 0
 
 
-DEFAULT_STANDING = Standing()
+DEFAULT_PRINCIPAL = Principal()
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the client asked, one choice of it: several choices are requests of their own. `timeout` is seconds left at
+    """What the client asked, one choice of it: several choices are requests of their own. `timeout_seconds` is seconds left at
     the moment of sending: clocks are never compared."""
 
     id: RequestId
-    prompt: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    timeout: float
+    timeout_seconds: float
     cache_salt: bytes = b""
-    choice: int = 0
-    standing: Standing = DEFAULT_STANDING
+    choice_index: int = 0
+    principal: Principal = DEFAULT_PRINCIPAL
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """One attempt as a node receives it. `emitted` are tokens that the client already has: they are part of the
-    context, count towards max_tokens and are never sent again. `prefill_payer` is the class that the computing of the
+class AttemptSpec:
+    """One attempt as a node receives it. `emitted_token_ids` are tokens that the client already has: they are part of the
+    context, count towards max_tokens and are never sent again. `prefill_charged_class` is the class that the computing of the
     context is charged to, "" for the request's own: whoever preempted the attempt before pays for computing it again.
-    `model` is the digest of the identity that the request is bound to (baton/model_identity.py).
+    `identity_digest` is the digest of the identity that the request is bound to (baton/model_identity.py).
     """
 
     key: AttemptKey
     request: Request
-    emitted: tuple[int, ...] = ()
-    prefill_payer: str = ""
-    model: bytes = b""
+    emitted_token_ids: tuple[int, ...] = ()
+    prefill_charged_class: str = ""
+    identity_digest: bytes = b""
 
     @property
-    def context(self) -> tuple[int, ...]:
+    def context_token_ids(self) -> tuple[int, ...]:
         """Every token whose KV must exist before the next token can be computed."""
-        return self.request.prompt + self.emitted
+        return self.request.prompt_token_ids + self.emitted_token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,40 +144,40 @@ class Ticket:
     """Decode's promise: this writer may write these blocks, for so long.
 
     Logical blocks `first_block .. first_block + len(offsets)` of the context are to be written; those before
-    `first_block` are already on the decode node. `offsets` are byte offsets of those blocks in the decode arena
-    `segment`. `ttl` is seconds from receipt. `fence` is the byte of the arena's fence file that a one-sided writer
+    `first_block` are already on the decode node. `block_offsets` are byte offsets of those blocks in the decode arena
+    `segment`. `ttl_seconds` is seconds from receipt. `fence_byte` is the byte of the arena's fence file that a one-sided writer
     locks for as long as it may write (docs/protocol.md). `transport` names the backend that decode chose.
     """
 
     id: TicketId
     key: AttemptKey
-    decode: PeerAddress
-    writer: Incarnation
+    decode_peer: PeerAddress
+    writer_incarnation: Incarnation
     first_block: int
-    offsets: tuple[int, ...]
+    block_offsets: tuple[int, ...]
     num_tokens: int
-    ttl: float
+    ttl_seconds: float
     transport: str
     segment: SegmentRef
-    fence: int
+    fence_byte: int
 
 
 @dataclass(frozen=True, slots=True)
-class TokenScore:
+class TokenLogprobs:
     """Natural logarithms of probabilities under the model's own distribution: log softmax of its logits, before bias,
-    penalties, temperature and filters. `top` holds the most likely (token id, log probability), the best first."""
+    penalties, temperature and filters. `top_logprobs` holds the most likely (token id, log probability), the best first."""
 
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One generated token. `index` is its place in the request's output, so that a gap or a repeat is seen. `score` is
+    """One generated token. `output_index` is its place in the request's output, so that a gap or a repeat is seen. `logprobs` is
     there if `logprobs` asks for it."""
 
     key: AttemptKey
-    index: int
-    token: int
-    finish: FinishReason | None = None
-    score: TokenScore | None = None
+    output_index: int
+    token_id: int
+    finish_reason: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None

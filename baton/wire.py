@@ -2,11 +2,11 @@
 
 from collections.abc import Iterable, Mapping
 
-from baton.cache_journal import CacheChange
-from baton.errors import BatonError, from_code
+from baton.cache_journal import CacheEventBatch
+from baton.errors import BatonError, error_from_code
 from baton.kv_layout import KVLayout
 from baton.pb import cluster_pb2, common_pb2
-from baton.pool_terms import Elsewhere
+from baton.pool_terms import RemotePrefix
 from baton.types import (
     AttemptKey,
     FinishReason,
@@ -17,28 +17,28 @@ from baton.types import (
     RequestId,
     SamplingParams,
     SegmentRef,
-    Standing,
+    Principal,
     Ticket,
     TicketId,
     TokenEvent,
-    TokenScore,
-    Work,
+    TokenLogprobs,
+    AttemptSpec,
 )
 
 PROTOCOL_VERSION = 3
 
-FINISH_TO_PB = {
+FINISH_REASON_TO_PB = {
     FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
 }
-_FINISH_FROM_PB: dict[int, FinishReason] = {value: key for key, value in FINISH_TO_PB.items()}
+_FINISH_REASON_FROM_PB: dict[int, FinishReason] = {value: key for key, value in FINISH_REASON_TO_PB.items()}
 
 
-def key_to_pb(key: AttemptKey) -> cluster_pb2.AttemptKey:
-    return cluster_pb2.AttemptKey(request_id=key.request, attempt=key.attempt, choice=key.choice)
+def attempt_key_to_pb(key: AttemptKey) -> cluster_pb2.AttemptKey:
+    return cluster_pb2.AttemptKey(request_id=key.request_id, attempt=key.attempt_number, choice=key.choice_index)
 
 
-def key_from_pb(message: cluster_pb2.AttemptKey) -> AttemptKey:
+def attempt_key_from_pb(message: cluster_pb2.AttemptKey) -> AttemptKey:
     return AttemptKey(RequestId(message.request_id), message.attempt, message.choice)
 
 
@@ -47,7 +47,7 @@ def error_to_pb(error: BatonError) -> common_pb2.Error:
 
 
 def error_from_pb(message: common_pb2.Error) -> BatonError:
-    return from_code(message.code, message.message, message.param or None)
+    return error_from_code(message.code, message.message, message.param or None)
 
 
 def layout_to_pb(layout: KVLayout) -> cluster_pb2.Layout:
@@ -110,33 +110,33 @@ def _sampling_from_pb(params: cluster_pb2.Sampling) -> SamplingParams:
     )
 
 
-def work_to_pb(work: Work) -> cluster_pb2.Work:
+def attempt_spec_to_pb(work: AttemptSpec) -> cluster_pb2.Work:
     return cluster_pb2.Work(
-        key=key_to_pb(work.key),
-        prompt=common_pb2.TokenIds(ids=work.request.prompt),
-        emitted=common_pb2.TokenIds(ids=work.emitted),
+        key=attempt_key_to_pb(work.key),
+        prompt=common_pb2.TokenIds(ids=work.request.prompt_token_ids),
+        emitted=common_pb2.TokenIds(ids=work.emitted_token_ids),
         sampling=_sampling_to_pb(work.request.sampling),
-        timeout_seconds=work.request.timeout,
+        timeout_seconds=work.request.timeout_seconds,
         cache_salt=work.request.cache_salt,
-        tenant_class=work.request.standing.tenant_class,
-        level=work.request.standing.level,
-        prefill_payer=work.prefill_payer,
-        model=work.model,
+        tenant_class=work.request.principal.tenant_class,
+        level=work.request.principal.priority_level,
+        prefill_payer=work.prefill_charged_class,
+        model=work.identity_digest,
     )
 
 
-def work_from_pb(message: cluster_pb2.Work) -> Work:
-    key = key_from_pb(message.key)
+def attempt_spec_from_pb(message: cluster_pb2.Work) -> AttemptSpec:
+    key = attempt_key_from_pb(message.key)
     request = Request(
-        id=key.request,
-        prompt=tuple(message.prompt.ids),
+        id=key.request_id,
+        prompt_token_ids=tuple(message.prompt.ids),
         sampling=_sampling_from_pb(message.sampling),
-        timeout=message.timeout_seconds,
+        timeout_seconds=message.timeout_seconds,
         cache_salt=message.cache_salt,
-        choice=key.choice,
-        standing=Standing(tenant_class=message.tenant_class, level=message.level),
+        choice_index=key.choice_index,
+        principal=Principal(tenant_class=message.tenant_class, priority_level=message.level),
     )
-    return Work(key, request, tuple(message.emitted.ids), message.prefill_payer, message.model)
+    return AttemptSpec(key, request, tuple(message.emitted.ids), message.prefill_payer, message.model)
 
 
 def peer_to_pb(peer: PeerAddress) -> cluster_pb2.Peer:
@@ -157,30 +157,30 @@ def peer_from_pb(message: cluster_pb2.Peer) -> PeerAddress:
     )
 
 
-def elsewhere_to_pb(elsewhere: Elsewhere | None) -> cluster_pb2.Elsewhere | None:
+def remote_prefix_to_pb(elsewhere: RemotePrefix | None) -> cluster_pb2.Elsewhere | None:
     if elsewhere is None:
         return None
     pool = peer_to_pb(elsewhere.pool)
-    return cluster_pb2.Elsewhere(pool=pool, tokens=elsewhere.tokens, token_seconds=elsewhere.token_seconds)
+    return cluster_pb2.Elsewhere(pool=pool, tokens=elsewhere.prefix_tokens, token_seconds=elsewhere.compute_seconds_per_token)
 
 
-def elsewhere_from_pb(message: cluster_pb2.Elsewhere) -> Elsewhere:
-    return Elsewhere(peer_from_pb(message.pool), message.tokens, max(0.0, message.token_seconds))
+def remote_prefix_from_pb(message: cluster_pb2.Elsewhere) -> RemotePrefix:
+    return RemotePrefix(peer_from_pb(message.pool), message.tokens, max(0.0, message.token_seconds))
 
 
 def ticket_to_pb(ticket: Ticket) -> cluster_pb2.Ticket:
     return cluster_pb2.Ticket(
         id=ticket.id,
-        key=key_to_pb(ticket.key),
-        decode=peer_to_pb(ticket.decode),
-        writer=ticket.writer,
+        key=attempt_key_to_pb(ticket.key),
+        decode=peer_to_pb(ticket.decode_peer),
+        writer=ticket.writer_incarnation,
         first_block=ticket.first_block,
-        offsets=ticket.offsets,
+        offsets=ticket.block_offsets,
         num_tokens=ticket.num_tokens,
-        ttl_seconds=ticket.ttl,
+        ttl_seconds=ticket.ttl_seconds,
         transport=ticket.transport,
         segment=ticket.segment.name,
-        fence=ticket.fence,
+        fence=ticket.fence_byte,
     )
 
 
@@ -188,56 +188,56 @@ def ticket_from_pb(message: cluster_pb2.Ticket) -> Ticket:
     decode = peer_from_pb(message.decode)
     return Ticket(
         id=TicketId(message.id),
-        key=key_from_pb(message.key),
-        decode=decode,
-        writer=Incarnation(message.writer),
+        key=attempt_key_from_pb(message.key),
+        decode_peer=decode,
+        writer_incarnation=Incarnation(message.writer),
         first_block=message.first_block,
-        offsets=tuple(message.offsets),
+        block_offsets=tuple(message.offsets),
         num_tokens=message.num_tokens,
-        ttl=message.ttl_seconds,
+        ttl_seconds=message.ttl_seconds,
         transport=message.transport,
         segment=SegmentRef(message.segment, decode.incarnation),
-        fence=message.fence,
+        fence_byte=message.fence,
     )
 
 
-def token_to_pb(event: TokenEvent) -> cluster_pb2.Token:
-    finish = FINISH_TO_PB[event.finish] if event.finish else common_pb2.FINISH_REASON_UNSPECIFIED
-    score = score_to_pb(event.score) if event.score else None
-    return cluster_pb2.Token(key=key_to_pb(event.key), index=event.index, token=event.token, finish=finish, score=score)
+def token_event_to_pb(event: TokenEvent) -> cluster_pb2.Token:
+    finish = FINISH_REASON_TO_PB[event.finish_reason] if event.finish_reason else common_pb2.FINISH_REASON_UNSPECIFIED
+    score = logprobs_to_pb(event.logprobs) if event.logprobs else None
+    return cluster_pb2.Token(key=attempt_key_to_pb(event.key), index=event.output_index, token=event.token_id, finish=finish, score=score)
 
 
-def token_from_pb(message: cluster_pb2.Token) -> TokenEvent:
+def token_event_from_pb(message: cluster_pb2.Token) -> TokenEvent:
     return TokenEvent(
-        key=key_from_pb(message.key),
-        index=message.index,
-        token=message.token,
-        finish=_FINISH_FROM_PB.get(message.finish),
-        score=score_from_pb(message.score) if message.HasField("score") else None,
+        key=attempt_key_from_pb(message.key),
+        output_index=message.index,
+        token_id=message.token,
+        finish_reason=_FINISH_REASON_FROM_PB.get(message.finish),
+        logprobs=logprobs_from_pb(message.score) if message.HasField("score") else None,
     )
 
 
-def score_to_pb(score: TokenScore) -> common_pb2.Score:
+def logprobs_to_pb(score: TokenLogprobs) -> common_pb2.Score:
     return common_pb2.Score(
         logprob=score.logprob,
-        top_ids=[token for token, _ in score.top],
-        top_logprobs=[logprob for _, logprob in score.top],
+        top_ids=[token for token, _ in score.top_logprobs],
+        top_logprobs=[logprob for _, logprob in score.top_logprobs],
     )
 
 
-def score_from_pb(message: common_pb2.Score) -> TokenScore:
-    return TokenScore(message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True)))
+def logprobs_from_pb(message: common_pb2.Score) -> TokenLogprobs:
+    return TokenLogprobs(message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True)))
 
 
-def cache_to_pb(change: CacheChange, incarnation: Incarnation) -> cluster_pb2.NodeMessage:
+def cache_events_to_pb(change: CacheEventBatch, incarnation: Incarnation) -> cluster_pb2.NodeMessage:
     message = cluster_pb2.NodeMessage(incarnation=incarnation)
-    if change.fresh:
-        message.cache_snapshot.sequence = change.sequence
-        message.cache_snapshot.names.extend(change.inserted)
+    if change.is_reset:
+        message.cache_snapshot.sequence = change.sequence_number
+        message.cache_snapshot.names.extend(change.inserted_hashes)
     else:
-        message.cache_events.sequence = change.sequence
-        message.cache_events.inserted.extend(change.inserted)
-        message.cache_events.evicted.extend(change.evicted)
+        message.cache_events.sequence = change.sequence_number
+        message.cache_events.inserted.extend(change.inserted_hashes)
+        message.cache_events.evicted.extend(change.evicted_hashes)
     return message
 
 

@@ -9,12 +9,12 @@ from types import ModuleType
 import grpc
 from rich.console import Console
 
-from baton.cli.errors import innermost
+from baton.cli.errors import innermost_error
 from baton.errors import BatonError
-from benchmarks.report import Row, reproduced_by, write_json
+from benchmarks.report import ResultRow, reproducing_command, write_json
 
 # Each module has HELP, add_arguments(parser) and main(options, console, command) -> rows; it prints its own results.
-COMMANDS = {
+BENCHMARK_MODULES = {
     "compare": "benchmarks.compare",
     "coordinator": "benchmarks.coordinator",
     "engine": "benchmarks.engine",
@@ -27,26 +27,26 @@ COMMANDS = {
     "serve": "benchmarks.serve",
     "transfer": "benchmarks.transfer",
 }
-NOT_AVAILABLE: tuple[str, ...] = ()
+UNAVAILABLE_BENCHMARKS: tuple[str, ...] = ()
 _WIDTH = 160  # columns, where there is no terminal to ask
 
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code: 0 measured, 1 not possible, 2 wrong usage."""
-    if arguments and arguments[0] in NOT_AVAILABLE:
+    if arguments and arguments[0] in UNAVAILABLE_BENCHMARKS:
         sys.stderr.write(f"error: bench {arguments[0]} is not available in this version\n")
         return 1
-    wanted = arguments[:1] if set(arguments[:1]) & COMMANDS.keys() else list(COMMANDS)  # one may import much
-    parts = {name: importlib.import_module(COMMANDS[name]) for name in wanted}
-    options = _parser(parts).parse_args(arguments)
+    wanted = arguments[:1] if set(arguments[:1]) & BENCHMARK_MODULES.keys() else list(BENCHMARK_MODULES)  # one may import much
+    parts = {name: importlib.import_module(BENCHMARK_MODULES[name]) for name in wanted}
+    options = make_parser(parts).parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     failure = ""
     try:
         for name in list(parts) if options.benchmark == "all" else [options.benchmark]:
-            rows += _run(parts[name], name, options, console)
+            rows += _run_benchmark(parts[name], name, options, console)
     except Exception as group:
-        error = innermost(group)
+        error = innermost_error(group)
         if not isinstance(error, BatonError | ValueError | TimeoutError | grpc.RpcError):
             raise
         failure = str(error) or "it took too long"
@@ -57,19 +57,19 @@ def main(arguments: list[str]) -> int:
     return int(bool(failure))
 
 
-def _run(part: ModuleType, name: str, options: argparse.Namespace, console: Console) -> list[Row]:
+def _run_benchmark(part: ModuleType, name: str, options: argparse.Namespace, console: Console) -> list[ResultRow]:
     if options.benchmark == "all":
-        options = argparse.Namespace(**{**vars(_parser({name: part}).parse_args([name])), "benchmark": name})
-        command = reproduced_by([name])
+        options = argparse.Namespace(**{**vars(make_parser({name: part}).parse_args([name])), "benchmark": name})
+        command = reproducing_command([name])
     else:
-        command = reproduced_by(sys.argv[1:])
-    rows: list[Row] = part.main(options, console, command)
+        command = reproducing_command(sys.argv[1:])
+    rows: list[ResultRow] = part.main(options, console, command)
     return rows
 
 
-def _parser(parts: dict[str, ModuleType]) -> argparse.ArgumentParser:
+def make_parser(parts: dict[str, ModuleType]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="|".join([*COMMANDS, "all"]))
+    commands = parser.add_subparsers(dest="benchmark", required=True, metavar="|".join([*BENCHMARK_MODULES, "all"]))
     for name, part in parts.items():
         command = commands.add_parser(
             name,

@@ -29,29 +29,29 @@ from baton.config import read_secret
 from baton.pb import cluster_pb2, cluster_pb2_grpc
 from baton.slo import Slo
 from benchmarks import comparison, identity
-from benchmarks.comparison import AUTO, COLOCATED, DISAGGREGATED, WORKLOADS, Cell, Goodput, Idle, Results, Workload
-from benchmarks.completions import Client
+from benchmarks.comparison import AUTO, COLOCATED, DISAGGREGATED, COMPARISON_WORKLOADS, ComparisonCell, GoodputRounds, IdleLatency, GoodputBySystem, ComparisonWorkload
+from benchmarks.completions import CompletionsClient
 from benchmarks.http_stream import HttpError, parse_url
-from benchmarks.load import drive
-from benchmarks.local_cluster import local_cluster
-from benchmarks.measurement import Measurement
-from benchmarks.models import DEMO
-from benchmarks.report import Row, row
-from benchmarks.schedule import Planned, Poisson
+from benchmarks.load import run_load
+from benchmarks.local_cluster import start_local_cluster
+from benchmarks.measurement import RequestMeasurement
+from benchmarks.models import DEMO_SHAPE
+from benchmarks.report import ResultRow, make_row
+from benchmarks.schedule import PlannedRequest, PoissonArrivals
 
 HELP = "mode auto against both fixed modes, or endpoints against each other"
-_GRACE = 30.0  # seconds after the last arrival; what runs then was not good
-_LOCAL = 'way="local"'
+_GRACE_SECONDS = 30.0  # seconds after the last arrival; what runs then was not good
+_LOCAL_PREFILL_LABEL = 'way="local"'
 
 
 @dataclass(slots=True)
-class System:
-    """One of those compared. `grpc` is known of clusters that were started for the run."""
+class ComparedSystem:
+    """One of those compared. `grpc_endpoint` is known of clusters that were started for the run."""
 
     name: str
-    client: Client
-    grpc: str = ""
-    idle: dict[int, Idle] = field(default_factory=dict)
+    client: CompletionsClient
+    grpc_endpoint: str = ""
+    idle_latencies: dict[int, IdleLatency] = field(default_factory=dict)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefill", type=int, default=1, help="prefill nodes; colocated has as many in all (1)")
     parser.add_argument("--decode", type=int, default=1, help="decode nodes (1)")
     parser.add_argument("--threads", default="auto", help="of each node (auto)")
-    names = [one.name for one in WORKLOADS]
+    names = [one.name for one in COMPARISON_WORKLOADS]
     parser.add_argument("--workloads", default=",".join(names), help=f"of these (default {','.join(names)})")
     parser.add_argument("--loads", default="0.5,1,2", help="requests in the time of one that is alone (0.5,1,2)")
     parser.add_argument("--seconds", type=float, default=20.0, help="of arrivals in a cell (20)")
@@ -80,37 +80,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", default="", help="fixes arrivals and prompts; fresh by default")
 
 
-def main(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
-    return asyncio.run(run(options, console, command))
+def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
+    return asyncio.run(compare_systems(options, console, command))
 
 
-async def run(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
+async def compare_systems(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
     """Raises ValueError for options that make no sense, and for systems that do not compare."""
-    workloads, loads = chosen(options.workloads), parse_loads(options.loads)
+    workloads, loads = parse_workloads(options.workloads), parse_loads(options.loads)
     if options.rounds < 1 or options.idle < 1 or options.seconds <= 0:
         raise ValueError("--rounds and --idle must be 1 or more, --seconds above 0")
     seed = options.seed or secrets.token_hex(8)
     console.print(f"seed {seed}")
     async with contextlib.AsyncExitStack() as stack:
-        systems = await _systems(options, console, stack)
+        systems = await _reach_systems(options, console, stack)
         if options.of not in [one.name for one in systems]:
             raise ValueError(f"--of {options.of}: the systems are {', '.join(one.name for one in systems)}")
         for one in systems:
-            one.idle = await _idle(one.client, workloads, options.idle, f"{seed}/{one.name}")
+            one.idle_latencies = await _measure_idle(one.client, workloads, options.idle, f"{seed}/{one.name}")
         fixed = [one.name for one in systems if one.name != options.of]
-        idle = comparison.best_idle({one.name: one.idle for one in systems}, fixed)
-        bounds = comparison.slos(idle)
-        tell_idle(console, systems, bounds)
-        results, local = await _measure(systems, workloads, loads, options, seed, idle, bounds)
-    console.print(table(results))
-    for line in verdict(results, workloads, options.of):
+        idle = comparison.best_idle_latency({one.name: one.idle_latencies for one in systems}, fixed)
+        bounds = comparison.slos_by_length(idle)
+        print_idle(console, systems, bounds)
+        results, local = await _measure_goodput(systems, workloads, loads, options, seed, idle, bounds)
+    console.print(goodput_table(results))
+    for line in describe_results(results, workloads, options.of):
         console.print(line)
     return to_rows(results, local, bounds, workloads, options.of, command)
 
 
-def chosen(names: str) -> list[Workload]:
+def parse_workloads(names: str) -> list[ComparisonWorkload]:
     """Raises ValueError."""
-    known = {one.name: one for one in WORKLOADS}
+    known = {one.name: one for one in COMPARISON_WORKLOADS}
     wanted = [name for name in names.split(",") if name]
     if not wanted or not set(wanted) <= known.keys():
         raise ValueError(f"--workloads {names!r}: there are {', '.join(known)}")
@@ -146,31 +146,31 @@ def parse_declared(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-async def _systems(options: argparse.Namespace, console: Console, stack: contextlib.AsyncExitStack) -> list[System]:
+async def _reach_systems(options: argparse.Namespace, console: Console, stack: contextlib.AsyncExitStack) -> list[ComparedSystem]:
     """Reached, equal in what they serve, and warm."""
     key = read_secret(options.api_key, "api_key")
     declared, urls = parse_declared(options.declare), parse_systems(options.url)
     channels: dict[str, str] = {}
     if not urls:
-        async for name, http, channel in _started(options, console, stack):
+        async for name, http, channel in _start_clusters(options, console, stack):
             urls[name], channels[name] = http, channel
-    systems: list[System] = []
-    served: dict[str, identity.Identity] = {}
+    systems: list[ComparedSystem] = []
+    served: dict[str, identity.EndpointModel] = {}
     for name, url in urls.items():
         target = parse_url(url)
-        served[name] = await identity.ask(target, key, options.model, declared)
-        client = Client(target, options.model, key, options.vocabulary, options.timeout)
+        served[name] = await identity.fetch_endpoint_model(target, key, options.model, declared)
+        client = CompletionsClient(target, options.model, key, options.vocabulary, options.timeout)
         try:
-            client = await client.probe()
+            client = await client.probe_features()
         except (OSError, HttpError) as error:
             raise ValueError(f"{url} cannot be reached: {error}") from None
-        systems.append(System(name, client, channels.get(name, "")))
+        systems.append(ComparedSystem(name, client, channels.get(name, "")))
         console.print(f"{name}: {url}, {served[name]}")
-    identity.require_equal(served)
+    identity.require_same_model(served)
     return systems
 
 
-async def _started(
+async def _start_clusters(
     options: argparse.Namespace, console: Console, stack: contextlib.AsyncExitStack
 ) -> AsyncIterator[tuple[str, str, str]]:
     """Name, HTTP and gRPC of a cluster in each mode, all with as many nodes."""
@@ -184,57 +184,57 @@ async def _started(
         AUTO: {**split, "mode": AUTO},
     }
     for name, own in settings.items():
-        made = local_cluster(console, DEMO, "demo", threads=options.threads, kv_memory="256MiB", **own)
+        made = start_local_cluster(console, DEMO_SHAPE, "demo", threads=options.threads, kv_memory="256MiB", **own)
         where = (await stack.enter_async_context(made)).endpoints
         yield name, f"http://{where.http}", where.grpc
 
 
-async def _idle(client: Client, workloads: Sequence[Workload], count: int, seed: str) -> dict[int, Idle]:
+async def _measure_idle(client: CompletionsClient, workloads: Sequence[ComparisonWorkload], count: int, seed: str) -> dict[int, IdleLatency]:
     """One request after another. The first of each length is not counted."""
-    outputs = {length: workload.output for workload in workloads for length in workload.prompts}
-    found: dict[int, Idle] = {}
+    outputs = {length: workload.output_tokens for workload in workloads for length in workload.prompt_lengths}
+    found: dict[int, IdleLatency] = {}
     for length, output in outputs.items():
-        seen: list[Measurement] = []
+        seen: list[RequestMeasurement] = []
         for number in range(count + 1):
-            request = Planned(0.0, length, output, seed=number, salt=f"{seed}/idle/{length}")
-            seen.append(await client.measure(request, time.perf_counter()))
-        found[length] = comparison.idle_of(seen[1:])
+            request = PlannedRequest(0.0, length, output, seed=number, salt=f"{seed}/idle/{length}")
+            seen.append(await client.measure_request(request, time.perf_counter()))
+        found[length] = comparison.idle_latency(seen[1:])
     return found
 
 
-async def _measure(
-    systems: Sequence[System],
-    workloads: Sequence[Workload],
+async def _measure_goodput(
+    systems: Sequence[ComparedSystem],
+    workloads: Sequence[ComparisonWorkload],
     loads: Sequence[float],
     options: argparse.Namespace,
     seed: str,
-    idle: dict[int, Idle],
+    idle: dict[int, IdleLatency],
     bounds: dict[int, Slo],
-) -> tuple[Results, dict[Cell, float]]:
+) -> tuple[GoodputBySystem, dict[ComparisonCell, float]]:
     """Also the share of prompts that decode nodes computed, of the system in question."""
-    seen: dict[str, dict[Cell, list[float]]] = {one.name: defaultdict(list) for one in systems}
-    local: dict[Cell, list[float]] = defaultdict(list)
+    seen: dict[str, dict[ComparisonCell, list[float]]] = {one.name: defaultdict(list) for one in systems}
+    local: dict[ComparisonCell, list[float]] = defaultdict(list)
     for number in range(options.rounds):
         turn = number % len(systems)
         for workload in workloads:
             for load in loads:
-                cell, rate = Cell(workload.name, load), comparison.rate(workload, load, idle)
-                plan = comparison.plan(workload, rate, options.seconds, f"{seed}/{cell}/{number}")
+                cell, rate = ComparisonCell(workload.name, load), comparison.arrival_rate(workload, load, idle)
+                plan = comparison.plan_arrivals(workload, rate, options.seconds, f"{seed}/{cell}/{number}")
                 for system in [*systems[turn:], *systems[:turn]]:
-                    before = await _placements(system)
-                    sent = await drive(system.client, Poisson(rate), plan, options.seconds + _GRACE)
-                    seen[system.name][cell].append(comparison.goodput(sent, bounds, options.seconds))
+                    before = await _placement_counts(system)
+                    sent = await run_load(system.client, PoissonArrivals(rate), plan, options.seconds + _GRACE_SECONDS)
+                    seen[system.name][cell].append(comparison.compute_goodput(sent, bounds, options.seconds))
                     if system.name == options.of and before:
-                        local[cell].append(_local_share(before, await _placements(system)))
-    results = {name: {cell: Goodput(tuple(each)) for cell, each in cells.items()} for name, cells in seen.items()}
+                        local[cell].append(_local_share(before, await _placement_counts(system)))
+    results = {name: {cell: GoodputRounds(tuple(each)) for cell, each in cells.items()} for name, cells in seen.items()}
     return results, {cell: sum(each) / len(each) for cell, each in local.items()}
 
 
-async def _placements(system: System) -> dict[str, float]:
+async def _placement_counts(system: ComparedSystem) -> dict[str, float]:
     """Attempts so far, by who computed the prompt; empty where nobody tells."""
-    if not system.grpc:
+    if not system.grpc_endpoint:
         return {}
-    async with grpc.aio.insecure_channel(system.grpc) as channel:
+    async with grpc.aio.insecure_channel(system.grpc_endpoint) as channel:
         status = await cluster_pb2_grpc.ClusterStub(channel).Status(cluster_pb2.StatusRequest())
     return {name: value for name, value in status.counters.items() if name.startswith("baton_placements_total{")}
 
@@ -242,13 +242,13 @@ async def _placements(system: System) -> dict[str, float]:
 def _local_share(before: dict[str, float], after: dict[str, float]) -> float:
     fresh = {name: value - before.get(name, 0.0) for name, value in after.items()}
     total = sum(fresh.values())
-    return sum(value for name, value in fresh.items() if _LOCAL in name) / total if total else 0.0
+    return sum(value for name, value in fresh.items() if _LOCAL_PREFILL_LABEL in name) / total if total else 0.0
 
 
 # what is shown
 
 
-def tell_idle(console: Console, systems: Sequence[System], bounds: dict[int, Slo]) -> None:
+def print_idle(console: Console, systems: Sequence[ComparedSystem], bounds: dict[int, Slo]) -> None:
     shown = Table(title="idle: TTFT and TPOT, milliseconds", title_justify="left", box=None, header_style="bold")
     shown.add_column("prompt", justify="right")
     for one in systems:
@@ -261,7 +261,7 @@ def tell_idle(console: Console, systems: Sequence[System], bounds: dict[int, Slo
     console.print(shown)
 
 
-def table(results: Results) -> Table:
+def goodput_table(results: GoodputBySystem) -> Table:
     shown = Table(
         title="goodput, requests/s: median (difference between rounds)",
         title_justify="left",
@@ -277,11 +277,11 @@ def table(results: Results) -> Table:
     return shown
 
 
-def verdict(results: Results, workloads: Sequence[Workload], of: str) -> list[str]:
+def describe_results(results: GoodputBySystem, workloads: Sequence[ComparisonWorkload], of: str) -> list[str]:
     """In words: that of one system over the best of the others, and where disaggregation loses."""
     lines = []
     for workload in workloads:
-        peaks = {name: comparison.peak(results, name, workload.name) for name in results}
+        peaks = {name: comparison.peak_goodput(results, name, workload.name) for name in results}
         best = max((name for name in results if name != of), key=lambda name: peaks[name])
         lines.append(
             f"{workload.name}: {of} has {comparison.of_best(results, of, peaks):.2f} of the peak goodput of {best}"
@@ -290,34 +290,34 @@ def verdict(results: Results, workloads: Sequence[Workload], of: str) -> list[st
     if {DISAGGREGATED, COLOCATED} <= results.keys():
         lost = [
             f"{cell} ({share:.0%} of {COLOCATED})"
-            for cell, share in comparison.losing(results, DISAGGREGATED, COLOCATED)
+            for cell, share in comparison.losing_cells(results, DISAGGREGATED, COLOCATED)
         ]
         lines.append(f"disaggregation loses at: {', '.join(lost) or 'none of these loads'}")
     return lines
 
 
 def to_rows(
-    results: Results,
-    local: dict[Cell, float],
+    results: GoodputBySystem,
+    local: dict[ComparisonCell, float],
     bounds: dict[int, Slo],
-    workloads: Sequence[Workload],
+    workloads: Sequence[ComparisonWorkload],
     of: str,
     command: str,
-) -> list[Row]:
+) -> list[ResultRow]:
     rows = []
     for length, bound in bounds.items():
-        rows.append(row(f"compare/slo/{length}/ttft", (bound.ttft or 0.0) * 1e3, "ms", command))
-        rows.append(row(f"compare/slo/{length}/tpot", (bound.tpot or 0.0) * 1e3, "ms", command))
+        rows.append(make_row(f"compare/slo/{length}/ttft", (bound.ttft_seconds or 0.0) * 1e3, "ms", command))
+        rows.append(make_row(f"compare/slo/{length}/tpot", (bound.tpot_seconds or 0.0) * 1e3, "ms", command))
     for name, cells in results.items():
         for cell, one in cells.items():
-            rows.append(row(f"compare/{cell}/{name}/goodput", one.median, "requests/s", command))
-            rows.append(row(f"compare/{cell}/{name}/spread", one.spread, "of the median", command))
+            rows.append(make_row(f"compare/{cell}/{name}/goodput", one.median, "requests/s", command))
+            rows.append(make_row(f"compare/{cell}/{name}/spread", one.spread, "of the median", command))
     for cell in next(iter(results.values())):
-        share = comparison.of_best(results, of, {name: results[name][cell].median for name in results})
-        rows.append(row(f"compare/{cell}/{of}_of_best", share, "x", command))
+        share = comparison.share_of_best_other(results, of, {name: results[name][cell].median for name in results})
+        rows.append(make_row(f"compare/{cell}/{of}_of_best", share, "x", command))
         if cell in local:
-            rows.append(row(f"compare/{cell}/{of}_local", local[cell], "of prompts", command))
+            rows.append(make_row(f"compare/{cell}/{of}_local", local[cell], "of prompts", command))
     for workload in workloads:
-        peaks = {name: comparison.peak(results, name, workload.name) for name in results}
-        rows.append(row(f"compare/{workload.name}/{of}_of_best", comparison.of_best(results, of, peaks), "x", command))
+        peaks = {name: comparison.peak_goodput(results, name, workload.name) for name in results}
+        rows.append(make_row(f"compare/{workload.name}/{of}_of_best", comparison.share_of_best_other(results, of, peaks), "x", command))
     return rows

@@ -6,44 +6,44 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.slo import Slo
-from benchmarks.measurement import Measurement
+from benchmarks.measurement import RequestMeasurement
 from benchmarks.percentiles import percentile
-from benchmarks.schedule import Planned, arrivals
+from benchmarks.schedule import PlannedRequest, poisson_times
 
-SLACK = 2.0  # times the idle figure
-LOSS = 0.05  # of goodput: less is no loss
+SLO_SLACK = 2.0  # times the idle figure
+LOSS_THRESHOLD = 0.05  # of goodput: less is no loss
 DISAGGREGATED, COLOCATED, AUTO = "disaggregated", "colocated", "auto"
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """Prompts have these lengths in turn; every answer has `output` tokens."""
+class ComparisonWorkload:
+    """Prompts have these lengths in turn; every answer has `output_tokens` tokens."""
 
     name: str
-    prompts: tuple[int, ...]
-    output: int
+    prompt_lengths: tuple[int, ...]
+    output_tokens: int
 
 
-WORKLOADS = (
-    Workload("short", (128,), 64),
-    Workload("mixed", (*[128] * 7, 2048), 64),
-    Workload("long", (1536,), 32),
+COMPARISON_WORKLOADS = (
+    ComparisonWorkload("short", (128,), 64),
+    ComparisonWorkload("mixed", (*[128] * 7, 2048), 64),
+    ComparisonWorkload("long", (1536,), 32),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Idle:
+class IdleLatency:
     """Medians of requests that are alone."""
 
     ttft: float
     tpot: float
 
-    def whole(self, output: int) -> float:
+    def request_seconds(self, output: int) -> float:
         return self.ttft + (output - 1) * self.tpot
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class ComparisonCell:
     """One load of a workload: `load` is the requests that arrive in the time that one takes when it is alone."""
 
     workload: str
@@ -53,20 +53,20 @@ class Cell:
         return f"{self.workload}/{self.load:g}"
 
 
-def idle_of(seen: Sequence[Measurement]) -> Idle:
+def idle_latency(seen: Sequence[RequestMeasurement]) -> IdleLatency:
     """Raises ValueError if one of them failed or had a single token."""
-    failed = next((one.error or "no tokens" for one in seen if one.error or not one.arrivals), "")
-    tpots = [one.tpot for one in seen if one.arrivals and one.tpot is not None]
+    failed = next((one.error or "no tokens" for one in seen if one.error or not one.token_arrivals), "")
+    tpots = [one.tpot for one in seen if one.token_arrivals and one.tpot is not None]
     if failed or len(tpots) < len(seen):
         raise ValueError(f"a request on an idle system failed: {failed or 'it had one token'}")
-    return Idle(percentile([one.ttft for one in seen], 50), percentile(tpots, 50))
+    return IdleLatency(percentile([one.ttft for one in seen], 50), percentile(tpots, 50))
 
 
-def best_idle(arms: Mapping[str, Mapping[int, Idle]], fixed: Sequence[str]) -> dict[int, Idle]:
+def best_idle_latency(arms: Mapping[str, Mapping[int, IdleLatency]], fixed: Sequence[str]) -> dict[int, IdleLatency]:
     """For each length of prompt, the better figures of the fixed systems."""
     lengths = {length for name in fixed for length in arms[name]}
     return {
-        length: Idle(
+        length: IdleLatency(
             min(arms[name][length].ttft for name in fixed),
             min(arms[name][length].tpot for name in fixed),
         )
@@ -74,33 +74,33 @@ def best_idle(arms: Mapping[str, Mapping[int, Idle]], fixed: Sequence[str]) -> d
     }
 
 
-def slos(idle: Mapping[int, Idle]) -> dict[int, Slo]:
+def slos_by_length(idle: Mapping[int, IdleLatency]) -> dict[int, Slo]:
     """By length of prompt."""
-    return {length: Slo(SLACK * one.ttft, SLACK * one.tpot) for length, one in idle.items()}
+    return {length: Slo(SLO_SLACK * one.ttft, SLO_SLACK * one.tpot) for length, one in idle.items()}
 
 
-def rate(workload: Workload, load: float, idle: Mapping[int, Idle]) -> float:
+def arrival_rate(workload: ComparisonWorkload, load: float, idle: Mapping[int, IdleLatency]) -> float:
     """Requests a second."""
-    alone = sum(idle[length].whole(workload.output) for length in workload.prompts) / len(workload.prompts)
+    alone = sum(idle[length].request_seconds(workload.output_tokens) for length in workload.prompt_lengths) / len(workload.prompt_lengths)
     return load / alone
 
 
-def plan(workload: Workload, per_second: float, seconds: float, seed: str) -> list[Planned]:
+def plan_arrivals(workload: ComparisonWorkload, per_second: float, seconds: float, seed: str) -> list[PlannedRequest]:
     """Poisson arrivals; equal for every system."""
     source = random.Random(seed)
-    lengths = itertools.cycle(workload.prompts)
-    times = itertools.takewhile(lambda at: at < seconds, arrivals(per_second, source))
-    return [Planned(at, next(lengths), workload.output, source.getrandbits(63), salt=seed) for at in times]
+    lengths = itertools.cycle(workload.prompt_lengths)
+    times = itertools.takewhile(lambda at: at < seconds, poisson_times(per_second, source))
+    return [PlannedRequest(at, next(lengths), workload.output_tokens, source.getrandbits(63), salt=seed) for at in times]
 
 
-def goodput(seen: Sequence[Measurement], bounds: Mapping[int, Slo], seconds: float) -> float:
+def compute_goodput(seen: Sequence[RequestMeasurement], bounds: Mapping[int, Slo], seconds: float) -> float:
     """Requests a second of the offering that ended well within the bounds of their length."""
-    good = sum(bounds[one.asked_prompt].met(one.ttft, one.tpot) for one in seen if not one.error and one.arrivals)
+    good = sum(bounds[one.requested_prompt_tokens].is_met(one.ttft, one.tpot) for one in seen if not one.error and one.token_arrivals)
     return good / seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Goodput:
+class GoodputRounds:
     """Of one cell on one system: each round's."""
 
     rounds: tuple[float, ...]
@@ -115,23 +115,23 @@ class Goodput:
         return (max(self.rounds) - min(self.rounds)) / self.median if self.median else 0.0
 
 
-Results = Mapping[str, Mapping[Cell, Goodput]]  # by system
+GoodputBySystem = Mapping[str, Mapping[ComparisonCell, GoodputRounds]]  # by system
 
 
-def peak(results: Results, system: str, workload: str) -> float:
+def peak_goodput(results: GoodputBySystem, system: str, workload: str) -> float:
     """The highest goodput over the loads of a workload."""
     return max(one.median for cell, one in results[system].items() if cell.workload == workload)
 
 
-def of_best(results: Results, system: str, value: Mapping[str, float]) -> float:
+def share_of_best_other(results: GoodputBySystem, system: str, value: Mapping[str, float]) -> float:
     """A system's figure over the best of the others. 1 where nobody has anything."""
     best = max(value[other] for other in results if other != system)
     return value[system] / best if best else 1.0
 
 
-def losing(results: Results, loser: str, winner: str) -> Iterator[tuple[Cell, float]]:
+def losing_cells(results: GoodputBySystem, loser: str, winner: str) -> Iterator[tuple[ComparisonCell, float]]:
     """Cells in which one has less goodput than the other by more than LOSS, and what it has of it."""
     for cell, other in results[winner].items():
         share = results[loser][cell].median / other.median if other.median else 1.0
-        if share < 1.0 - LOSS:
+        if share < 1.0 - LOSS_THRESHOLD:
             yield cell, share

@@ -28,9 +28,9 @@ from baton.config import Config
 from baton.errors import NodeFailed
 from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
 from benchmarks import http_stream
-from benchmarks.models import NARROW, build
+from benchmarks.models import NARROW_SHAPE, build_random_model
 from benchmarks.percentiles import percentile
-from benchmarks.report import Row, print_rows, row
+from benchmarks.report import ResultRow, print_rows, make_row
 
 HELP = "tokens a second that the coordinator carries, and what it adds to the time to first token"
 THROUGHPUT_LIMIT = 3000.0  # tokens per second of one core, at least
@@ -38,12 +38,12 @@ TTFT_LIMIT = 5.0  # milliseconds, median, at most
 FRONTS = ("http", "grpc")
 _START_TIMEOUT = 60.0  # seconds
 _PROMPT = list(range(1, 65))
-_SHORT = 4  # tokens of an answer whose first token is timed
+_SHORT_ANSWER_TOKENS = 4  # tokens of an answer whose first token is timed
 _WARM_UP = 10  # requests
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class StreamSample:
     """One stream: seconds to its first token, and its tokens."""
 
     ttft: float
@@ -51,17 +51,17 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """`busy` and `wall` in seconds, of the coordinator and of the clock, while `tokens` were streamed."""
+class CoordinatorFigures:
+    """`busy_seconds` and `wall_seconds` in seconds, of the coordinator and of the clock, while `tokens` were streamed."""
 
     tokens: int
-    busy: float
-    wall: float
-    ttft: list[float]
-    bare: list[float]  # time to first token of a front door alone
+    busy_seconds: float
+    wall_seconds: float
+    ttft_seconds: list[float]
+    bare_ttft_seconds: list[float]  # time to first token of a front door alone
 
 
-Ask = Callable[[int], Awaitable[Seen]]  # one stream of so many tokens
+StreamRequest = Callable[[int], Awaitable[StreamSample]]  # one stream of so many tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,15 +72,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ttft-requests", type=int, default=200, help="whose first token is timed (default 200)")
 
 
-async def run(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
-    rows: list[Row] = []
+async def measure_fronts(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
+    rows: list[ResultRow] = []
     folder, failed = Path(tempfile.mkdtemp(prefix="baton-bench-")), True
     try:
-        model = await asyncio.to_thread(build, folder / "narrow", NARROW)
-        async with _started(folder, model, options.step_ms / 1e3) as (where, bare, pid):
+        model = await asyncio.to_thread(build_random_model, folder / "narrow", NARROW_SHAPE)
+        async with _start_processes(folder, model, options.step_ms / 1e3) as (where, bare, pid):
             for front in FRONTS if options.front == "all" else (options.front,):
-                async with _asking(front, where) as ask, _asking(front, bare) as ask_bare:
-                    figures = await _measure(ask, ask_bare, pid, options)
+                async with _front_client(front, where) as ask, _front_client(front, bare) as ask_bare:
+                    figures = await _measure_front(ask, ask_bare, pid, options)
                 rows += to_rows(front, figures, command)
         failed = False
     finally:
@@ -91,31 +91,31 @@ async def run(options: argparse.Namespace, console: Console, command: str) -> li
     return rows
 
 
-async def _measure(ask: Ask, ask_bare: Ask, pid: int, options: argparse.Namespace) -> Figures:
+async def _measure_front(ask: StreamRequest, ask_bare: StreamRequest, pid: int, options: argparse.Namespace) -> CoordinatorFigures:
     for _ in range(_WARM_UP):
-        await ask(_SHORT)
-        await ask_bare(_SHORT)
-    pairs = [(await ask(_SHORT), await ask_bare(_SHORT)) for _ in range(options.ttft_requests)]
+        await ask(_SHORT_ANSWER_TOKENS)
+        await ask_bare(_SHORT_ANSWER_TOKENS)
+    pairs = [(await ask(_SHORT_ANSWER_TOKENS), await ask_bare(_SHORT_ANSWER_TOKENS)) for _ in range(options.ttft_requests)]
     ttft, bare = ([one.ttft for one in column] for column in zip(*pairs, strict=True))
     began, busy = time.perf_counter(), cpu_seconds(pid)
     seen = await asyncio.gather(*(ask(options.tokens) for _ in range(options.streams)))
     tokens = sum(one.tokens for one in seen)
     if tokens != options.streams * options.tokens:
         raise NodeFailed(f"{tokens} tokens came, {options.streams * options.tokens} were asked for")
-    return Figures(tokens, cpu_seconds(pid) - busy, time.perf_counter() - began, ttft, bare)
+    return CoordinatorFigures(tokens, cpu_seconds(pid) - busy, time.perf_counter() - began, ttft, bare)
 
 
-def to_rows(front: str, figures: Figures, command: str) -> list[Row]:
-    prefix, bare = f"coordinator/{front}", percentile(figures.bare, 50) * 1e3
-    ttft = [seconds * 1e3 for seconds in figures.ttft]
+def to_rows(front: str, figures: CoordinatorFigures, command: str) -> list[ResultRow]:
+    prefix, bare = f"coordinator/{front}", percentile(figures.bare_ttft_seconds, 50) * 1e3
+    ttft = [seconds * 1e3 for seconds in figures.ttft_seconds]
     return [
-        row(f"{prefix}/throughput", figures.tokens / figures.busy, "tokens/core-s", command, THROUGHPUT_LIMIT),
-        row(f"{prefix}/cost", figures.busy / figures.tokens * 1e6, "us/token", command),
-        row(f"{prefix}/wall", figures.tokens / figures.wall, "tokens/s", command),
-        row(f"{prefix}/ttft_p50", percentile(ttft, 50), "ms", command),
-        row(f"{prefix}/ttft_p99", percentile(ttft, 99), "ms", command),
-        row(f"{prefix}/ttft_bare_p50", bare, "ms", command),
-        row(f"{prefix}/ttft_added_p50", percentile(ttft, 50) - bare, "ms", command, TTFT_LIMIT),
+        make_row(f"{prefix}/throughput", figures.tokens / figures.busy_seconds, "tokens/core-s", command, THROUGHPUT_LIMIT),
+        make_row(f"{prefix}/cost", figures.busy_seconds / figures.tokens * 1e6, "us/token", command),
+        make_row(f"{prefix}/wall", figures.tokens / figures.wall_seconds, "tokens/s", command),
+        make_row(f"{prefix}/ttft_p50", percentile(ttft, 50), "ms", command),
+        make_row(f"{prefix}/ttft_p99", percentile(ttft, 99), "ms", command),
+        make_row(f"{prefix}/ttft_bare_p50", bare, "ms", command),
+        make_row(f"{prefix}/ttft_added_p50", percentile(ttft, 50) - bare, "ms", command, TTFT_LIMIT),
     ]
 
 
@@ -129,7 +129,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Doors:
+class FrontEndpoints:
     """Where the two front doors are, each HOST:PORT."""
 
     http: str
@@ -137,14 +137,14 @@ class Doors:
 
 
 @asynccontextmanager
-async def _started(folder: Path, model: Path, step: float) -> AsyncIterator[tuple[Doors, Doors, int]]:
+async def _start_processes(folder: Path, model: Path, step: float) -> AsyncIterator[tuple[FrontEndpoints, FrontEndpoints, int]]:
     """A coordinator that serves `model` with instant nodes, a front door alone, and the coordinator's pid."""
     wanted = Config(model=str(model), port=0, grpc_port=0, admin_port=0, drain_timeout=5.0, log_level="warning")
-    config, held = ports.hold_all(plan.complete(wanted)[0])
-    where = ports.endpoints(config)
+    config, held = ports.reserve_ports(plan.complete_config(wanted)[0])
+    where = ports.cluster_endpoints(config)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    spec = plan.children(config, where, environ=environ, cores=1, supervisor=os.getpid())[0]
-    nodes = ["benchmarks.instant_nodes", where.cluster, "--vocabulary", str(NARROW.vocabulary), "--step", str(step)]
+    spec = plan.make_child_specs(config, where, environ=environ, cores=1, supervisor=os.getpid())[0]
+    nodes = ["benchmarks.instant_nodes", where.cluster, "--vocabulary", str(NARROW_SHAPE.vocabulary), "--step", str(step)]
     cores = sorted(os.sched_getaffinity(0))
     processes: list[asyncio.subprocess.Process] = []
     with (folder / "log").open("wb") as log:
@@ -167,9 +167,9 @@ async def _started(folder: Path, model: Path, step: float) -> AsyncIterator[tupl
             async with asyncio.timeout(_START_TIMEOUT):
                 assert front.stdout is not None
                 http, grpc_port = (await front.stdout.readline()).split()
-                await health.serving(where.grpc)
-            bare = Doors(f"127.0.0.1:{int(http)}", f"127.0.0.1:{int(grpc_port)}")
-            yield Doors(where.http, where.grpc), bare, coordinator.pid
+                await health.wait_until_serving(where.grpc)
+            bare = FrontEndpoints(f"127.0.0.1:{int(http)}", f"127.0.0.1:{int(grpc_port)}")
+            yield FrontEndpoints(where.http, where.grpc), bare, coordinator.pid
         finally:
             os.sched_setaffinity(0, cores)
             for process in reversed(processes):
@@ -184,17 +184,17 @@ async def _started(folder: Path, model: Path, step: float) -> AsyncIterator[tupl
 
 
 @asynccontextmanager
-async def _asking(front: str, where: Doors) -> AsyncIterator[Ask]:
+async def _front_client(front: str, where: FrontEndpoints) -> AsyncIterator[StreamRequest]:
     if front == "http":
         target = http_stream.parse_url(f"http://{where.http}")
-        yield lambda tokens: _by_http(target, tokens)
+        yield lambda tokens: _stream_by_http(target, tokens)
     else:
         async with grpc.aio.insecure_channel(where.grpc) as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
-            yield lambda tokens: _by_grpc(stub, tokens)
+            yield lambda tokens: _stream_by_grpc(stub, tokens)
 
 
-async def _by_http(target: http_stream.Target, tokens: int) -> Seen:
+async def _stream_by_http(target: http_stream.HttpTarget, tokens: int) -> StreamSample:
     """As cheap for this side as it can be: only the last event, which has the usage, is looked into."""
     body = msgspec.json.encode(
         {
@@ -207,19 +207,19 @@ async def _by_http(target: http_stream.Target, tokens: int) -> Seen:
     )
     headers = {"Content-Type": "application/json"}
     began, first, tail = time.perf_counter(), 0.0, b""
-    async with http_stream.request(target, "POST", "/v1/completions", headers, body) as response:
+    async with http_stream.open_request(target, "POST", "/v1/completions", headers, body) as response:
         if response.status != 200:
             raise NodeFailed(f"status {response.status}: {(await response.body()).decode(errors='replace')}")
-        async for piece in response.pieces():
+        async for piece in response.iter_body():
             first = first or time.perf_counter()
             tail = tail[-2048:] + piece
     events = tail.split(b"data: ")
     if events[-1].strip() != b"[DONE]":
         raise NodeFailed(f"a stream ended without [DONE]: {events[-1].decode(errors='replace')}")
-    return Seen(first - began, msgspec.json.decode(events[-2])["usage"]["completion_tokens"])
+    return StreamSample(first - began, msgspec.json.decode(events[-2])["usage"]["completion_tokens"])
 
 
-async def _by_grpc(stub: generation_pb2_grpc.GenerationStub, tokens: int) -> Seen:
+async def _stream_by_grpc(stub: generation_pb2_grpc.GenerationStub, tokens: int) -> StreamSample:
     request = generation_pb2.GenerateRequest(
         token_ids=common_pb2.TokenIds(ids=_PROMPT), max_tokens=tokens, ignore_eos=True
     )
@@ -227,10 +227,10 @@ async def _by_grpc(stub: generation_pb2_grpc.GenerationStub, tokens: int) -> See
     async for answer in stub.Generate(request, timeout=_START_TIMEOUT):
         first = first or time.perf_counter()
         count += len(answer.token_ids)
-    return Seen(first - began, count)
+    return StreamSample(first - began, count)
 
 
-def main(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
-    rows = asyncio.run(run(options, console, command))
+def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
+    rows = asyncio.run(measure_fronts(options, console, command))
     print_rows(console, f"coordinator: {options.streams} streams", rows)
     return rows

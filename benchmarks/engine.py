@@ -19,9 +19,9 @@ import torch
 from rich.console import Console
 
 from baton.types import BlockIndex, SamplingParams
-from benchmarks.report import Row, print_rows, row
+from benchmarks.report import ResultRow, print_rows, make_row
 from kv_kernels.dispatch import kernels_for
-from node_engine.core.step import SampleSpec, SequenceId, Slice, StepBatch
+from node_engine.core.step import SampleSpec, SequenceId, SequenceSlice, StepBatch
 from node_engine.model.engine import ModelEngine
 
 HELP = "what a prefill chunk and a decode step take, against the machine's rate of matrix products"
@@ -30,7 +30,7 @@ DECODE_BATCHES = (1, 8, 16)
 _HIDDEN, _INNER, _LAYERS, _HEADS, _KV_HEADS, _VOCABULARY = 896, 4864, 24, 14, 2, 32768
 _LAYER_WEIGHTS = _HIDDEN * (2 * _HIDDEN + 2 * _KV_HEADS * _HIDDEN // _HEADS + 3 * _INNER)
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
-_COPIES = 12  # of one projection: 105 MB, beyond any cache
+_PROJECTION_COPIES = 12  # of one projection: 105 MB, beyond any cache
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,27 +38,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5, help="the best of these counts (default 5)")
 
 
-def main(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
-    rows = run(command, options.threads, options.rounds)
+def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
+    rows = measure_engine(command, options.threads, options.rounds)
     print_rows(console, "engine", rows)
     return rows
 
 
-def run(command: str, threads: int = 1, rounds: int = 5) -> list[Row]:
+def measure_engine(command: str, threads: int = 1, rounds: int = 5) -> list[ResultRow]:
     """Prefill throughput, and the time of a decode step at several batch sizes."""
     with TemporaryDirectory() as folder:
-        engine = _engine(Path(folder), threads)
-    chunk = StepBatch((_slice(0, CONTEXT, 0),))
-    seconds, bound = _measure(engine, chunk, rounds)
-    rows = [row(f"engine/prefill_{CONTEXT}", CONTEXT / seconds, "tokens/s", command, CONTEXT / bound)]
+        engine = _load_engine(Path(folder), threads)
+    chunk = StepBatch((_make_slice(0, CONTEXT, 0),))
+    seconds, bound = _measure_step(engine, chunk, rounds)
+    rows = [make_row(f"engine/prefill_{CONTEXT}", CONTEXT / seconds, "tokens/s", command, CONTEXT / bound)]
     for size in DECODE_BATCHES:
-        batch = StepBatch(tuple(_slice(sequence, 1, CONTEXT - 1 - sequence) for sequence in range(size)))
-        seconds, bound = _measure(engine, batch, rounds)
-        rows.append(row(f"engine/decode_{CONTEXT}_batch_{size}", seconds * 1e3, "ms", command, bound * 1e3))
+        batch = StepBatch(tuple(_make_slice(sequence, 1, CONTEXT - 1 - sequence) for sequence in range(size)))
+        seconds, bound = _measure_step(engine, batch, rounds)
+        rows.append(make_row(f"engine/decode_{CONTEXT}_batch_{size}", seconds * 1e3, "ms", command, bound * 1e3))
     return rows
 
 
-def _engine(folder: Path, threads: int) -> ModelEngine:
+def _load_engine(folder: Path, threads: int) -> ModelEngine:
     config = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": _HIDDEN,
@@ -72,22 +72,22 @@ def _engine(folder: Path, threads: int) -> ModelEngine:
     }
     (folder / "config.json").write_text(json.dumps(config))
     engine = ModelEngine.load(folder, device="cpu", load_format="dummy", threads=threads)
-    blocks = max(DECODE_BATCHES) * engine.layout.blocks_for(CONTEXT)
-    engine.bind(memoryview(mmap.mmap(-1, blocks * engine.layout.block_bytes)), blocks)
+    blocks = max(DECODE_BATCHES) * engine.layout.count_blocks(CONTEXT)
+    engine.bind_cache(memoryview(mmap.mmap(-1, blocks * engine.layout.block_bytes)), blocks)
     return engine
 
 
-def _slice(sequence: int, count: int, start: int) -> Slice:
+def _make_slice(sequence: int, count: int, start: int) -> SequenceSlice:
     blocks = CONTEXT // 16
     table = [BlockIndex(n) for n in range(sequence * blocks, (sequence + 1) * blocks)]
     tokens = tuple(random.Random(sequence).choices(range(_VOCABULARY), k=count))
-    return Slice(SequenceId(sequence), tokens, start, table, SampleSpec(_GREEDY, 0, start + count))
+    return SequenceSlice(SequenceId(sequence), tokens, start, table, SampleSpec(_GREEDY, 0, start + count))
 
 
-def _measure(engine: ModelEngine, batch: StepBatch, rounds: int) -> tuple[float, float]:
+def _measure_step(engine: ModelEngine, batch: StepBatch, rounds: int) -> tuple[float, float]:
     """Seconds of the step, and of its matrix products at the rate of one packed layer."""
     tokens, sampled = batch.num_tokens, len(batch.slices)
-    layers, last = _products(tokens), _products(sampled)
+    layers, last = _matrix_products(tokens), _matrix_products(sampled)
     step: list[float] = []
     per_weight: list[tuple[float, float]] = []
     for _ in range(rounds + 1):
@@ -96,13 +96,13 @@ def _measure(engine: ModelEngine, batch: StepBatch, rounds: int) -> tuple[float,
     seconds, at_tokens, at_sampled = (min(column[1:]) for column in (step, *zip(*per_weight, strict=True)))
     # But for its KV, the last layer is computed for the sampled rows alone, as is the output layer.
     weights = _LAYER_WEIGHTS * (_LAYERS - 1 + sampled / tokens) * at_tokens + _HIDDEN * _VOCABULARY * at_sampled
-    return seconds, weights / (_COPIES * _INNER * _HIDDEN)
+    return seconds, weights / (_PROJECTION_COPIES * _INNER * _HIDDEN)
 
 
-def _products(rows: int) -> Callable[[], None]:
-    linear = kernels_for(torch.device("cpu")).linear
+def _matrix_products(rows: int) -> Callable[[], None]:
+    linear = kernels_for(torch.device("cpu")).make_linear
     layers: Sequence[Callable[[torch.Tensor], torch.Tensor]] = [
-        linear(torch.randn(_INNER, _HIDDEN, dtype=torch.bfloat16), None) for _ in range(_COPIES)
+        linear(torch.randn(_INNER, _HIDDEN, dtype=torch.bfloat16), None) for _ in range(_PROJECTION_COPIES)
     ]
     x = torch.randn(rows, _HIDDEN, dtype=torch.bfloat16)
 

@@ -11,9 +11,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-MAX_HEAD = 64 << 10  # bytes, also the longest line of a chunked body
-MAX_CHUNK = 16 << 20
-_READ = 64 << 10
+MAX_HEAD_BYTES = 64 << 10  # bytes, also the longest line of a chunked body
+MAX_CHUNK_BYTES = 16 << 20
+_READ_BYTES = 64 << 10
 
 
 class HttpError(Exception):
@@ -21,25 +21,25 @@ class HttpError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """Where an API lives. `base` is its path without a slash at the end."""
+class HttpTarget:
+    """Where an API lives. `base_path` is its path without a slash at the end."""
 
     host: str
     port: int
-    tls: bool
-    base: str
+    uses_tls: bool
+    base_path: str
 
 
-def parse_url(url: str) -> Target:
+def parse_url(url: str) -> HttpTarget:
     """http://HOST[:PORT][/BASE] or https. Raises ValueError."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"{url!r} is not an http:// or https:// URL")
     tls = parts.scheme == "https"
-    return Target(parts.hostname, parts.port or (443 if tls else 80), tls, parts.path.rstrip("/"))
+    return HttpTarget(parts.hostname, parts.port or (443 if tls else 80), tls, parts.path.rstrip("/"))
 
 
-class Response:
+class StreamedResponse:
     """Status and headers have been read; `pieces()` gives the body as it arrives."""
 
     def __init__(self, status: int, headers: Mapping[str, str], reader: asyncio.StreamReader) -> None:
@@ -47,38 +47,38 @@ class Response:
         self.headers = headers
         self._reader = reader
 
-    def pieces(self) -> AsyncIterator[bytes]:
+    def iter_body(self) -> AsyncIterator[bytes]:
         """Raises HttpError when the body breaks off."""
         if self.headers.get("transfer-encoding", "").lower() == "chunked":
-            return self._chunks()
-        return self._plain(self.headers.get("content-length"))
+            return self._iter_chunked()
+        return self._iter_plain(self.headers.get("content-length"))
 
-    async def body(self, most: int = MAX_CHUNK) -> bytes:
+    async def read_body(self, most: int = MAX_CHUNK_BYTES) -> bytes:
         whole = b""
-        async for piece in self.pieces():
+        async for piece in self.iter_body():
             whole += piece
             if len(whole) > most:
                 raise HttpError(f"the body is longer than {most} bytes")
         return whole
 
-    async def _chunks(self) -> AsyncIterator[bytes]:
+    async def _iter_chunked(self) -> AsyncIterator[bytes]:
         while True:
-            line = await _line(self._reader)
+            line = await _read_line(self._reader)
             try:
                 size = int(line.partition(b";")[0], 16)
             except ValueError:
                 raise HttpError("a chunk has no size") from None
-            if not 0 <= size <= MAX_CHUNK:
+            if not 0 <= size <= MAX_CHUNK_BYTES:
                 raise HttpError(f"a chunk has {size} bytes: at most {MAX_CHUNK} are read")
             if size == 0:
                 return
-            piece = await _exactly(self._reader, size + 2)
+            piece = await _read_exactly(self._reader, size + 2)
             yield piece[:-2]
 
-    async def _plain(self, length: str | None) -> AsyncIterator[bytes]:
+    async def _iter_plain(self, length: str | None) -> AsyncIterator[bytes]:
         left = int(length) if length is not None else None
         while left is None or left > 0:
-            piece = await self._reader.read(_READ if left is None else min(_READ, left))
+            piece = await self._reader.read(_READ_BYTES if left is None else min(_READ_BYTES, left))
             if not piece:
                 if left is None:
                     return
@@ -88,41 +88,41 @@ class Response:
 
 
 @asynccontextmanager
-async def request(
-    target: Target, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
-) -> AsyncIterator[Response]:
+async def open_request(
+    target: HttpTarget, method: str, path: str, headers: Mapping[str, str], body: bytes = b""
+) -> AsyncIterator[StreamedResponse]:
     """Send and yield the response; the connection closes with the block. Raises OSError, HttpError."""
-    context = ssl.create_default_context() if target.tls else None
-    reader, writer = await asyncio.open_connection(target.host, target.port, ssl=context, limit=MAX_HEAD)
+    context = ssl.create_default_context() if target.uses_tls else None
+    reader, writer = await asyncio.open_connection(target.host, target.port, ssl=context, limit=MAX_HEAD_BYTES)
     try:
-        writer.write(_head(target, method, path, headers, len(body)) + body)
+        writer.write(_request_head(target, method, path, headers, len(body)) + body)
         await writer.drain()
-        yield await _response(reader)
+        yield await _read_head(reader)
     finally:
         writer.close()
 
 
-def _head(target: Target, method: str, path: str, headers: Mapping[str, str], length: int) -> bytes:
+def _request_head(target: HttpTarget, method: str, path: str, headers: Mapping[str, str], length: int) -> bytes:
     host = f"[{target.host}]" if ":" in target.host else target.host
     fields = {"Host": f"{host}:{target.port}", "Connection": "close", "Content-Length": str(length), **headers}
     lines = [f"{method} {target.base}{path} HTTP/1.1", *(f"{name}: {value}" for name, value in fields.items())]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
 
-async def _response(reader: asyncio.StreamReader) -> Response:
-    words = (await _line(reader)).split(b" ", 2)
+async def _read_head(reader: asyncio.StreamReader) -> StreamedResponse:
+    words = (await _read_line(reader)).split(b" ", 2)
     if len(words) < 2 or not words[0].startswith(b"HTTP/1.") or not words[1].isdigit():
         raise HttpError("the answer is not HTTP/1")
     headers: dict[str, str] = {}
-    while line := await _line(reader):
+    while line := await _read_line(reader):
         name, _, value = line.partition(b":")
         headers[name.decode("latin-1").strip().lower()] = value.decode("latin-1").strip()
         if len(headers) > 256:
             raise HttpError("the answer has more than 256 headers")
-    return Response(int(words[1]), headers, reader)
+    return StreamedResponse(int(words[1]), headers, reader)
 
 
-async def _line(reader: asyncio.StreamReader) -> bytes:
+async def _read_line(reader: asyncio.StreamReader) -> bytes:
     """Without its end; raises HttpError when there is none."""
     try:
         return (await reader.readuntil(b"\r\n"))[:-2]
@@ -130,7 +130,7 @@ async def _line(reader: asyncio.StreamReader) -> bytes:
         raise HttpError("the answer broke off") from None
 
 
-async def _exactly(reader: asyncio.StreamReader, size: int) -> bytes:
+async def _read_exactly(reader: asyncio.StreamReader, size: int) -> bytes:
     try:
         return await reader.readexactly(size)
     except asyncio.IncompleteReadError:

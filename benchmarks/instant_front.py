@@ -15,12 +15,12 @@ import uvloop
 from baton.pb import generation_pb2 as pb
 from baton.pb import generation_pb2_grpc
 
-_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
-_END = b"0\r\n\r\n"
-_LAST_LINE = b"\r\n\r\n"  # of a request's head
+_RESPONSE_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+_LAST_CHUNK = b"0\r\n\r\n"
+_END_OF_HEAD = b"\r\n\r\n"  # of a request's head
 
 
-class _Http(asyncio.Protocol):
+class _InstantHttpProtocol(asyncio.Protocol):
     """Reads one request and answers it in a single write, with a chunk for each token."""
 
     def __init__(self) -> None:
@@ -31,34 +31,34 @@ class _Http(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._read += data
-        head, complete, body = self._read.partition(_LAST_LINE)
+        head, complete, body = self._read.partition(_END_OF_HEAD)
         length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n", 1)[0] or 0) if complete else 1
         if len(body) >= length:
-            self._transport.write(_HEAD + b"".join(_events(msgspec.json.decode(body)["max_tokens"])) + _END)
+            self._transport.write(_RESPONSE_HEAD + b"".join(_event_chunks(msgspec.json.decode(body)["max_tokens"])) + _LAST_CHUNK)
             self._transport.close()
 
 
-def _events(tokens: int) -> list[bytes]:
+def _event_chunks(tokens: int) -> list[bytes]:
     chunk = msgspec.json.encode({"choices": [{"index": 0, "text": " token", "finish_reason": None}]})
     usage = msgspec.json.encode({"choices": [], "usage": {"completion_tokens": tokens}})
-    return [_chunk(b"data: " + one + b"\n\n") for one in (*[chunk] * tokens, usage, b"[DONE]")]
+    return [_encode_chunk(b"data: " + one + b"\n\n") for one in (*[chunk] * tokens, usage, b"[DONE]")]
 
 
-def _chunk(payload: bytes) -> bytes:
+def _encode_chunk(payload: bytes) -> bytes:
     return b"%x\r\n%s\r\n" % (len(payload), payload)
 
 
-class _Grpc(generation_pb2_grpc.GenerationServicer):
+class _InstantGenerationService(generation_pb2_grpc.GenerationServicer):
     async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         for token in range(request.max_tokens):
             await context.write(pb.GenerateResponse(token_ids=[token]))
 
 
-async def serve() -> None:
+async def serve_forever() -> None:
     """For ever."""
-    http = await asyncio.get_running_loop().create_server(_Http, "127.0.0.1", 0)
+    http = await asyncio.get_running_loop().create_server(_InstantHttpProtocol, "127.0.0.1", 0)
     server = grpc.aio.server()
-    generation_pb2_grpc.add_GenerationServicer_to_server(_Grpc(), server)
+    generation_pb2_grpc.add_GenerationServicer_to_server(_InstantGenerationService(), server)
     grpc_port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(http.sockets[0].getsockname()[1], grpc_port, flush=True)
@@ -66,4 +66,4 @@ async def serve() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(uvloop.run(serve()))
+    sys.exit(uvloop.run(serve_forever()))

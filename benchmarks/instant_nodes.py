@@ -17,19 +17,19 @@ import grpc
 
 from baton import link_codec, wire
 from baton.kv_layout import KVLayout
-from baton.link_dialer import LinkDialer
+from baton.link_dialer import CoordinatorDialer
 from baton.pb import cluster_pb2 as pb
 from baton.pb import common_pb2
 from baton.types import Role, mint_id
 
 _LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
-_SEQUENCES = 4096
-_BLOCKS = 1 << 20
-_CONTEXT = 1 << 16
-_RETRY = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100))  # it may start after us
+_MAX_SEQUENCES = 4096
+_TOTAL_BLOCKS = 1 << 20
+_MAX_CONTEXT = 1 << 16
+_RETRY_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 100))  # it may start after us
 
 
-class Node:
+class InstantNode:
     """One stream to the coordinator. What is sent goes out in order; a heartbeat when nothing else does."""
 
     def __init__(self, role: Role, vocabulary: int) -> None:
@@ -37,49 +37,49 @@ class Node:
         self._vocabulary = vocabulary
         self._incarnation = ""
         self._unsent: deque[pb.NodeMessage] = deque()
-        self._wake = asyncio.Event()
-        self._taken = asyncio.Event()  # by the stream, all that was said
+        self._has_report = asyncio.Event()
+        self._all_sent = asyncio.Event()  # by the stream, all that was said
 
     async def run(self, address: str, token: str) -> None:
-        dialer = LinkDialer(token)
-        async with dialer.open_channel(address, _RETRY) as channel:
+        dialer = CoordinatorDialer(token)
+        async with dialer.open_channel(address, _RETRY_OPTIONS) as channel:
             await channel.channel_ready()
-            call = dialer.dial(channel)
+            call = dialer.open_stream(channel)
             await call.write(pb.NodeMessage(join=self._join()))
             welcome = (await call.read()).welcome
             self._incarnation = welcome.incarnation
-            writing = asyncio.create_task(self._write(call, welcome.heartbeat_seconds))
+            writing = asyncio.create_task(self._write_reports(call, welcome.heartbeat_seconds))
             try:
                 while (message := await call.read()) is not grpc.aio.EOF:
-                    self.told(message)
+                    self.on_message(message)
             except grpc.RpcError:
                 pass  # the coordinator has ended: so do we
             finally:
                 writing.cancel()
 
-    def told(self, message: pb.CoordinatorMessage) -> None:
+    def on_message(self, message: pb.CoordinatorMessage) -> None:
         raise NotImplementedError
 
-    def say(self, **report: Any) -> None:
+    def send_report(self, **report: Any) -> None:
         self._unsent.append(pb.NodeMessage(incarnation=self._incarnation, **report))
-        self._wake.set()
-        self._taken.clear()
+        self._has_report.set()
+        self._all_sent.clear()
 
-    async def _write(self, call: Any, heartbeat: float) -> None:
-        numbers = link_codec.Numbers()
+    async def _write_reports(self, call: Any, heartbeat: float) -> None:
+        numbers = link_codec.SequenceNumbers()
         while True:
             while self._unsent:
                 message = self._unsent.popleft()
-                numbers.stamp(message)
+                numbers.number_message(message)
                 await call.write(message)
-            self._taken.set()
-            self._wake.clear()
+            self._all_sent.set()
+            self._has_report.clear()
             try:
                 async with asyncio.timeout(heartbeat):
-                    await self._wake.wait()
+                    await self._has_report.wait()
             except TimeoutError:
-                stats = pb.NodeStats(blocks_total=_BLOCKS, blocks_free=_BLOCKS)
-                self.say(heartbeat=pb.Heartbeat(stats=stats))
+                stats = pb.NodeStats(blocks_total=_TOTAL_BLOCKS, blocks_free=_TOTAL_BLOCKS)
+                self.send_report(heartbeat=pb.Heartbeat(stats=stats))
 
     def _join(self) -> pb.Join:
         return pb.Join(
@@ -91,94 +91,94 @@ class Node:
             pid=os.getpid(),
             model_digest="00" * 32,
             layout=wire.layout_to_pb(_LAYOUT),
-            num_blocks=_BLOCKS,
-            max_num_seqs=_SEQUENCES,
-            max_batched_tokens=_CONTEXT,
-            max_model_len=_CONTEXT,
+            num_blocks=_TOTAL_BLOCKS,
+            max_num_seqs=_MAX_SEQUENCES,
+            max_batched_tokens=_MAX_CONTEXT,
+            max_model_len=_MAX_CONTEXT,
             vocab_size=self._vocabulary,
             engine="model",
             process=f"instant-{self._role.value}",
         )
 
 
-class InstantPrefill(Node):
+class InstantPrefill(InstantNode):
     """Has computed a prompt when it is told to, and handed it over when the ticket comes."""
 
     def __init__(self, vocabulary: int, decode: "InstantDecode") -> None:
         super().__init__(Role.PREFILL, vocabulary)
         self._decode = decode
 
-    def told(self, message: pb.CoordinatorMessage) -> None:
+    def on_message(self, message: pb.CoordinatorMessage) -> None:
         if message.HasField("prefill"):
             work = message.prefill.work
-            self.say(prefill_ended=pb.PrefillEnded(key=work.key, computed_tokens=len(work.prompt.ids)))
+            self.send_report(prefill_ended=pb.PrefillEnded(key=work.key, computed_tokens=len(work.prompt.ids)))
             if message.prefill.alone:
                 token = pb.Token(key=work.key, index=len(work.emitted.ids), finish=common_pb2.FINISH_REASON_LENGTH)
-                self.say(tokens=pb.Tokens(tokens=[token]))
+                self.send_report(tokens=pb.Tokens(tokens=[token]))
         elif message.HasField("ticket"):
             key = message.ticket.ticket.key
-            self._decode.start(key)
+            self._decode.start_decoding(key)
             report = common_pb2.HandoffReport(transport="none", bytes=1, slabs=1)
-            self.say(handed_off=pb.HandedOff(key=key, report=report))
+            self.send_report(handed_off=pb.HandedOff(key=key, report=report))
 
 
-class InstantDecode(Node):
+class InstantDecode(InstantNode):
     """Grants a ticket when it is asked, and then sends a token of every sequence each step."""
 
     def __init__(self, vocabulary: int, step: float) -> None:
         super().__init__(Role.DECODE, vocabulary)
         self._step = step
-        self._asked: dict[str, pb.Work] = {}
+        self._submitted: dict[str, pb.Work] = {}
         self._running: dict[str, tuple[pb.AttemptKey, list[int]]] = {}  # next index, last index
-        self._some = asyncio.Event()
+        self._has_running = asyncio.Event()
 
-    def told(self, message: pb.CoordinatorMessage) -> None:
+    def on_message(self, message: pb.CoordinatorMessage) -> None:
         if message.HasField("submit"):
             work = message.submit.work
-            self._asked[work.key.request_id] = work
+            self._submitted[work.key.request_id] = work
             if message.submit.HasField("writer"):
-                self.say(reserved=pb.Reserved(key=work.key, ticket=self._ticket(message.submit)))
+                self.send_report(reserved=pb.Reserved(key=work.key, ticket=self._make_ticket(message.submit)))
             else:
-                self.start(work.key)
+                self.start_decoding(work.key)
         elif message.HasField("cancel"):
-            self._asked.pop(message.cancel.key.request_id, None)
+            self._submitted.pop(message.cancel.key.request_id, None)
             self._running.pop(message.cancel.key.request_id, None)
 
-    def start(self, key: pb.AttemptKey) -> None:
+    def start_decoding(self, key: pb.AttemptKey) -> None:
         """The hand-off has committed."""
-        work = self._asked.pop(key.request_id, None)
+        work = self._submitted.pop(key.request_id, None)
         if work is not None:
-            self.say(admitted=pb.Admitted(key=key, received_tokens=len(work.prompt.ids)))
+            self.send_report(admitted=pb.Admitted(key=key, received_tokens=len(work.prompt.ids)))
             sequence = (key, [len(work.emitted.ids), work.sampling.max_tokens - 1])
-            self._send([sequence])
+            self._send_tokens([sequence])
             if sequence[1][0] <= sequence[1][1]:
                 self._running[key.request_id] = sequence
-                self._some.set()
+                self._has_running.set()
 
-    async def steps(self) -> None:
+    async def run_steps(self) -> None:
         """For ever."""
         due = time.monotonic()
         while True:
             if not self._running:
-                self._some.clear()
-                await self._some.wait()
+                self._has_running.clear()
+                await self._has_running.wait()
                 due = time.monotonic()
             due += self._step
             await asyncio.sleep(max(0.0, due - time.monotonic()))
-            await self._taken.wait()
-            self._send(list(self._running.values()))
+            await self._all_sent.wait()
+            self._send_tokens(list(self._running.values()))
             self._running = {name: one for name, one in self._running.items() if one[1][0] <= one[1][1]}
 
-    def _send(self, sequences: list[tuple[pb.AttemptKey, list[int]]]) -> None:
+    def _send_tokens(self, sequences: list[tuple[pb.AttemptKey, list[int]]]) -> None:
         tokens = pb.Tokens()
         for key, place in sequences:
             index, last = place
             finish = common_pb2.FINISH_REASON_LENGTH if index == last else common_pb2.FINISH_REASON_UNSPECIFIED
             tokens.tokens.add(key=key, index=index, token=index * 7 % self._vocabulary, finish=finish)
             place[0] += 1
-        self.say(tokens=tokens)
+        self.send_report(tokens=tokens)
 
-    def _ticket(self, submit: pb.Submit) -> pb.Ticket:
+    def _make_ticket(self, submit: pb.Submit) -> pb.Ticket:
         me = pb.Peer(name="instant-decode", incarnation=self._incarnation, host_id="bench", transfer_endpoint="none")
         return pb.Ticket(
             id=mint_id(),
@@ -194,11 +194,11 @@ class InstantDecode(Node):
         )
 
 
-async def run(address: str, token: str, vocabulary: int, step: float) -> None:
+async def run_instant_nodes(address: str, token: str, vocabulary: int, step: float) -> None:
     """Until the coordinator ends."""
     decode = InstantDecode(vocabulary, step)
     prefill = InstantPrefill(vocabulary, decode)
-    stepping = asyncio.create_task(decode.steps())
+    stepping = asyncio.create_task(decode.run_steps())
     await asyncio.gather(prefill.run(address, token), decode.run(address, token))
     stepping.cancel()
 
@@ -209,7 +209,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--vocabulary", type=int, default=512)
     parser.add_argument("--step", type=float, default=0.0, help="seconds (default 0)")
     options = parser.parse_args(arguments)
-    asyncio.run(run(options.address, os.environ.get("BATON_CLUSTER_TOKEN", ""), options.vocabulary, options.step))
+    asyncio.run(run_instant_nodes(options.address, os.environ.get("BATON_CLUSTER_TOKEN", ""), options.vocabulary, options.step))
     return 0
 
 

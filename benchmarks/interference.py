@@ -38,76 +38,76 @@ from rich.console import Console
 
 from baton.errors import NodeFailed
 from baton.pb import cluster_pb2, cluster_pb2_grpc, common_pb2, generation_pb2, generation_pb2_grpc
-from benchmarks.local_cluster import local_cluster
-from benchmarks.models import DEMO
+from benchmarks.local_cluster import start_local_cluster
+from benchmarks.models import DEMO_SHAPE
 from benchmarks.percentiles import percentile
-from benchmarks.report import Row, print_rows, row
+from benchmarks.report import ResultRow, print_rows, make_row
 
 HELP = "how much hand-offs disturb decode, over each transport"
 TRANSPORTS = ("shm", "zmq", "grpc")
-PROMPT = 2048  # tokens
-LIMIT = 1.2  # decode step while prompts are handed over, by the idle one
-HANDING_OVER = ("computed", "paced", "full_rate")
-WINDOWS = ("prefill", *HANDING_OVER)
-_SHAPE = replace(DEMO, context=8192)
+PROMPT_TOKENS = 2048  # tokens
+MAX_STEP_RATIO = 1.2  # decode step while prompts are handed over, by the idle one
+HANDOFF_WINDOWS = ("computed", "paced", "full_rate")
+WINDOW_KINDS = ("prefill", *HANDOFF_WINDOWS)
+_SHAPE = replace(DEMO_SHAPE, context=8192)
 _STREAMS, _STREAM_PROMPT, _STREAM_TOKENS = 4, 1024, 7000
 _IN_FLIGHT = 3  # prompts: there is always a next one
-_CACHED = 8  # prompts of the full rate, of 16 MiB each: the prefill node holds them, and decode beside its streams not
-_DECODE_KV = "144MiB"
-_FEWEST = 8  # steps of all streams that make a median
+_CACHED_PROMPTS = 8  # prompts of the full rate, of 16 MiB each: the prefill node holds them, and decode beside its streams not
+_DECODE_KV_MEMORY = "144MiB"
+_MIN_STEPS = 8  # steps of all streams that make a median
 _SETTLE = 0.3  # seconds between windows
 _DEADLINE = 300.0  # seconds of one request
 
 
 @dataclass(slots=True)
-class Stream:
+class DecodeStream:
     """When the tokens of one decoding request came."""
 
-    moments: list[float] = field(default_factory=list)
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    token_times: list[float] = field(default_factory=list)
+    has_begun: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def came(self) -> None:
-        self.moments.append(time.perf_counter())
-        self.begun.set()
+    def on_token(self) -> None:
+        self.token_times.append(time.perf_counter())
+        self.has_begun.set()
 
-    def gaps(self, began: float, ended: float) -> list[float]:
+    def find_gaps(self, began: float, ended: float) -> list[float]:
         """Seconds between tokens that came in the window."""
-        inside = [moment for moment in self.moments if began <= moment <= ended]
+        inside = [moment for moment in self.token_times if began <= moment <= ended]
         return [later - earlier for earlier, later in itertools.pairwise(inside)]
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class WindowSample:
     """What was seen in one: seconds of the median step, and of decode's processor time by steps."""
 
-    step: float
-    cpu: float
+    step_seconds: float
+    cpu_seconds: float
 
 
 @dataclass(slots=True)
-class Seen:
+class InterferenceSamples:
     """The windows of one kind, the mean of the idle ones around each, and the bytes that were handed over in all."""
 
-    loaded: list[Window] = field(default_factory=list)
-    idle: list[Window] = field(default_factory=list)
-    moved: float = 0.0
+    loaded_windows: list[WindowSample] = field(default_factory=list)
+    idle_windows: list[WindowSample] = field(default_factory=list)
+    moved_bytes: float = 0.0
 
     @property
-    def step(self) -> float:
+    def step_ratio(self) -> float:
         """Loaded by idle, median."""
-        return _median(one.step / idle.step for one, idle in zip(self.loaded, self.idle, strict=True))
+        return _median(one.step_seconds / idle.step_seconds for one, idle in zip(self.loaded_windows, self.idle_windows, strict=True))
 
     @property
-    def cpu(self) -> float:
-        return _median(one.cpu / idle.cpu for one, idle in zip(self.loaded, self.idle, strict=True))
+    def cpu_ratio(self) -> float:
+        return _median(one.cpu_seconds / idle.cpu_seconds for one, idle in zip(self.loaded_windows, self.idle_windows, strict=True))
 
 
 def _median(values: Iterable[float]) -> float:
     return percentile(list(values), 50)
 
 
-def _between(before: Window, after: Window) -> Window:
-    return Window((before.step + after.step) / 2, (before.cpu + after.cpu) / 2)
+def _mean_window(before: WindowSample, after: WindowSample) -> WindowSample:
+    return WindowSample((before.step_seconds + after.step_seconds) / 2, (before.cpu_seconds + after.cpu_seconds) / 2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,61 +118,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default 0)")
 
 
-def main(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
-    rows: list[Row] = []
+def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
+    rows: list[ResultRow] = []
     for transport in TRANSPORTS if options.transport == "all" else (options.transport,):
-        seen = asyncio.run(_measure(transport, options, console))
+        seen = asyncio.run(_measure_transport(transport, options, console))
         rows += to_rows(transport, seen, options.rounds * options.window, command)
     print_rows(console, "interference: the median decode step while prompts are handed over", rows)
     return rows
 
 
-def to_rows(transport: str, seen: Mapping[str, Seen], seconds: float, command: str) -> list[Row]:
+def to_rows(transport: str, seen: Mapping[str, InterferenceSamples], seconds: float, command: str) -> list[ResultRow]:
     """`seconds` of all windows of a kind together. Raises NodeFailed when nothing was handed over where it should."""
     prefix = f"interference/{transport}"
-    idle = _median(window.step for one in seen.values() for window in one.idle)
-    rows = [row(f"{prefix}/idle_step", idle * 1e3, "ms", command)]
-    for name in WINDOWS:
-        limit = LIMIT if name in HANDING_OVER else None  # at the full rate an aim
-        rows.append(row(f"{prefix}/{name}", seen[name].step, "x idle", command, limit))
-        rows.append(row(f"{prefix}/{name}_cpu", seen[name].cpu, "x idle", command, limit))
-    alone = seen["computed"].step / seen["prefill"].step
-    rows.append(row(f"{prefix}/computed_of_prefill", alone, "x prefill", command))
-    for name in HANDING_OVER:
-        if seen[name].moved <= 0:
+    idle = _median(window.step_seconds for one in seen.values() for window in one.idle_windows)
+    rows = [make_row(f"{prefix}/idle_step", idle * 1e3, "ms", command)]
+    for name in WINDOW_KINDS:
+        limit = MAX_STEP_RATIO if name in HANDOFF_WINDOWS else None  # at the full rate an aim
+        rows.append(make_row(f"{prefix}/{name}", seen[name].step_ratio, "x idle", command, limit))
+        rows.append(make_row(f"{prefix}/{name}_cpu", seen[name].cpu_ratio, "x idle", command, limit))
+    alone = seen["computed"].step_ratio / seen["prefill"].step_ratio
+    rows.append(make_row(f"{prefix}/computed_of_prefill", alone, "x prefill", command))
+    for name in HANDOFF_WINDOWS:
+        if seen[name].moved_bytes <= 0:
             raise NodeFailed(f"nothing was handed over by {transport} in the windows of {name}")
-        rows.append(row(f"{prefix}/{name}_moved", seen[name].moved / seconds / 1e6, "MB/s", command))
+        rows.append(make_row(f"{prefix}/{name}_moved", seen[name].moved_bytes / seconds / 1e6, "MB/s", command))
     return rows
 
 
-async def _measure(transport: str, options: argparse.Namespace, console: Console) -> dict[str, Seen]:
+async def _measure_transport(transport: str, options: argparse.Namespace, console: Console) -> dict[str, InterferenceSamples]:
     settings = {"transport": transport, "threads": "1", "max_batched_tokens": 512, "kv_memory": "1GiB"}
     settings["pool_memory"] = "0"  # what decode finds in a pool is not handed over
-    own = {"decode-0": {"BATON_KV_MEMORY": _DECODE_KV}}
+    own = {"decode-0": {"BATON_KV_MEMORY": _DECODE_KV_MEMORY}}
     source = random.Random(options.seed)
-    seen = {name: Seen() for name in WINDOWS}
-    async with local_cluster(console, _SHAPE, "interference", own=own, **settings) as cluster:
-        decode = cluster.pids()["decode-0"]
+    seen = {name: InterferenceSamples() for name in WINDOW_KINDS}
+    async with start_local_cluster(console, _SHAPE, "interference", own=own, **settings) as cluster:
+        decode = cluster.get_pids()["decode-0"]
         if not options.no_pin:
-            _pin(cluster.pids())
+            _pin_decode(cluster.get_pids())
         async with grpc.aio.insecure_channel(cluster.endpoints.grpc) as channel:
             stub, counted = generation_pb2_grpc.GenerationStub(channel), cluster_pb2_grpc.ClusterStub(channel)
-            prompts = Prompts(stub, source)
-            await prompts.bring_into_cache()
+            prompts = PromptFlow(stub, source)
+            await prompts.fill_prefill_cache()
             for _ in range(options.rounds):
-                async with _decoding(stub, source) as streams:
-                    idle = await _window(streams, options.window, decode)
-                    for name in WINDOWS:
-                        moved = await _moved(counted, transport)
-                        async with prompts.flowing(name):
-                            seen[name].loaded.append(await _window(streams, options.window, decode))
-                        before, idle = idle, await _window(streams, options.window, decode)
-                        seen[name].idle.append(_between(before, idle))
-                        seen[name].moved += await _moved(counted, transport) - moved
+                async with _decode_streams(stub, source) as streams:
+                    idle = await _sample_window(streams, options.window, decode)
+                    for name in WINDOW_KINDS:
+                        moved = await _handed_over_bytes(counted, transport)
+                        async with prompts.send_prompts(name):
+                            seen[name].loaded_windows.append(await _sample_window(streams, options.window, decode))
+                        before, idle = idle, await _sample_window(streams, options.window, decode)
+                        seen[name].idle_windows.append(_mean_window(before, idle))
+                        seen[name].moved_bytes += await _handed_over_bytes(counted, transport) - moved
     return seen
 
 
-def _pin(pids: dict[str, int]) -> None:
+def _pin_decode(pids: dict[str, int]) -> None:
     """The decode node's threads to the last core, all others to the rest; threads started later follow."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
@@ -183,92 +183,92 @@ def _pin(pids: dict[str, int]) -> None:
                 os.sched_setaffinity(int(task.name), cores[-1:] if name.startswith("decode") else cores[:-1])
 
 
-class Prompts:
+class PromptFlow:
     """What flows in each kind of window."""
 
     def __init__(self, stub: generation_pb2_grpc.GenerationStub, source: random.Random) -> None:
         self._stub = stub
         self._source = source
-        self._cached = [_prompt(source, PROMPT) for _ in range(_CACHED)]
-        self._turn = itertools.cycle(self._cached)
-        self._ended = 0
-        self._pause = 0.0  # seconds of each of those in flight, if all of them were computed
+        self._cached = [_random_prompt(source, PROMPT_TOKENS) for _ in range(_CACHED_PROMPTS)]
+        self._cached_cycle = itertools.cycle(self._cached)
+        self._completed = 0
+        self._pause_seconds = 0.0  # seconds of each of those in flight, if all of them were computed
 
-    async def bring_into_cache(self) -> None:
+    async def fill_prefill_cache(self) -> None:
         """The prefill node's, by prompts that do not reach decode."""
         for prompt in self._cached:
             await _generate(self._stub, prompt, 1)
 
     @contextlib.asynccontextmanager
-    async def flowing(self, name: str) -> AsyncIterator[None]:
+    async def send_prompts(self, name: str) -> AsyncIterator[None]:
         """Prompts of a kind flow through the block, back to back. `paced` ones flow as those `computed` before."""
-        began, ended = time.perf_counter(), self._ended
-        tasks = [asyncio.create_task(self._repeat(name, turn)) for turn in range(_IN_FLIGHT)]
+        began, ended = time.perf_counter(), self._completed
+        tasks = [asyncio.create_task(self._send_repeatedly(name, turn)) for turn in range(_IN_FLIGHT)]
         try:
             yield
             for task in tasks:
                 if task.done():
                     task.result()  # raises what ended it
             if name == "computed":
-                self._pause = _IN_FLIGHT * (time.perf_counter() - began) / max(1, self._ended - ended)
+                self._pause_seconds = _IN_FLIGHT * (time.perf_counter() - began) / max(1, self._completed - ended)
         finally:
-            await _cancelled(tasks)
+            await _cancel_tasks(tasks)
 
-    async def _repeat(self, name: str, turn: int) -> None:
-        wait = self._pause if name == "paced" else 0.0
+    async def _send_repeatedly(self, name: str, turn: int) -> None:
+        wait = self._pause_seconds if name == "paced" else 0.0
         await asyncio.sleep(wait * turn / _IN_FLIGHT)
         while True:
             pause = asyncio.create_task(asyncio.sleep(wait))
             fresh = name in ("prefill", "computed")
-            prompt = _prompt(self._source, PROMPT) if fresh else next(self._turn)
+            prompt = _random_prompt(self._source, PROMPT_TOKENS) if fresh else next(self._cached_cycle)
             await _generate(self._stub, prompt, 1 if name == "prefill" else 2)
-            self._ended += 1
+            self._completed += 1
             await pause
 
 
-def _prompt(source: random.Random, tokens: int) -> list[int]:
+def _random_prompt(source: random.Random, tokens: int) -> list[int]:
     return [source.randrange(16, _SHAPE.vocabulary) for _ in range(tokens)]
 
 
 async def _generate(
-    stub: generation_pb2_grpc.GenerationStub, prompt: list[int], tokens: int, stream: Stream | None = None
+    stub: generation_pb2_grpc.GenerationStub, prompt: list[int], tokens: int, stream: DecodeStream | None = None
 ) -> None:
     request = generation_pb2.GenerateRequest(
         token_ids=common_pb2.TokenIds(ids=prompt), max_tokens=tokens, temperature=0.0, ignore_eos=True
     )
     async for answer in stub.Generate(request, timeout=_DEADLINE):
         if stream is not None and answer.token_ids:
-            stream.came()
+            stream.on_token()
 
 
 @contextlib.asynccontextmanager
-async def _decoding(stub: generation_pb2_grpc.GenerationStub, source: random.Random) -> AsyncIterator[list[Stream]]:
+async def _decode_streams(stub: generation_pb2_grpc.GenerationStub, source: random.Random) -> AsyncIterator[list[DecodeStream]]:
     """All of the streams have their first tokens when the block begins."""
-    streams = [Stream() for _ in range(_STREAMS)]
+    streams = [DecodeStream() for _ in range(_STREAMS)]
     tasks = [
-        asyncio.create_task(_generate(stub, _prompt(source, _STREAM_PROMPT), _STREAM_TOKENS, stream))
+        asyncio.create_task(_generate(stub, _random_prompt(source, _STREAM_PROMPT), _STREAM_TOKENS, stream))
         for stream in streams
     ]
     try:
         async with asyncio.timeout(_DEADLINE):
-            await asyncio.gather(*(stream.begun.wait() for stream in streams))
+            await asyncio.gather(*(stream.has_begun.wait() for stream in streams))
         yield streams
         if ended := [task for task in tasks if task.done()]:
             raise NodeFailed(f"{len(ended)} of {_STREAMS} decoding requests ended too early: give a shorter --window")
     finally:
-        await _cancelled(tasks)
+        await _cancel_tasks(tasks)
 
 
-async def _window(streams: list[Stream], seconds: float, decode: int) -> Window:
+async def _sample_window(streams: list[DecodeStream], seconds: float, decode: int) -> WindowSample:
     """What is seen in the next `seconds`; `decode` is a process id. Raises NodeFailed when there are too few steps."""
     await asyncio.sleep(_SETTLE)
     began, used = time.perf_counter(), _processor_time(decode)
     await asyncio.sleep(seconds)
     ended, used = time.perf_counter(), _processor_time(decode) - used
-    gaps = [gap for stream in streams for gap in stream.gaps(began, ended)]
-    if len(gaps) < _FEWEST:
+    gaps = [gap for stream in streams for gap in stream.find_gaps(began, ended)]
+    if len(gaps) < _MIN_STEPS:
         raise NodeFailed(f"{len(gaps)} decode steps seen in {seconds:g} s: give a longer --window")
-    return Window(percentile(gaps, 50), used * len(streams) / len(gaps))
+    return WindowSample(percentile(gaps, 50), used * len(streams) / len(gaps))
 
 
 def _processor_time(pid: int) -> float:
@@ -277,13 +277,13 @@ def _processor_time(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def _cancelled(tasks: list[asyncio.Task[None]]) -> None:
+async def _cancel_tasks(tasks: list[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _moved(cluster: cluster_pb2_grpc.ClusterStub, transport: str) -> float:
+async def _handed_over_bytes(cluster: cluster_pb2_grpc.ClusterStub, transport: str) -> float:
     """Bytes handed over so far, by the coordinator's own account."""
     status = await cluster.Status(cluster_pb2.StatusRequest())
     return float(status.counters.get(f'baton_handoff_bytes_total{{transport="{transport}"}}', 0.0))

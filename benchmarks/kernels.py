@@ -13,15 +13,15 @@ from collections.abc import Callable
 import torch
 from rich.console import Console
 
-from benchmarks.report import Row, print_rows, row
-from kv_kernels.attention import Context
+from benchmarks.report import ResultRow, print_rows, make_row
+from kv_kernels.attention import AttentionContext
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.paged_cache import PagedCache
 
 HELP = "paged decode attention against this device's rate of copying"
 KV_HEADS, GROUP, DIM, BLOCK_SIZE = 8, 4, 128, 16
 BATCHES = {"cuda": (1, 16, 64, 256), "cpu": (1, 4, 16)}
-_COPIED = {"cuda": 1 << 30, "cpu": 1 << 27}  # bytes: beyond the caches
+_COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 27}  # bytes: beyond the caches
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,23 +29,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=20, help="the median of these counts (default 20)")
 
 
-def main(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
+def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
     with torch.inference_mode():
-        rows = run(device, options.context, options.rounds, command)
+        rows = measure_kernels(device, options.context, options.rounds, command)
     print_rows(console, f"kernels on {device.type}", rows)
     return rows
 
 
-def run(device: torch.device, context: int, rounds: int, command: str) -> list[Row]:
-    source = torch.ones(_COPIED[device.type], dtype=torch.uint8, device=device)
+def measure_kernels(device: torch.device, context: int, rounds: int, command: str) -> list[ResultRow]:
+    source = torch.ones(_COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    copied = 2 * source.nbytes / _median(lambda: target.copy_(source), device, rounds)
-    rows = [row("attention/copy", copied / 1e9, "GB/s", command)]
+    copied = 2 * source.nbytes / _median_seconds(lambda: target.copy_(source), device, rounds)
+    rows = [make_row("attention/copy", copied / 1e9, "GB/s", command)]
     for batch in BATCHES[device.type]:
         rate = _decode_rate(device, batch, context, rounds)
-        rows.append(row(f"attention/decode_{context}_batch_{batch}", rate / 1e9, "GB/s", command, copied / 1e9))
+        rows.append(make_row(f"attention/decode_{context}_batch_{batch}", rate / 1e9, "GB/s", command, copied / 1e9))
     return rows
 
 
@@ -54,14 +54,14 @@ def _decode_rate(device: torch.device, batch: int, context: int, rounds: int) ->
     blocks = context // BLOCK_SIZE
     arena = torch.randn(batch * blocks, 1, 2, KV_HEADS, BLOCK_SIZE, DIM, device=device).to(torch.bfloat16)
     order = torch.randperm(batch * blocks).reshape(batch, blocks).numpy()
-    contexts = [Context(order[number], context) for number in range(batch)]
-    parts = kernels_for(device).plan_decode(PagedCache.over(arena), contexts, torch.bfloat16)
+    contexts = [AttentionContext(order[number], context) for number in range(batch)]
+    parts = kernels_for(device).plan_decode(PagedCache.from_arena(arena), contexts, torch.bfloat16)
     query = torch.randn(batch, KV_HEADS * GROUP, DIM, device=device).to(torch.bfloat16)
     out = torch.empty_like(query)
-    return arena.nbytes / _median(lambda: [part(query, 0, out) for part in parts], device, rounds)
+    return arena.nbytes / _median_seconds(lambda: [part(query, 0, out) for part in parts], device, rounds)
 
 
-def _median(call: Callable[[], object], device: torch.device, rounds: int) -> float:
+def _median_seconds(call: Callable[[], object], device: torch.device, rounds: int) -> float:
     """Seconds of one call, warmed up; on a GPU between two events of its stream."""
     for _ in range(3):
         call()

@@ -21,30 +21,30 @@ from rich.console import Console
 from baton import types
 from baton.fence import ArenaFences
 from baton.kv_layout import KVLayout
-from baton.segment import DEFAULT_FOLDER, create, segment_bytes
+from baton.segment import DEFAULT_SEGMENT_FOLDER, create_segment, round_up_segment_bytes
 from baton.types import AttemptKey, BlockIndex, Incarnation, NodeName, RequestId, Ticket, TicketId, mint_id
-from benchmarks.report import Row, print_rows, row
-from kv_transfer.factory import build_inbound, build_outbound
-from kv_transfer.plane import Aborted, Committed, Sealed, SealInfo
+from benchmarks.report import ResultRow, print_rows, make_row
+from kv_transfer.factory import build_kv_receiver, build_kv_sender
+from kv_transfer.plane import OutboundAborted, OutboundCommitted, InboundSealed, SealInfo
 from kv_transfer.settings import TransferSettings
 
 HELP = "what the transfer plane moves between two processes, and what encryption costs"
 TRANSPORTS = ("shm", "zmq", "grpc")
-MESSAGES = (1 << 18, 1 << 20)  # bytes
+MESSAGE_BYTES = (1 << 18, 1 << 20)  # bytes
 LAYOUT = KVLayout(num_layers=24, num_kv_heads=8, head_dim=64, block_size=16, dtype="float32")  # 1.5 MiB a block
-LONG, SHORT = 64, 2  # blocks
+LONG_BLOCKS, SHORT_BLOCKS = 64, 2  # blocks
 _TOKEN = "of this measurement only"
 _KEY = AttemptKey(RequestId("0" * 32), 0, 0)
 _WRITER, _DECODE = Incarnation("writer"), Incarnation("decode")
-_BARE_BYTES = 1 << 29
-_PATIENCE = 60.0  # seconds
+_SOCKET_BYTES = 1 << 29
+_EVENT_TIMEOUT = 60.0  # seconds
 
 
-class BareJob(msgspec.Struct):
+class SocketJob(msgspec.Struct):
     """What the sending process of a bare measurement is told."""
 
     port: int
-    size: int
+    message_bytes: int
     keys: list[str]  # decode's public, the writer's public and secret; none is no encryption
 
 
@@ -52,26 +52,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=int, default=20, help="hand-offs of each kind (default 20)")
 
 
-def main(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
+def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
     rows = []
     for transport in TRANSPORTS:
         long, short = measure_plane(transport, options.repeat)
-        rate = LONG * LAYOUT.block_bytes / long / 1e9
-        rows.append(row(f"links/{transport}/rate", rate, "GB/s", command))
-        rows.append(row(f"links/{transport}/short", short * 1e3, "ms", command))
+        rate = LONG_BLOCKS * LAYOUT.block_bytes / long / 1e9
+        rows.append(make_row(f"links/{transport}/rate", rate, "GB/s", command))
+        rows.append(make_row(f"links/{transport}/short", short * 1e3, "ms", command))
     for encrypted in (False, True):
-        for size in MESSAGES:
+        for size in MESSAGE_BYTES:
             name = f"links/socket/{'curve' if encrypted else 'plain'}/{size >> 10}KiB"
-            rows.append(row(name, measure_socket(encrypted, size) / 1e9, "GB/s", command))
+            rows.append(make_row(name, measure_socket(encrypted, size) / 1e9, "GB/s", command))
     print_rows(console, "transfer plane between two processes", rows)
     return rows
 
 
 def measure_plane(transport: str, repeat: int) -> tuple[float, float]:
     """Median seconds of a LONG and of a SHORT hand-off. Decode runs here, the writer in a process of its own."""
-    arena = create(DEFAULT_FOLDER, "bench", segment_bytes(LONG * LAYOUT.block_bytes, LAYOUT.block_bytes))
+    arena = create_segment(DEFAULT_SEGMENT_FOLDER, "bench", round_up_segment_bytes(LONG_BLOCKS * LAYOUT.block_bytes, LAYOUT.block_bytes))
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
-    inbound = build_inbound(
+    inbound = build_kv_receiver(
         arena=arena.view,
         layout=LAYOUT,
         incarnation=_DECODE,
@@ -86,94 +86,94 @@ def measure_plane(transport: str, repeat: int) -> tuple[float, float]:
         ticket = Ticket(
             id=TicketId(mint_id()),
             key=_KEY,
-            decode=here,
-            writer=_WRITER,
+            decode_peer=here,
+            writer_incarnation=_WRITER,
             first_block=0,
-            offsets=tuple(block * LAYOUT.block_bytes for block in range(blocks)),
+            block_offsets=tuple(block * LAYOUT.block_bytes for block in range(blocks)),
             num_tokens=blocks * LAYOUT.block_size,
-            ttl=10.0,
+            ttl_seconds=10.0,
             transport=transport,
             segment=types.SegmentRef(arena.name, _DECODE),
-            fence=inbound.mint_fence(),
+            fence_byte=inbound.allocate_fence_byte(),
         )
-        inbound.grant(ticket)
-        writer.tell(ticket)
-        while not isinstance(event := events.get(timeout=_PATIENCE), Sealed):
+        inbound.grant_ticket(ticket)
+        writer.send_json(ticket)
+        while not isinstance(event := events.get(timeout=_EVENT_TIMEOUT), InboundSealed):
             pass
-        inbound.commit(event.ticket)
-        return writer.hear()
+        inbound.commit_ticket(event.ticket_id)
+        return writer.read_seconds()
 
     try:
-        with _other_process("write") as writer:
-            hand_off(writer, LONG)
-            hand_off(writer, SHORT)
-            long = statistics.median(hand_off(writer, LONG) for _ in range(repeat))
-            short = statistics.median(hand_off(writer, SHORT) for _ in range(repeat))
+        with _start_peer("write") as writer:
+            hand_off(writer, LONG_BLOCKS)
+            hand_off(writer, SHORT_BLOCKS)
+            long = statistics.median(hand_off(writer, LONG_BLOCKS) for _ in range(repeat))
+            short = statistics.median(hand_off(writer, SHORT_BLOCKS) for _ in range(repeat))
     finally:
         inbound.close()
         arena.close()
     return long, short
 
 
-def _write() -> None:
+def _run_writer() -> None:
     """One hand-off for each ticket on standard input; says how long it took."""
-    source = np.ones(LONG * LAYOUT.block_bytes, dtype=np.uint8)
+    source = np.ones(LONG_BLOCKS * LAYOUT.block_bytes, dtype=np.uint8)
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
-    plane = build_outbound(arena=source.data, layout=LAYOUT, incarnation=_WRITER, token=_TOKEN, emit=events.put)
+    plane = build_kv_sender(arena=source.data, layout=LAYOUT, incarnation=_WRITER, token=_TOKEN, emit=events.put)
     for line in sys.stdin:
         ticket = msgspec.json.decode(line, type=Ticket)
-        blocks = [BlockIndex(block) for block in range(len(ticket.offsets))]
-        plane.open(_KEY, ticket.num_tokens)
-        plane.ticket(_KEY, ticket)
+        blocks = [BlockIndex(block) for block in range(len(ticket.block_offsets))]
+        plane.open_handoff(_KEY, ticket.num_tokens)
+        plane.set_ticket(_KEY, ticket)
         began = time.perf_counter()
         for layer in range(LAYOUT.num_layers):
-            plane.layer_ready(_KEY, layer, 0, blocks)
-        plane.seal(_KEY, SealInfo((1,)))
-        while not isinstance(event := events.get(timeout=_PATIENCE), Committed):
-            if isinstance(event, Aborted):
+            plane.announce_layer(_KEY, layer, 0, blocks)
+        plane.seal_handoff(_KEY, SealInfo((1,)))
+        while not isinstance(event := events.get(timeout=_EVENT_TIMEOUT), OutboundCommitted):
+            if isinstance(event, OutboundAborted):
                 raise event.error
-        _say(time.perf_counter() - began)
+        _print_seconds(time.perf_counter() - began)
     plane.close()
 
 
 def measure_socket(encrypted: bool, size: int) -> float:
     """Bytes per second, in messages of `size` bytes, from a DEALER to a ROUTER over loopback TCP."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as reader:
-        job = BareJob(0, size, [])
+        job = SocketJob(0, size, [])
         if encrypted:
             public, reader.curve_secretkey = zmq.curve_keypair()
             reader.curve_publickey, reader.curve_server = public, True
             job.keys = [key.decode() for key in (public, *zmq.curve_keypair())]
         reader.rcvhwm = 64
         job.port = reader.bind_to_random_port("tcp://127.0.0.1")
-        with _other_process("send") as writer:
-            writer.tell(job)
+        with _start_peer("send") as writer:
+            writer.send_json(job)
             route, _ = reader.recv_multipart()
             began = time.perf_counter()
-            for _ in range(_BARE_BYTES // size):
+            for _ in range(_SOCKET_BYTES // size):
                 reader.recv_multipart(copy=False)
             seconds = time.perf_counter() - began
             reader.send_multipart([route, b""])
-            writer.hear()
-    return _BARE_BYTES / seconds
+            writer.read_seconds()
+    return _SOCKET_BYTES / seconds
 
 
-def _send() -> None:
-    job = msgspec.json.decode(sys.stdin.readline(), type=BareJob)
+def _run_sender() -> None:
+    job = msgspec.json.decode(sys.stdin.readline(), type=SocketJob)
     with zmq.Context() as context, context.socket(zmq.DEALER) as writer:
         if job.keys:
             writer.curve_serverkey, writer.curve_publickey, writer.curve_secretkey = (key.encode() for key in job.keys)
         writer.sndhwm = 64
         writer.connect(f"tcp://127.0.0.1:{job.port}")
         writer.send(b"")
-        payload = memoryview(bytearray(job.size))
-        for _ in range(_BARE_BYTES // job.size):
+        payload = memoryview(bytearray(job.message_bytes))
+        for _ in range(_SOCKET_BYTES // job.message_bytes):
             writer.send_multipart([b"header", payload], copy=False)
         writer.recv()
-    _say(0.0)
+    _print_seconds(0.0)
 
 
-class _Other:
+class _PeerProcess:
     """A process that is told things and answers with a number of seconds, a JSON line each."""
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
@@ -181,31 +181,31 @@ class _Other:
         assert process.stdout is not None
         self._in, self._out = process.stdin, process.stdout
 
-    def tell(self, what: object) -> None:
+    def send_json(self, what: object) -> None:
         self._in.write(msgspec.json.encode(what) + b"\n")
         self._in.flush()
 
-    def hear(self) -> float:
+    def read_seconds(self) -> float:
         return msgspec.json.decode(self._out.readline(), type=float)
 
 
 @contextmanager
-def _other_process(work: str) -> Iterator[_Other]:
+def _start_peer(work: str) -> Iterator[_PeerProcess]:
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.links", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     with process:
         try:
-            yield _Other(process)
+            yield _PeerProcess(process)
         except BaseException:
             process.kill()
             raise
 
 
-def _say(seconds: float) -> None:
+def _print_seconds(seconds: float) -> None:
     sys.stdout.write(f"{seconds}\n")
     sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    {"write": _write, "send": _send}[sys.argv[1]]()
+    {"write": _run_writer, "send": _run_sender}[sys.argv[1]]()

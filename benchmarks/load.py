@@ -4,54 +4,54 @@ import asyncio
 import time
 from collections.abc import Iterator, Sequence
 
-from benchmarks.completions import Client
-from benchmarks.measurement import Measurement
-from benchmarks.schedule import Closed, Planned, Poisson
-from benchmarks.traces import Replay
+from benchmarks.completions import CompletionsClient
+from benchmarks.measurement import RequestMeasurement
+from benchmarks.schedule import ClosedLoop, PlannedRequest, PoissonArrivals
+from benchmarks.traces import TraceReplay
 
-UNFINISHED = "unfinished"
+UNFINISHED_ERROR = "unfinished"
 
-Load = Closed | Poisson | Replay
+LoadPattern = ClosedLoop | PoissonArrivals | TraceReplay
 
 
-async def drive(client: Client, load: Load, plan: Sequence[Planned], seconds: float) -> list[Measurement]:
+async def run_load(client: CompletionsClient, load: LoadPattern, plan: Sequence[PlannedRequest], seconds: float) -> list[RequestMeasurement]:
     """One measurement per request that was due within `seconds`. What runs when the time is up is cut off and counted
     as unfinished."""
-    seen: list[Measurement] = []
+    seen: list[RequestMeasurement] = []
     started = time.perf_counter()
     try:
         async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
-            if isinstance(load, Closed):
+            if isinstance(load, ClosedLoop):
                 rest = iter(plan)
                 for _ in range(load.concurrency):
-                    group.create_task(_lane(client, rest, seen))
+                    group.create_task(_run_closed_loop_client(client, rest, seen))
             else:
-                await _arrivals(client, plan, started, seen, group)
+                await _send_at_arrivals(client, plan, started, seen, group)
     except TimeoutError:
         pass  # each request cut off has recorded itself
     return seen
 
 
-async def _lane(client: Client, rest: Iterator[Planned], seen: list[Measurement]) -> None:
+async def _run_closed_loop_client(client: CompletionsClient, rest: Iterator[PlannedRequest], seen: list[RequestMeasurement]) -> None:
     """One client of a closed loop."""
     for request in rest:
-        await _one(client, request, time.perf_counter(), seen)
+        await _measure_one(client, request, time.perf_counter(), seen)
 
 
-async def _arrivals(
-    client: Client, plan: Sequence[Planned], started: float, seen: list[Measurement], group: asyncio.TaskGroup
+async def _send_at_arrivals(
+    client: CompletionsClient, plan: Sequence[PlannedRequest], started: float, seen: list[RequestMeasurement], group: asyncio.TaskGroup
 ) -> None:
     for request in plan:
-        due = started + request.at
+        due = started + request.start_seconds
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
-        group.create_task(_one(client, request, due, seen))
+        group.create_task(_measure_one(client, request, due, seen))
 
 
-async def _one(client: Client, request: Planned, due: float, seen: list[Measurement]) -> None:
+async def _measure_one(client: CompletionsClient, request: PlannedRequest, due: float, seen: list[RequestMeasurement]) -> None:
     try:
-        seen.append(await client.measure(request, due))
+        seen.append(await client.measure_request(request, due))
     except asyncio.CancelledError:
-        cut = Measurement(due, request.output_tokens, asked_prompt=request.prompt_tokens, error=UNFINISHED)
-        cut.ended = time.perf_counter()
+        cut = RequestMeasurement(due, request.output_tokens, requested_prompt_tokens=request.prompt_tokens, error=UNFINISHED_ERROR)
+        cut.ended_at = time.perf_counter()
         seen.append(cut)
         raise

@@ -14,17 +14,17 @@ from rich.console import Console
 
 from baton.cli import plan, ports
 from baton.cli.output import LogFiles
-from baton.cli.supervisor import Supervisor, running
+from baton.cli.supervisor import Supervisor, running_cluster
 from baton.config import Config
-from benchmarks.models import Shape, build
+from benchmarks.models import ModelShape, build_random_model
 
 START_TIMEOUT = 120.0  # seconds
 
 
 @asynccontextmanager
-async def local_cluster(
+async def start_local_cluster(
     console: Console,
-    shape: Shape,
+    shape: ModelShape,
     name: str,
     *,
     own: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
@@ -37,14 +37,14 @@ async def local_cluster(
     held: list[socket.socket] = []
     logs = LogFiles(folder / "logs")
     try:
-        model = await asyncio.to_thread(build, folder / name, shape)
+        model = await asyncio.to_thread(build_random_model, folder / name, shape)
         free: dict[str, Any] = {"port": 0, "grpc_port": 0, "admin_port": 0, "drain_timeout": 5.0}
         free["pool_memory"] = "256MiB"  # the default takes seconds to fill in, beside what is measured
-        config, _ = plan.complete(Config(**{**free, **settings, "model": str(model), "state_dir": str(folder)}))
-        config, held = ports.hold_all(config)
-        async with running(config, logs, console.print, own) as cluster:
+        config, _ = plan.complete_config(Config(**{**free, **settings, "model": str(model), "state_dir": str(folder)}))
+        config, held = ports.reserve_ports(config)
+        async with running_cluster(config, logs, console.print, own) as cluster:
             async with asyncio.timeout(START_TIMEOUT):
-                await cluster.ready()
+                await cluster.wait_until_ready()
             yield cluster
         failed = False
     finally:

@@ -6,21 +6,21 @@ import time
 
 import numpy as np
 
-_SIZE = 64 << 20  # bytes: beyond the caches
+_COPY_BYTES = 64 << 20  # bytes: beyond the caches
 _ROUNDS = 8
 
 
-def memcpy_rate() -> float:
+def measure_memcpy_rate() -> float:
     """Bytes per second that one thread copies from memory to memory, the best of some rounds."""
-    source, target = (np.ones(_SIZE, dtype=np.uint8) for _ in range(2))
-    return _SIZE / min(_timed_copy(source, target) for _ in range(_ROUNDS))
+    source, target = (np.ones(_COPY_BYTES, dtype=np.uint8) for _ in range(2))
+    return _COPY_BYTES / min(_timed_copy(source, target) for _ in range(_ROUNDS))
 
 
-def loopback_tcp_rate() -> float:
+def measure_loopback_tcp_rate() -> float:
     """Bytes per second through one TCP connection over loopback, the best of some rounds."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         with socket.create_connection(listening.getsockname()) as sender, listening.accept()[0] as receiver:
-            return _SIZE / min(_timed_send(sender, receiver) for _ in range(_ROUNDS))
+            return _COPY_BYTES / min(_timed_send(sender, receiver) for _ in range(_ROUNDS))
 
 
 def _timed_copy(source: np.ndarray, target: np.ndarray) -> float:
@@ -31,12 +31,12 @@ def _timed_copy(source: np.ndarray, target: np.ndarray) -> float:
 
 def _timed_send(sender: socket.socket, receiver: socket.socket) -> float:
     """Until the last byte is in the receiver's memory."""
-    data, landed = memoryview(bytearray(_SIZE)), memoryview(bytearray(_SIZE))
+    data, landed = memoryview(bytearray(_COPY_BYTES)), memoryview(bytearray(_COPY_BYTES))
     thread = threading.Thread(target=sender.sendall, args=(data,))
     started = time.perf_counter()
     thread.start()
     received = 0
-    while received < _SIZE:
+    while received < _COPY_BYTES:
         received += receiver.recv_into(landed[received:])
     elapsed = time.perf_counter() - started
     thread.join()

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-_END = "<|end|>"
-_SOURCES: tuple[ModuleType, ...] = (argparse, asyncio, inspect, json, shutil, statistics, tempfile)
+_END_TOKEN = "<|end|>"
+_TEXT_MODULES: tuple[ModuleType, ...] = (argparse, asyncio, inspect, json, shutil, statistics, tempfile)
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """Geometry of a Llama. `eos` says whether the tokenizer's end token stops an answer."""
+class ModelShape:
+    """Geometry of a Llama. `has_eos` says whether the tokenizer's end token stops an answer."""
 
     hidden: int
     intermediate: int
@@ -30,18 +30,18 @@ class Shape:
     head_dim: int
     vocabulary: int
     context: int
-    eos: bool
+    has_eos: bool
     dtype: str = "float32"  # of the file
 
 
-DEMO = Shape(256, 704, 8, 8, 4, 32, 2048, 4096, eos=True)
+DEMO_SHAPE = ModelShape(256, 704, 8, 8, 4, 32, 2048, 4096, has_eos=True)
 # 24 layers give a hand-off many steps to hide behind, and little arithmetic in each keeps it from hiding much.
-NARROW = Shape(128, 256, 24, 4, 2, 32, 512, 2048, eos=False)
+NARROW_SHAPE = ModelShape(128, 256, 24, 4, 2, 32, 512, 2048, has_eos=False)
 # Of the size of Qwen2.5-0.5B: 387 million parameters, 12 KiB of KV a token, and seconds to compute 4k tokens on a CPU.
-SMALL = Shape(896, 4864, 24, 14, 2, 64, 32768, 8192, eos=False, dtype="bfloat16")
+SMALL_SHAPE = ModelShape(896, 4864, 24, 14, 2, 64, 32768, 8192, has_eos=False, dtype="bfloat16")
 
 
-def build(folder: Path, shape: Shape, seed: int = 0) -> Path:
+def build_random_model(folder: Path, shape: ModelShape, seed: int = 0) -> Path:
     """Write the model and a byte-level BPE tokenizer to `folder`, unless it is there; whole or not at all."""
     if (folder / "config.json").exists():
         return folder
@@ -56,7 +56,7 @@ def build(folder: Path, shape: Shape, seed: int = 0) -> Path:
     return folder
 
 
-def _write_weights(folder: Path, shape: Shape, seed: int) -> None:
+def _write_weights(folder: Path, shape: ModelShape, seed: int) -> None:
     import torch
 
     transformers = importlib.import_module("transformers")
@@ -73,14 +73,14 @@ def _write_weights(folder: Path, shape: Shape, seed: int) -> None:
         tie_word_embeddings=True,
         bos_token_id=None,
         pad_token_id=None,
-        eos_token_id=0 if shape.eos else None,
+        eos_token_id=0 if shape.has_eos else None,
     )
     torch.manual_seed(seed)
     transformers.utils.logging.disable_progress_bar()
     transformers.LlamaForCausalLM(config).to(getattr(torch, shape.dtype)).save_pretrained(folder)
 
 
-def _write_tokenizer(folder: Path, shape: Shape) -> None:
+def _write_tokenizer(folder: Path, shape: ModelShape) -> None:
     """Trained on the standard library's own documentation; the end token has id 0."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -89,17 +89,17 @@ def _write_tokenizer(folder: Path, shape: Shape) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=shape.vocabulary,
-        special_tokens=[_END],
+        special_tokens=[_END_TOKEN],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_texts(), trainer)
     folder.mkdir()
     fast = importlib.import_module("transformers").PreTrainedTokenizerFast
-    fast(tokenizer_object=tokenizer, eos_token=_END).save_pretrained(folder)
+    fast(tokenizer_object=tokenizer, eos_token=_END_TOKEN).save_pretrained(folder)
 
 
 def _texts() -> Iterator[str]:
-    for module in _SOURCES:
+    for module in _TEXT_MODULES:
         yield module.__doc__ or ""
         yield from (text for _, member in sorted(vars(module).items()) if (text := inspect.getdoc(member)))

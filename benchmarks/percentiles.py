@@ -20,7 +20,7 @@ def percentile(values: Sequence[float], q: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class PercentileSummary:
     """What a table shows of a sample, in the sample's own unit."""
 
     count: int
@@ -31,9 +31,9 @@ class Summary:
     max: float
 
 
-def summarise(values: Sequence[float]) -> Summary | None:
+def summarize(values: Sequence[float]) -> PercentileSummary | None:
     """None for an empty sample."""
     if not values:
         return None
     p50, p90, p99 = (percentile(values, q) for q in (50, 90, 99))
-    return Summary(len(values), math.fsum(values) / len(values), p50, p90, p99, max(values))
+    return PercentileSummary(len(values), math.fsum(values) / len(values), p50, p90, p99, max(values))

@@ -17,26 +17,26 @@ from rich.table import Table
 
 from baton.block_hash import BlockHash
 from benchmarks.percentiles import percentile
-from benchmarks.pool_replay import POLICIES, Hits, Workload, belady, partial_gain, replay
-from benchmarks.pool_reuse import PROMPT as REUSE_PROMPT
-from benchmarks.pool_reuse import reuse_rows
-from benchmarks.report import Row, print_rows, row
-from benchmarks.sweep import check_plot
-from benchmarks.traces import read
-from kv_pool.core.chain import Chain
-from kv_pool.core.cost_eviction import CostEviction
-from kv_pool.core.holders import Holder
-from kv_pool.core.pool import Pool
-from kv_pool.core.tier import Tier
+from benchmarks.pool_replay import POLICIES, HitRatios, TracePrompts, replay_belady, compute_partial_gain, replay_policy
+from benchmarks.pool_reuse import PROMPT_TOKENS as REUSE_PROMPT
+from benchmarks.pool_reuse import measure_reuse
+from benchmarks.report import ResultRow, print_rows, make_row
+from benchmarks.sweep import check_plot_path
+from benchmarks.traces import read_trace
+from kv_pool.core.chain import PromptChain
+from kv_pool.core.cost_eviction import CostEvictor
+from kv_pool.core.holders import PoolClientId
+from kv_pool.core.pool import SharedBlockPool
+from kv_pool.core.tier import CacheTier
 
 HELP = "the shared pool: its index, what it saves, and its eviction policies on a trace"
-BLOCK = 16  # tokens
-PROMPT = 128 * 1024  # tokens
+BLOCK_TOKENS = 16  # tokens
+PROMPT_TOKENS = 128 * 1024  # tokens
 MATCH_LIMIT = 1.0  # milliseconds
 HASH_LIMIT = 20e6  # tokens a second
 CAPACITIES = (1_000, 2_000, 3_000, 5_000, 10_000, 20_000, 30_000, 50_000, 100_000, 0)  # blocks; 0: no limit
 _ROOT = BlockHash(bytes(32))
-_HOLDER = Holder("bench")
+_HOLDER = PoolClientId("bench")
 _ROUNDS = 50
 
 
@@ -51,14 +51,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="hit ratio over capacity, .svg or .png")
 
 
-def main(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
+def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
     if options.plot:
-        check_plot(options.plot)
-    work = _workload(options)
-    rows = index_rows(options.blocks, command)
+        check_plot_path(options.plot)
+    work = _load_trace_prompts(options)
+    rows = measure_index(options.blocks, command)
     print_rows(console, f"index of {options.blocks:,} blocks of {BLOCK} tokens", rows)
     if options.rounds:
-        reused = asyncio.run(reuse_rows(console, options.rounds, command))
+        reused = asyncio.run(measure_reuse(console, options.rounds, command))
         print_rows(console, f"prompts of {REUSE_PROMPT:,} tokens on two nodes, 24 layers, bfloat16", reused)
         rows += reused
     if work is None:
@@ -67,9 +67,9 @@ def main(options: argparse.Namespace, console: Console, command: str) -> list[Ro
         )
         return rows
     found = {capacity: _replay_all(work, capacity) for capacity in options.capacities}
-    console.print(table(work, found))
+    console.print(hit_table(work, found))
     if options.plot:
-        plot(work, found, options.plot)
+        plot_hits(work, found, options.plot)
     return [*rows, *_trace_rows(found, command), *_partial_rows(options, console, command)]
 
 
@@ -77,56 +77,56 @@ def _capacities(text: str) -> tuple[int, ...]:
     return tuple(int(one) for one in text.split(","))
 
 
-def _workload(options: argparse.Namespace) -> Workload | None:
+def _load_trace_prompts(options: argparse.Namespace) -> TracePrompts | None:
     if options.trace is None:
         return None
-    trace = read(options.trace, options.limit)
-    if not all(one.blocks for one in trace):
+    trace = read_trace(options.trace, options.limit)
+    if not all(one.block_ids for one in trace):
         raise ValueError(f"trace {options.trace} has requests without hash_ids: nothing is known of what they share")
-    return Workload(trace)
+    return TracePrompts(trace)
 
 
 # the index
 
 
-def index_rows(blocks: int, command: str) -> list[Row]:
-    depth = min(PROMPT // BLOCK, blocks)
-    tokens = [random.Random(0).randrange(1 << 17) for _ in range(depth * BLOCK)]
-    hashing = _best(lambda: Chain.of(_ROOT, tokens, BLOCK))
-    before = _resident()
-    pool = Pool(Tier(blocks, BLOCK, CostEviction(blocks, BLOCK)))
-    pool.attach(_HOLDER, 0.0)
+def measure_index(blocks: int, command: str) -> list[ResultRow]:
+    depth = min(PROMPT_TOKENS // BLOCK_TOKENS, blocks)
+    tokens = [random.Random(0).randrange(1 << 17) for _ in range(depth * BLOCK_TOKENS)]
+    hashing = _best_seconds(lambda: PromptChain.from_tokens(_ROOT, tokens, BLOCK_TOKENS))
+    before = _resident_bytes()
+    pool = SharedBlockPool(CacheTier(blocks, BLOCK_TOKENS, CostEvictor(blocks, BLOCK_TOKENS)))
+    pool.attach_client(_HOLDER, 0.0)
     _fill(pool, blocks, depth, tokens)
-    size = (_resident() - before) / blocks
-    wanted = Chain.of(_ROOT, tokens, BLOCK)
+    size = (_resident_bytes() - before) / blocks
+    wanted = PromptChain.from_tokens(_ROOT, tokens, BLOCK_TOKENS)
     matching = [_timed(lambda: _look_up(pool, wanted)) for _ in range(_ROUNDS)]
     return [
-        row("pool/hash", len(tokens) / hashing, "tokens/s", command, HASH_LIMIT),
-        row("pool/match_and_pin_p50", percentile(matching, 50) * 1e3, "ms", command, MATCH_LIMIT),
-        row("pool/match_and_pin_best", min(matching) * 1e3, "ms", command, MATCH_LIMIT),
-        row("pool/index_bytes", size, "bytes/block", command),
+        make_row("pool/hash", len(tokens) / hashing, "tokens/s", command, HASH_LIMIT),
+        make_row("pool/match_and_pin_p50", percentile(matching, 50) * 1e3, "ms", command, MATCH_LIMIT),
+        make_row("pool/match_and_pin_best", min(matching) * 1e3, "ms", command, MATCH_LIMIT),
+        make_row("pool/index_bytes", size, "bytes/block", command),
     ]
 
 
-def _fill(pool: Pool, blocks: int, depth: int, tokens: Sequence[int]) -> None:
+def _fill(pool: SharedBlockPool, blocks: int, depth: int, tokens: Sequence[int]) -> None:
     """Prompts of `depth` blocks; `tokens` is the first, the others differ from it in their first token."""
     for number in range(blocks // depth):
-        prompt = Chain.of(_ROOT, [tokens[0] + number, *tokens[1:]], BLOCK)
-        granted = pool.reserve(_HOLDER, prompt, 0, float(number))
-        assert granted.publication is not None
-        sealed = pool.seal(_HOLDER, granted.publication, len(granted.blocks), float(number))
-        assert sealed.pin is not None
-        pool.release(_HOLDER, sealed.pin)
+        prompt = PromptChain.from_tokens(_ROOT, [tokens[0] + number, *tokens[1:]], BLOCK_TOKENS)
+        granted = pool.reserve_blocks(_HOLDER, prompt, 0, float(number))
+        assert granted.publication_id is not None
+        sealed = pool.seal_publication(_HOLDER, granted.publication_id, len(granted.blocks), float(number))
+        assert sealed.pin_id is not None
+        pool.release_pin(_HOLDER, sealed.pin_id)
 
 
-def _look_up(pool: Pool, prompt: Chain) -> None:
-    found = pool.find(_HOLDER, prompt, len(prompt) * BLOCK, 1e6)
-    assert found.pin is not None
+def _look_up(pool: SharedBlockPool, prompt: PromptChain) -> None:
+    found = pool.find_prefix(_HOLDER, prompt, len(prompt) * BLOCK_TOKENS, 1e6)
+    assert found.pin_id is not None
     assert len(found.blocks) == len(prompt)
-    pool.release(_HOLDER, found.pin)
+    pool.release_pin(_HOLDER, found.pin_id)
 
 
-def _resident() -> int:
+def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -136,51 +136,51 @@ def _timed(do: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def _best(do: Callable[[], object]) -> float:
+def _best_seconds(do: Callable[[], object]) -> float:
     return min(_timed(do) for _ in range(_ROUNDS))
 
 
 # the trace
 
 
-def _replay_all(work: Workload, capacity: int) -> dict[str, Hits]:
-    blocks = capacity or work.different
-    return {policy: replay(work, blocks, policy) for policy in POLICIES} | {"belady": belady(work, blocks)}
+def _replay_all(work: TracePrompts, capacity: int) -> dict[str, HitRatios]:
+    blocks = capacity or work.distinct_block_count
+    return {policy: replay_policy(work, blocks, policy) for policy in POLICIES} | {"belady": replay_belady(work, blocks)}
 
 
-def table(work: Workload, found: dict[int, dict[str, Hits]]) -> Table:
+def hit_table(work: TracePrompts, found: dict[int, dict[str, HitRatios]]) -> Table:
     title = f"{len(work.prompts):,} requests, {work.blocks:,} blocks, {work.different:,} different ones"
     shown = Table("capacity", title=title, title_justify="left", box=None, header_style="bold")
     for heading in (*POLICIES, "belady"):
         shown.add_column(f"{heading}: hits", justify="right")
         shown.add_column("computing saved", justify="right")
     for capacity, by_policy in found.items():
-        figures = (f"{value:.4f}" for hits in by_policy.values() for value in (hits.ratio, hits.saved))
+        figures = (f"{value:.4f}" for hits in by_policy.values() for value in (hits.block_hit_ratio, hits.saved_cost_share))
         shown.add_row(f"{capacity:,}" if capacity else "no limit", *figures)
     return shown
 
 
-def _trace_rows(found: dict[int, dict[str, Hits]], command: str) -> list[Row]:
-    rows: list[Row] = []
+def _trace_rows(found: dict[int, dict[str, HitRatios]], command: str) -> list[ResultRow]:
+    rows: list[ResultRow] = []
     for capacity, by_policy in found.items():
-        best = by_policy["belady"].ratio
+        best = by_policy["belady"].block_hit_ratio
         for policy in POLICIES:
             name = f"pool/{policy}/{capacity or 'unlimited'}/hit_ratio"
-            rows.append(row(name, by_policy[policy].ratio, "of blocks", command, best))
+            rows.append(make_row(name, by_policy[policy].block_hit_ratio, "of blocks", command, best))
     return rows
 
 
-def _partial_rows(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
-    whole, beyond = partial_gain(read(options.trace, options.limit), BLOCK)
+def _partial_rows(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
+    whole, beyond = compute_partial_gain(read_trace(options.trace, options.limit), BLOCK_TOKENS)
     rows = [
-        row(f"pool/trace/finer_blocks_of_{BLOCK}", whole, "of prompt tokens, at most", command),
-        row("pool/trace/copy_on_write", beyond, "of prompt tokens, at most", command),
+        make_row(f"pool/trace/finer_blocks_of_{BLOCK}", whole, "of prompt tokens, at most", command),
+        make_row("pool/trace/copy_on_write", beyond, "of prompt tokens, at most", command),
     ]
     print_rows(console, "what partly matching blocks can add", rows)
     return rows
 
 
-def plot(work: Workload, found: dict[int, dict[str, Hits]], path: Path) -> None:
+def plot_hits(work: TracePrompts, found: dict[int, dict[str, HitRatios]], path: Path) -> None:
     """Hit ratio over capacity, logarithmic; what has no limit stands where all different blocks fit."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -188,10 +188,10 @@ def plot(work: Workload, found: dict[int, dict[str, Hits]], path: Path) -> None:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    blocks = [capacity or work.different for capacity in found]
+    blocks = [capacity or work.distinct_block_count for capacity in found]
     for policy, style in (("belady", "--"), ("cost", "o-"), ("lru", "s-")):
         label = "Belady's optimum" if policy == "belady" else policy
-        axes.plot(blocks, [by_policy[policy].ratio for by_policy in found.values()], style, label=label)
+        axes.plot(blocks, [by_policy[policy].block_hit_ratio for by_policy in found.values()], style, label=label)
     axes.set_xscale("log")
     axes.set(xlabel="capacity, blocks of 512 tokens", ylabel="hit ratio", ylim=(0, None))
     axes.legend(loc="lower right")

@@ -14,12 +14,12 @@ from heapq import heappop, heappush
 from itertools import takewhile
 
 from baton.block_hash import BlockHash
-from benchmarks.traces import MOONCAKE_BLOCK, Recorded
-from kv_pool.core.chain import Chain
-from kv_pool.core.cost_eviction import QUADRATIC, CostEviction
-from kv_pool.core.eviction import Evictor, Lru
+from benchmarks.traces import MOONCAKE_BLOCK, TraceRequest
+from kv_pool.core.chain import PromptChain
+from kv_pool.core.cost_eviction import QUADRATIC_CONTEXT_TOKENS, CostEvictor
+from kv_pool.core.eviction import Evictor, LruEvictor
 from kv_pool.core.radix_index import ROOT
-from kv_pool.core.tier import Tier
+from kv_pool.core.tier import CacheTier
 
 POLICIES = ("lru", "cost")
 _ROOT = BlockHash(bytes(32))
@@ -27,57 +27,57 @@ _NEVER = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
-class Hits:
-    """`ratio` of the blocks of all prompts; `saved` of what computing all of them would have cost, in which a token
+class HitRatios:
+    """`block_hit_ratio` of the blocks of all prompts; `saved_cost_share` of what computing all of them would have cost, in which a token
     costs more the more stands before it."""
 
-    ratio: float
-    saved: float
+    block_hit_ratio: float
+    saved_cost_share: float
 
 
-class Workload:
+class TracePrompts:
     """The prompts of a trace, one token for a block."""
 
-    def __init__(self, trace: Sequence[Recorded]) -> None:
-        self.moments = [one.at for one in trace]
-        self.prompts = [Chain.of(_ROOT, one.blocks, 1) for one in trace]
-        self.blocks = sum(map(len, self.prompts))
-        self.different = len({prompt.name(number) for prompt in self.prompts for number in range(len(prompt))})
-        self.cost = sum(cost_of(len(prompt)) for prompt in self.prompts)
+    def __init__(self, trace: Sequence[TraceRequest]) -> None:
+        self.arrival_times = [one.arrival_seconds for one in trace]
+        self.prompts = [PromptChain.from_tokens(_ROOT, one.block_ids, 1) for one in trace]
+        self.block_count = sum(map(len, self.prompts))
+        self.distinct_block_count = len({prompt.block_hash(number) for prompt in self.prompts for number in range(len(prompt))})
+        self.total_cost = sum(prefill_cost(len(prompt)) for prompt in self.prompts)
 
-    def hits(self, found: Sequence[int]) -> Hits:
+    def compute_hit_ratios(self, found: Sequence[int]) -> HitRatios:
         """`found`: of each prompt, the leading blocks that were there."""
-        return Hits(sum(found) / self.blocks, sum(map(cost_of, found)) / self.cost)
+        return HitRatios(sum(found) / self.block_count, sum(map(prefill_cost, found)) / self.total_cost)
 
 
-def cost_of(blocks: int) -> float:
+def prefill_cost(blocks: int) -> float:
     """Of computing so many blocks of a prompt from its beginning, in tokens without context."""
     tokens = blocks * MOONCAKE_BLOCK
-    return tokens * (1 + tokens / 2 / QUADRATIC)
+    return tokens * (1 + tokens / 2 / QUADRATIC_CONTEXT_TOKENS)
 
 
-def evictor(policy: str, capacity: int) -> Evictor:
-    return Lru(capacity) if policy == "lru" else CostEviction(capacity, MOONCAKE_BLOCK)
+def make_evictor(policy: str, capacity: int) -> Evictor:
+    return LruEvictor(capacity) if policy == "lru" else CostEvictor(capacity, MOONCAKE_BLOCK)
 
 
-def replay(work: Workload, capacity: int, policy: str) -> Hits:
-    capacity = min(capacity, work.different)
-    tier = Tier(capacity, 1, evictor(policy, capacity))
-    return work.hits([_serve(tier, *one) for one in zip(work.prompts, work.moments, strict=True)])
+def replay_policy(work: TracePrompts, capacity: int, policy: str) -> HitRatios:
+    capacity = min(capacity, work.distinct_block_count)
+    tier = CacheTier(capacity, 1, make_evictor(policy, capacity))
+    return work.compute_hit_ratios([_serve_prompt(tier, *one) for one in zip(work.prompts, work.arrival_times, strict=True)])
 
 
-def _serve(tier: Tier, prompt: Chain, now: float) -> int:
+def _serve_prompt(tier: CacheTier, prompt: PromptChain, now: float) -> int:
     """Blocks that were there. The missing ones are there afterwards, as far as there is room."""
-    path = tier.match(prompt, now)
+    path = tier.match_prefix(prompt, now)
     parent = path[-1] if path else ROOT
     if parent != ROOT:
         tier.pin(parent)
     for number in range(len(path), len(prompt)):
-        taken = tier.take(1, now)
+        taken = tier.allocate_blocks(1, now)
         if not taken:
             break
-        if not tier.insert(taken[0], prompt, number, parent, now):
-            tier.give_back(taken[0])
+        if not tier.insert_block(taken[0], prompt, number, parent, now):
+            tier.free_block(taken[0])
             break
         tier.pin(taken[0])
         if parent != ROOT:
@@ -88,13 +88,13 @@ def _serve(tier: Tier, prompt: Chain, now: float) -> int:
     return len(path)
 
 
-def belady(work: Workload, capacity: int) -> Hits:
+def replay_belady(work: TracePrompts, capacity: int) -> HitRatios:
     following = _next_uses(work.prompts)
     next_use: dict[int, int] = {}
     farthest: list[tuple[int, int, int]] = []  # -(next use), -depth, key; some are out of date
     found: list[int] = []
     for prompt, uses in zip(work.prompts, following, strict=True):
-        keys = [prompt.key(number) for number in range(len(prompt))]
+        keys = [prompt.index_key(number) for number in range(len(prompt))]
         found.append(len(list(takewhile(next_use.__contains__, keys))))
         for depth, (key, use) in enumerate(zip(keys, uses, strict=True)):
             next_use[key] = use
@@ -103,21 +103,21 @@ def belady(work: Workload, capacity: int) -> Hits:
             use, _, key = heappop(farthest)
             if next_use.get(key) == -use:
                 del next_use[key]
-    return work.hits(found)
+    return work.compute_hit_ratios(found)
 
 
-def _next_uses(prompts: Sequence[Chain]) -> list[list[int]]:
+def _next_uses(prompts: Sequence[PromptChain]) -> list[list[int]]:
     """Of each block of each prompt, the number of the next prompt that has it."""
     following: list[list[int]] = []
     seen: dict[int, int] = {}
     for number in range(len(prompts) - 1, -1, -1):
-        keys = [prompts[number].key(place) for place in range(len(prompts[number]))]
+        keys = [prompts[number].index_key(place) for place in range(len(prompts[number]))]
         following.append([seen.get(key, _NEVER) for key in keys])
         seen.update(dict.fromkeys(keys, number))
     return following[::-1]
 
 
-def partial_gain(trace: Sequence[Recorded], block: int) -> tuple[float, float]:
+def compute_partial_gain(trace: Sequence[TraceRequest], block: int) -> tuple[float, float]:
     """What sharing partly matching blocks can save at most, as shares of all prompt tokens: (in whole blocks of `block`
     tokens, with copy on write beyond them).
 
@@ -129,14 +129,14 @@ def partial_gain(trace: Sequence[Recorded], block: int) -> tuple[float, float]:
     seen: set[int] = set()
     whole = beyond = 0
     for one in trace:
-        known = len(list(takewhile(seen.__contains__, one.blocks)))
-        if 2 <= known < len(one.blocks):
-            shared = min(ends.get((known, one.blocks[known - 1]), 0), one.prompt_tokens - known * MOONCAKE_BLOCK)
+        known = len(list(takewhile(seen.__contains__, one.block_ids)))
+        if 2 <= known < len(one.block_ids):
+            shared = min(ends.get((known, one.block_ids[known - 1]), 0), one.prompt_tokens - known * MOONCAKE_BLOCK)
             whole += shared // block * block
             beyond += shared % block
-        seen.update(one.blocks)
+        seen.update(one.block_ids)
         tail = one.prompt_tokens % MOONCAKE_BLOCK
-        if tail and len(one.blocks) > 1:
-            ends[len(one.blocks) - 1, one.blocks[-2]] = tail
+        if tail and len(one.block_ids) > 1:
+            ends[len(one.block_ids) - 1, one.block_ids[-2]] = tail
     tokens = sum(one.prompt_tokens for one in trace)
     return whole / tokens, beyond / tokens

@@ -15,25 +15,25 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from baton.ratio import Split
+from baton.ratio import RoleSplit
 from benchmarks import ratio_workloads as workloads
-from benchmarks.ratio_cluster import PacedCluster, good, paced_cluster
-from benchmarks.ratio_plots import Curve, plot_courses, plot_sweep
-from benchmarks.ratio_time import run_swing, run_turn
-from benchmarks.report import Row, row
-from benchmarks.sweep import check_plot
+from benchmarks.ratio_cluster import PacedCluster, meets_slo, paced_cluster
+from benchmarks.ratio_plots import GoodputCurve, plot_timelines, plot_ratio_sweep
+from benchmarks.ratio_time import run_swinging_load, run_turning_load
+from benchmarks.report import ResultRow, make_row
+from benchmarks.sweep import check_plot_path
 
 HELP = "the advised ratio against every other, and the ratio kept by itself"
 PARTS = ("sweep", "turn", "swing")
-AIM = 0.95  # of the best split's goodput
-_HOPELESS = 0.5  # of the best split's: not measured again
-_BEGIN = Split(workloads.NODES // 2, workloads.NODES // 2)
+MIN_SHARE_OF_BEST = 0.95  # of the best split's goodput
+_SKIP_BELOW_SHARE = 0.5  # of the best split's: not measured again
+_INITIAL_SPLIT = RoleSplit(workloads.NODE_COUNT // 2, workloads.NODE_COUNT // 2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--part", choices=(*PARTS, "all"), default="all", help="which (default all)")
     parser.add_argument(
-        "--workload", choices=(*workloads.WORKLOADS, "all"), default="all", help="of the sweep (default all)"
+        "--workload", choices=(*workloads.RATIO_WORKLOADS, "all"), default="all", help="of the sweep (default all)"
     )
     parser.add_argument("--splits", default="", metavar="P:D,...", help="of the sweep (default: all of eight nodes)")
     parser.add_argument("--seconds", type=float, default=36.0, help="of a run of the sweep (default 36)")
@@ -48,106 +48,106 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", default="ratio", help="of lengths, arrivals and prompts (default ratio)")
 
 
-async def run(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
+async def run_parts(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
     for path in (options.plot, options.auto_plot):
-        check_plot(path)
+        check_plot_path(path)
     parts = PARTS if options.part == "all" else (options.part,)
-    rows: list[Row] = []
+    rows: list[ResultRow] = []
     async with paced_cluster(console) as cluster:
         if "sweep" in parts:
             rows += await _sweeps(cluster, options, console, command)
         courses = []
         if "turn" in parts:
-            courses += await run_turn(cluster, options.phase, options.seed, console)
+            courses += await run_turning_load(cluster, options.phase, options.seed, console)
         if "swing" in parts:
-            courses += await run_swing(cluster, options.swings, options.seed, console)
+            courses += await run_swinging_load(cluster, options.swings, options.seed, console)
     if courses:
-        plot_courses([course for course, _ in courses], options.auto_plot)
+        plot_timelines([course for course, _ in courses], options.auto_plot)
         console.print(f"picture: {options.auto_plot}")
-        rows += [row(f"ratio/{name}", value, unit, command) for _, told in courses for name, value, unit in told]
+        rows += [make_row(f"ratio/{name}", value, unit, command) for _, told in courses for name, value, unit in told]
     return rows
 
 
-async def _sweeps(cluster: PacedCluster, options: argparse.Namespace, console: Console, command: str) -> list[Row]:
-    names = list(workloads.WORKLOADS) if options.workload == "all" else [options.workload]
-    curves: dict[str, Curve] = {}
-    rows: list[Row] = []
+async def _sweeps(cluster: PacedCluster, options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
+    names = list(workloads.RATIO_WORKLOADS) if options.workload == "all" else [options.workload]
+    curves: dict[str, GoodputCurve] = {}
+    rows: list[ResultRow] = []
     for name in names:
         curves[name] = await _sweep(cluster, name, options, console)
         rows += to_rows(name, curves[name], command)
-    console.print(table(curves))
-    plot_sweep(curves, {name: medians(curve) for name, curve in curves.items()}, options.plot)
+    console.print(ratio_table(curves))
+    plot_ratio_sweep(curves, {name: median_goodput(curve) for name, curve in curves.items()}, options.plot)
     console.print(f"picture: {options.plot}")
     return rows
 
 
-async def _sweep(cluster: PacedCluster, name: str, options: argparse.Namespace, console: Console) -> Curve:
-    load, slo, seconds = workloads.WORKLOADS[name], workloads.SLO, options.seconds
-    await cluster.set(_BEGIN)
-    await cluster.offer(load.plan(f"{options.seed}/ask", options.ask_seconds), options.ask_seconds - 10.0, "ask")
-    advice = await cluster.advise(slo)
-    advised = Split(advice.prefill, advice.decode)
+async def _sweep(cluster: PacedCluster, name: str, options: argparse.Namespace, console: Console) -> GoodputCurve:
+    load, slo, seconds = workloads.RATIO_WORKLOADS[name], workloads.SLO, options.seconds
+    await cluster.set_ratio(_INITIAL_SPLIT)
+    await cluster.send_plan(load.plan_requests(f"{options.seed}/ask", options.ask_seconds), options.ask_seconds - 10.0, "ask")
+    advice = await cluster.get_advice(slo)
+    advised = RoleSplit(advice.prefill, advice.decode)
     console.print(f"{name}: {advised} is advised: {advice.reason}")
-    runs: dict[Split, list[float]] = {split: [] for split in {*_splits(options.splits), advised}}
+    runs: dict[RoleSplit, list[float]] = {split: [] for split in {*_parse_splits(options.splits), advised}}
     for number in range(options.runs):
         best = max((statistics.median(each) for each in runs.values() if each), default=0.0)
-        for split in sorted(runs, key=lambda split: split.prefill):
-            if number and statistics.median(runs[split]) < _HOPELESS * best:
+        for split in sorted(runs, key=lambda split: split.prefill_nodes):
+            if number and statistics.median(runs[split]) < _SKIP_BELOW_SHARE * best:
                 continue
-            await cluster.set(split)
-            plan = load.plan(f"{options.seed}/{number}", seconds)
-            seen = await cluster.offer(plan, seconds, f"{name}/{split}/{number}")
-            runs[split].append(sum(good(one, slo) for one in seen) / seconds)
+            await cluster.set_ratio(split)
+            plan = load.plan_requests(f"{options.seed}/{number}", seconds)
+            seen = await cluster.send_plan(plan, seconds, f"{name}/{split}/{number}")
+            runs[split].append(sum(meets_slo(one, slo) for one in seen) / seconds)
             console.print(f"{name} {split} run {number + 1}: goodput {runs[split][-1]:.2f}/s of {load.rate:g}/s")
-    return Curve(runs, advised)
+    return GoodputCurve(runs, advised)
 
 
-def _splits(text: str) -> list[Split]:
+def _parse_splits(text: str) -> list[RoleSplit]:
     """Raises ValueError."""
     if not text:
-        return [Split(prefill, workloads.NODES - prefill) for prefill in range(1, workloads.NODES)]
-    found = [Split(*map(int, word.split(":"))) for word in text.split(",")]
-    if any(split.nodes != workloads.NODES or not split.prefill or not split.decode for split in found):
+        return [RoleSplit(prefill, workloads.NODE_COUNT - prefill) for prefill in range(1, workloads.NODE_COUNT)]
+    found = [RoleSplit(*map(int, word.split(":"))) for word in text.split(",")]
+    if any(split.total_nodes != workloads.NODE_COUNT or not split.prefill_nodes or not split.decode_nodes for split in found):
         raise ValueError(f"--splits {text}: each has {workloads.NODES} nodes, and one of each role at least")
     return found
 
 
-def medians(curve: Curve) -> dict[Split, float]:
+def median_goodput(curve: GoodputCurve) -> dict[RoleSplit, float]:
     return {split: statistics.median(runs) for split, runs in curve.runs.items()}
 
 
-def difference(runs: Sequence[float]) -> float:
+def relative_range(runs: Sequence[float]) -> float:
     """Between runs of the same split: the range over the median."""
     middle = statistics.median(runs)
     return (max(runs) - min(runs)) / middle if middle else 0.0
 
 
-def to_rows(name: str, curve: Curve, command: str) -> list[Row]:
-    found, best = medians(curve), max(medians(curve).values())
-    rows = [row(f"ratio/{name}/{split}/goodput", value, "requests/s", command) for split, value in found.items()]
-    rows.append(row(f"ratio/{name}/advised", found[curve.advised], "requests/s", command, best))
-    rows.append(row(f"ratio/{name}/of_best", found[curve.advised] / best if best else 0.0, "of the best", command, AIM))
+def to_rows(name: str, curve: GoodputCurve, command: str) -> list[ResultRow]:
+    found, best = median_goodput(curve), max(median_goodput(curve).values())
+    rows = [make_row(f"ratio/{name}/{split}/goodput", value, "requests/s", command) for split, value in found.items()]
+    rows.append(make_row(f"ratio/{name}/advised", found[curve.advised_split], "requests/s", command, best))
+    rows.append(make_row(f"ratio/{name}/of_best", found[curve.advised_split] / best if best else 0.0, "of the best", command, MIN_SHARE_OF_BEST))
     leader = max(found, key=lambda split: found[split])
-    rows.append(row(f"ratio/{name}/run_to_run", difference(curve.runs[leader]), "of the median", command))
+    rows.append(make_row(f"ratio/{name}/run_to_run", relative_range(curve.runs[leader]), "of the median", command))
     return rows
 
 
-def table(curves: dict[str, Curve]) -> Table:
+def ratio_table(curves: dict[str, GoodputCurve]) -> Table:
     shown = Table(title="goodput, requests/s", title_justify="left", box=None, header_style="bold")
     shown.add_column("workload", no_wrap=True)
     for heading in ("advised", "its goodput", "best", "its goodput", "advised / best", "run to run"):
         shown.add_column(heading, justify="right", no_wrap=True)
     for name, curve in curves.items():
-        found = medians(curve)
+        found = median_goodput(curve)
         best = max(found, key=lambda split: found[split])
-        share = found[curve.advised] / found[best] if found[best] else 0.0
-        told = (found[curve.advised], found[best])
+        share = found[curve.advised_split] / found[best] if found[best] else 0.0
+        told = (found[curve.advised_split], found[best])
         shown.add_row(
-            name, str(curve.advised), f"{told[0]:.2f}", str(best), f"{told[1]:.2f}", f"{share:.0%}",
+            name, str(curve.advised_split), f"{told[0]:.2f}", str(best), f"{told[1]:.2f}", f"{share:.0%}",
             f"{difference(curve.runs[best]):.0%}",
         )  # fmt: skip
     return shown
 
 
-def main(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
-    return asyncio.run(run(options, console, command))
+def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
+    return asyncio.run(run_parts(options, console, command))

@@ -5,56 +5,56 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.ratio import Split
+from baton.ratio import RoleSplit
 
 
 @dataclass(frozen=True, slots=True)
-class Curve:
+class GoodputCurve:
     """Goodput of each split: its runs, in requests a second."""
 
-    runs: Mapping[Split, Sequence[float]]
-    advised: Split
+    runs: Mapping[RoleSplit, Sequence[float]]
+    advised_split: RoleSplit
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """One run: `shares` within the objective for each of the `bin` seconds, and when which ratio was there."""
+class LoadTimeline:
+    """One run: `slo_shares` within the objective for each of the `bin_seconds` seconds, and when which ratio was there."""
 
     title: str
-    bin: float
-    shares: Sequence[float]
-    splits: Sequence[tuple[float, Split]]
-    turns: Sequence[float]  # moments when the load changes
+    bin_seconds: float
+    slo_shares: Sequence[float]
+    splits: Sequence[tuple[float, RoleSplit]]
+    load_changes: Sequence[float]  # moments when the load changes
 
 
-def plot_sweep(curves: Mapping[str, Curve], median: Mapping[str, Mapping[Split, float]], path: Path) -> None:
-    figure, save = _figure((10, 6))
+def plot_ratio_sweep(curves: Mapping[str, GoodputCurve], median: Mapping[str, Mapping[RoleSplit, float]], path: Path) -> None:
+    figure, save = _new_figure((10, 6))
     for place, (name, curve) in enumerate(curves.items()):
         axes = figure.add_subplot(2, (len(curves) + 1) // 2, place + 1)
-        splits = sorted(curve.runs, key=lambda split: split.prefill)
+        splits = sorted(curve.runs, key=lambda split: split.prefill_nodes)
         x = list(range(len(splits)))
         axes.plot(x, [median[name][split] for split in splits], "-", color="tab:blue")
         for at, split in enumerate(splits):
             axes.plot([at] * len(curve.runs[split]), list(curve.runs[split]), ".", color="tab:blue")
-        axes.axvline(splits.index(curve.advised), color="tab:orange", linestyle="--", label="advised")
+        axes.axvline(splits.index(curve.advised_split), color="tab:orange", linestyle="--", label="advised")
         axes.set_xticks(x, [str(split) for split in splits])
         axes.set(title=name, ylabel="goodput, requests/s", ylim=(0, None))
         axes.legend(loc="lower center")
     save(path)
 
 
-def plot_courses(courses: Sequence[Course], path: Path) -> None:
-    figure, save = _figure((10, 3 * len(courses)))
+def plot_timelines(courses: Sequence[LoadTimeline], path: Path) -> None:
+    figure, save = _new_figure((10, 3 * len(courses)))
     for place, course in enumerate(courses):
         left = figure.add_subplot(len(courses), 1, place + 1)
         right = left.twinx()
-        x = [(number + 0.5) * course.bin for number in range(len(course.shares))]
-        left.plot(x, [100 * share for share in course.shares], "o-", color="tab:blue", label="within the SLO")
-        end = len(course.shares) * course.bin
+        x = [(number + 0.5) * course.bin_seconds for number in range(len(course.slo_shares))]
+        left.plot(x, [100 * share for share in course.slo_shares], "o-", color="tab:blue", label="within the SLO")
+        end = len(course.slo_shares) * course.bin_seconds
         moments = [at for at, _ in course.splits] + [end]
-        prefill = [split.prefill for _, split in course.splits]
+        prefill = [split.prefill_nodes for _, split in course.splits]
         right.step(moments, [*prefill, prefill[-1]], where="post", color="tab:orange", label="prefill nodes")
-        for turn in course.turns:
+        for turn in course.load_changes:
             left.axvline(turn, color="tab:gray", linestyle=":")
         left.set(title=course.title, xlabel="seconds", ylabel="% of requests", ylim=(-3, 103), xlim=(0, end))
         right.set(ylabel="prefill nodes", ylim=(0, 8))
@@ -63,7 +63,7 @@ def plot_courses(courses: Sequence[Course], path: Path) -> None:
     save(path)
 
 
-def _figure(size: tuple[float, float]) -> tuple[Any, Any]:
+def _new_figure(size: tuple[float, float]) -> tuple[Any, Any]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-_SECRET = "--api-key"
+_SECRET_OPTION = "--api-key"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ResultRow:
     """One figure. `limit` is what it is held against, in the same unit, and `share` their ratio: a target (below 1 is
     met) or what the hardware allows. `command` reproduces it."""
 
@@ -25,27 +25,27 @@ class Row:
     command: str
 
 
-def row(name: str, value: float, unit: str, command: str, limit: float | None = None) -> Row:
+def make_row(name: str, value: float, unit: str, command: str, limit: float | None = None) -> ResultRow:
     share = value / limit if limit else None
-    return Row(name, value, unit, limit, share, command)
+    return ResultRow(name, value, unit, limit, share, command)
 
 
-def reproduced_by(arguments: Sequence[str]) -> str:
+def reproducing_command(arguments: Sequence[str]) -> str:
     """The command line of a run, without the key that it may carry."""
     shown = list(arguments)
     for place, word in enumerate(arguments):
-        if word == _SECRET and place + 1 < len(shown):
+        if word == _SECRET_OPTION and place + 1 < len(shown):
             shown[place + 1] = "KEY"
         elif word.startswith(f"{_SECRET}="):
             shown[place] = f"{_SECRET}=KEY"
     return "python -m benchmarks " + shlex.join(shown)
 
 
-def write_json(path: Path, rows: Sequence[Row]) -> None:
+def write_json(path: Path, rows: Sequence[ResultRow]) -> None:
     path.write_text(json.dumps([asdict(one) for one in rows], indent=1) + "\n")
 
 
-def print_rows(console: Console, title: str, rows: Sequence[Row]) -> None:
+def print_rows(console: Console, title: str, rows: Sequence[ResultRow]) -> None:
     table = Table("figure", title=title, title_justify="left", box=None, header_style="bold")
     for heading in ("value", "unit", "limit", "share"):
         table.add_column(heading, justify="left" if heading == "unit" else "right")

@@ -19,27 +19,27 @@ from statistics import median
 
 from rich.console import Console
 
-from baton.block_hash import BlockHash, chain, root_hash, short_name
+from baton.block_hash import BlockHash, iter_block_hashes, root_hash, short_hash
 from baton.config import Config
 from baton.errors import Cancelled
 from baton.kv_layout import KVLayout
 from baton.pb.cluster_pb2 import NodeStats
 from baton.types import Incarnation, NodeName, Request, RequestId, Role, SamplingParams
 from baton.wire import PROTOCOL_VERSION
-from benchmarks.report import Row, print_rows, row
+from benchmarks.report import ResultRow, print_rows, make_row
 from coordinator.core import messages as m
 from coordinator.core.brain import Brain
-from coordinator.core.decisions import Mode
+from coordinator.core.decisions import ServingMode
 from coordinator.core.identity import JoinInfo
-from coordinator.core.prefix_aware import PrefixAware
-from coordinator.core.registry import Registry
-from coordinator.core.settings import Settings
+from coordinator.core.prefix_aware import PrefixAwarePolicy
+from coordinator.core.registry import NodeRegistry
+from coordinator.core.settings import BrainSettings
 
 HELP = "what one placement costs, over many nodes and a large prefix directory"
-LIMIT = 1000.0  # microseconds of CPU for a decision
+DECISION_LIMIT = 1000.0  # microseconds of CPU for a decision
 _LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
 _PROMPT = 2048  # tokens
-_SMALLER = 16  # times
+_SHRINK_FACTOR = 16  # times
 _DIGEST = "00" * 32
 _NOW = 100.0
 
@@ -51,34 +51,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--decisions", type=int, default=400, help="that are timed (default 400)")
 
 
-class Paper:
+class StubbedCluster:
     """A brain with nodes on paper, `blocks` in its directory in all."""
 
-    def __init__(self, nodes: int, blocks: int, depth: int, mode: Mode = "disaggregated") -> None:
-        settings = Settings(mode, 1024, 8, 1e9, prefill_share=Config().local_prefill_share)
-        self.brain = Brain(Registry(1e9, 1e9), PrefixAware(), settings)
+    def __init__(self, nodes: int, blocks: int, depth: int, mode: ServingMode = "disaggregated") -> None:
+        settings = BrainSettings(mode, 1024, 8, 1e9, local_prefill_share=Config().local_prefill_share)
+        self.brain = Brain(NodeRegistry(1e9, 1e9), PrefixAwarePolicy(), settings)
         self.nodes = [Incarnation(f"{number:016x}") for number in range(nodes)]
         self._random = random.Random(0)
         self._serial = 0
         share = blocks // nodes
         for number, node in enumerate(self.nodes):
-            self.brain.join(_info(number, share + 1), node, 0.0)
-            self.brain.receive(node, m.Heartbeat(NodeStats(blocks_total=share + 1, blocks_free=share + 1)), _NOW)
+            self.brain.join_node(_join_info(number, share + 1), node, 0.0)
+            self.brain.receive_report(node, m.Heartbeat(NodeStats(blocks_total=share + 1, blocks_free=share + 1)), _NOW)
         self.prompts = [tuple(self._random.randrange(32000) for _ in range(_PROMPT)) for _ in range(64)]
-        self._fill(share, depth)
+        self._fill_directory(share, depth)
 
-    def _fill(self, share: int, depth: int) -> None:
+    def _fill_directory(self, share: int, depth: int) -> None:
         root = root_hash(bytes.fromhex(_DIGEST), _LAYOUT, b"")
         held: list[list[int]] = [[] for _ in self.nodes]
         for prompt in self.prompts[::2]:
-            names = [short_name(name) for name in _first(chain(root, prompt, _LAYOUT.block_size), depth)]
+            names = [short_hash(name) for name in _take_first(iter_block_hashes(root, prompt, _LAYOUT.block_size), depth)]
             for place in self._random.sample(range(len(self.nodes)), min(8, len(self.nodes))):
                 held[place] += names
         for node, names in zip(self.nodes, held, strict=True):
             rest = (self._random.getrandbits(64) for _ in range(max(0, share - len(names))))
-            self.brain.receive(node, m.CacheSnapshot(1, (*names[:share], *rest)), _NOW)
+            self.brain.receive_report(node, m.CacheSnapshot(1, (*names[:share], *rest)), _NOW)
 
-    def request(self) -> Request:
+    def make_request(self) -> Request:
         """A prompt that shares a beginning with one of the known ones, and goes on in a way of its own."""
         self._serial += 1
         known = self.prompts[self._serial % len(self.prompts)]
@@ -86,10 +86,10 @@ class Paper:
         sampling = SamplingParams(128)
         return Request(RequestId(f"{self._serial:032x}"), known[: -len(own)] + own, sampling, 600.0)
 
-    def decide(self, count: int) -> list[float]:
+    def time_decisions(self, count: int) -> list[float]:
         """Microseconds of each decision; every request is placed and ended before the next."""
         table = self.brain._table  # the decision itself, without what surrounds it
-        decide = table.decisions.decide
+        decide = table.placer.decide_placement
 
         def timed(*arguments: object) -> object:
             began = time.thread_time_ns()
@@ -98,63 +98,63 @@ class Paper:
             return decision
 
         took: list[float] = []
-        table.decisions.decide = timed  # type: ignore[method-assign,assignment]
-        self.serve(count)
-        table.decisions.decide = decide  # type: ignore[method-assign]
+        table.placer.decide_placement = timed  # type: ignore[method-assign,assignment]
+        self.time_requests(count)
+        table.placer.decide_placement = decide  # type: ignore[method-assign]
         return took
 
-    def serve(self, count: int) -> list[float]:
+    def time_requests(self, count: int) -> list[float]:
         """Microseconds of each request from arrival to end."""
         took: list[float] = []
         for _ in range(count):
-            request = self.request()
+            request = self.make_request()
             began = time.thread_time_ns()
-            self.brain.submit(request, _NOW)
-            self.brain.cancel(request.id, Cancelled("measured"), _NOW)
+            self.brain.submit_request(request, _NOW)
+            self.brain.cancel_request(request.id, Cancelled("measured"), _NOW)
             took.append((time.thread_time_ns() - began) / 1e3)
         return took
 
-    def events(self, count: int) -> list[float]:
+    def time_cache_events(self, count: int) -> list[float]:
         """Microseconds for each name, in messages that insert and evict 64 each."""
         took: list[float] = []
         node, before = self.nodes[0], tuple[int, ...]()
         for sequence in range(2, 2 + count // 64):
             names = tuple(self._random.getrandbits(64) for _ in range(64))
             began = time.thread_time_ns()
-            self.brain.receive(node, m.CacheEvents(sequence, names, before), _NOW)
+            self.brain.receive_report(node, m.CacheEvents(sequence, names, before), _NOW)
             took.append((time.thread_time_ns() - began) / 1e3 / 128)
             before = names
         return took
 
 
-def run(nodes: int, blocks: int, depth: int, decisions: int, command: str) -> list[Row]:
-    whole = Paper(nodes, blocks, depth)
-    decision = median(whole.decide(decisions))
+def measure_routing(nodes: int, blocks: int, depth: int, decisions: int, command: str) -> list[ResultRow]:
+    whole = StubbedCluster(nodes, blocks, depth)
+    decision = median(whole.time_decisions(decisions))
     rows = [
-        row("routing/decision", decision, "us", command, LIMIT),
-        row("routing/request", median(whole.serve(decisions)), "us", command),
-        row("routing/event", median(whole.events(64 * 64)), "us/block", command),
+        make_row("routing/decision", decision, "us", command, DECISION_LIMIT),
+        make_row("routing/request", median(whole.time_requests(decisions)), "us", command),
+        make_row("routing/event", median(whole.time_cache_events(64 * 64)), "us/block", command),
     ]
     del whole
-    auto = median(Paper(nodes, blocks, depth, "auto").decide(decisions))
-    rows.insert(1, row("routing/auto", auto, "us", command, LIMIT))
-    fewer_blocks = Paper(nodes, blocks // _SMALLER, min(depth, blocks // _SMALLER // nodes))
-    rows.append(_growth("blocks", decision, fewer_blocks, decisions, command, limit=1.5))
-    fewer_nodes = Paper(max(2, nodes // _SMALLER), blocks // _SMALLER, depth)
-    rows.append(_growth("nodes", decision, fewer_nodes, decisions, command, limit=float(_SMALLER)))
+    auto = median(StubbedCluster(nodes, blocks, depth, "auto").time_decisions(decisions))
+    rows.insert(1, make_row("routing/auto", auto, "us", command, DECISION_LIMIT))
+    fewer_blocks = StubbedCluster(nodes, blocks // _SHRINK_FACTOR, min(depth, blocks // _SHRINK_FACTOR // nodes))
+    rows.append(_growth_row("blocks", decision, fewer_blocks, decisions, command, limit=1.5))
+    fewer_nodes = StubbedCluster(max(2, nodes // _SHRINK_FACTOR), blocks // _SHRINK_FACTOR, depth)
+    rows.append(_growth_row("nodes", decision, fewer_nodes, decisions, command, limit=float(_SHRINK_FACTOR)))
     return rows
 
 
-def _growth(of: str, decision: float, smaller: Paper, decisions: int, command: str, limit: float) -> Row:
+def _growth_row(of: str, decision: float, smaller: StubbedCluster, decisions: int, command: str, limit: float) -> ResultRow:
     """How many times longer for 16 times as much. For blocks the limit is above what a logarithm would allow."""
-    return row(f"routing/growth_16x_{of}", decision / median(smaller.decide(decisions)), "times", command, limit)
+    return make_row(f"routing/growth_16x_{of}", decision / median(smaller.time_decisions(decisions)), "times", command, limit)
 
 
-def _first(names: Iterator[BlockHash], count: int) -> Iterator[BlockHash]:
+def _take_first(names: Iterator[BlockHash], count: int) -> Iterator[BlockHash]:
     return (name for name, _ in zip(names, range(count), strict=False))
 
 
-def _info(number: int, num_blocks: int) -> JoinInfo:
+def _join_info(number: int, num_blocks: int) -> JoinInfo:
     role = Role.PREFILL if number % 2 else Role.DECODE
     return JoinInfo(
         protocol_version=PROTOCOL_VERSION,
@@ -176,7 +176,7 @@ def _info(number: int, num_blocks: int) -> JoinInfo:
     )
 
 
-def main(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
-    rows = run(options.nodes, options.blocks, options.depth, options.decisions, command)
+def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
+    rows = measure_routing(options.nodes, options.blocks, options.depth, options.decisions, command)
     print_rows(console, f"routing: {options.nodes} nodes, {options.blocks:,} blocks", rows)
     return rows

@@ -14,30 +14,30 @@ _WORDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
-    """A distribution of lengths in tokens, each between 1 and `most`.
+class LengthDistribution:
+    """A distribution of lengths in tokens, each between 1 and `max_tokens`.
 
-    `fixed`: always `a`. `uniform`: integers from `a` to `b`. `lognormal`: median `a`, and `b` the standard deviation of
+    `fixed`: always `low_or_median`. `uniform`: integers from `low_or_median` to `high_or_sigma`. `lognormal`: median `low_or_median`, and `high_or_sigma` the standard deviation of
     the logarithm.
     """
 
     kind: Literal["fixed", "uniform", "lognormal"]
-    a: float
-    b: float = 0.0
-    most: int = 1 << 20
+    low_or_median: float
+    high_or_sigma: float = 0.0
+    max_tokens: int = 1 << 20
 
-    def draw(self, random_source: random.Random) -> int:
+    def sample(self, random_source: random.Random) -> int:
         match self.kind:
             case "fixed":
-                drawn = self.a
+                drawn = self.low_or_median
             case "uniform":
-                drawn = random_source.randint(round(self.a), round(self.b))
+                drawn = random_source.randint(round(self.low_or_median), round(self.high_or_sigma))
             case "lognormal":
-                drawn = random_source.lognormvariate(math.log(self.a), self.b)
-        return max(1, min(self.most, round(drawn)))
+                drawn = random_source.lognormvariate(math.log(self.low_or_median), self.high_or_sigma)
+        return max(1, min(self.max_tokens, round(drawn)))
 
 
-def parse_lengths(text: str) -> Lengths:
+def parse_lengths(text: str) -> LengthDistribution:
     """`512`, `uniform:100:800`, `lognormal:256:0.8` or `lognormal:256:0.8:2048` (the last is the most).
 
     Raises ValueError naming the text and the forms.
@@ -46,16 +46,16 @@ def parse_lengths(text: str) -> Lengths:
     try:
         match words:
             case [fixed]:
-                found = Lengths("fixed", int(fixed))
+                found = LengthDistribution("fixed", int(fixed))
             case ["uniform", low, high]:
-                found = Lengths("uniform", int(low), int(high))
+                found = LengthDistribution("uniform", int(low), int(high))
             case ["lognormal", median, sigma]:
-                found = Lengths("lognormal", float(median), float(sigma))
+                found = LengthDistribution("lognormal", float(median), float(sigma))
             case ["lognormal", median, sigma, most]:
-                found = Lengths("lognormal", float(median), float(sigma), int(most))
+                found = LengthDistribution("lognormal", float(median), float(sigma), int(most))
             case _:
                 raise ValueError
-        if found.a < 1 or found.most < 1 or found.b < 0 or (found.kind == "uniform" and found.b < found.a):
+        if found.low_or_median < 1 or found.max_tokens < 1 or found.high_or_sigma < 0 or (found.kind == "uniform" and found.high_or_sigma < found.low_or_median):
             raise ValueError
     except ValueError:
         raise ValueError(f"{text!r} is not N, uniform:LOW:HIGH or lognormal:MEDIAN:SIGMA[:MOST]") from None
@@ -63,7 +63,7 @@ def parse_lengths(text: str) -> Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Closed:
+class ClosedLoop:
     """`concurrency` clients, each sending its next request when its last one has ended."""
 
     concurrency: int
@@ -73,50 +73,50 @@ class Closed:
 
 
 @dataclass(frozen=True, slots=True)
-class Poisson:
-    """Requests arrive by themselves, `rate` a second on average, however slow the answers are."""
+class PoissonArrivals:
+    """Requests arrive by themselves, `requests_per_second` a second on average, however slow the answers are."""
 
-    rate: float
+    requests_per_second: float
 
     def __str__(self) -> str:
         return f"r{self.rate:g}"
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
-    """A prompt made of blocks of `tokens` tokens: equal ids are equal blocks, different ids differ within their first
-    tokens. `most` is the highest id of the run."""
+class BlockPrompt:
+    """A prompt made of blocks of `block_tokens` tokens: equal ids are equal blocks, different ids differ within their first
+    tokens. `max_block_id` is the highest id of the run."""
 
     salt: str
-    blocks: tuple[int, ...]
-    tokens: int
-    most: int
+    block_ids: tuple[int, ...]
+    block_tokens: int
+    max_block_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
-    """One request to send, `at` seconds after the start (always 0 in a closed loop). Its prompt is drawn from `salt`
-    and `seed`, or is what `shared` says."""
+class PlannedRequest:
+    """One request to send, `start_seconds` seconds after the start (always 0 in a closed loop). Its prompt is drawn from `salt`
+    and `seed`, or is what `block_prompt` says."""
 
-    at: float
+    start_seconds: float
     prompt_tokens: int
     output_tokens: int
     seed: int
-    shared: Shared | None = None
+    block_prompt: BlockPrompt | None = None
     salt: str = ""
 
 
-def plan(load: Closed | Poisson, prompt: Lengths, output: Lengths, count: int, seed: str) -> list[Planned]:
+def plan_requests(load: ClosedLoop | PoissonArrivals, prompt: LengthDistribution, output: LengthDistribution, count: int, seed: str) -> list[PlannedRequest]:
     """`count` requests. The same seed gives the same plan; every request has a prompt of its own."""
     source = random.Random(seed)
-    times = arrivals(load.rate, source) if isinstance(load, Poisson) else iter(lambda: 0.0, None)
+    times = poisson_times(load.requests_per_second, source) if isinstance(load, PoissonArrivals) else iter(lambda: 0.0, None)
     return [
-        Planned(at, prompt.draw(source), output.draw(source), source.getrandbits(63))
+        PlannedRequest(at, prompt.sample(source), output.sample(source), source.getrandbits(63))
         for _, at in zip(range(count), times, strict=False)
     ]
 
 
-def arrivals(rate: float, source: random.Random) -> Iterator[float]:
+def poisson_times(rate: float, source: random.Random) -> Iterator[float]:
     """Moments of a Poisson process of `rate` a second, without end."""
     now = 0.0
     while True:
@@ -124,19 +124,19 @@ def arrivals(rate: float, source: random.Random) -> Iterator[float]:
         yield now
 
 
-def token_prompt(request: Planned, vocabulary: int) -> list[int]:
+def make_token_prompt(request: PlannedRequest, vocabulary: int) -> list[int]:
     """Random token ids. Low ids are left out: special tokens tend to live there. Raises ValueError for shared blocks
     that are too short to tell themselves apart."""
     ids = range(min(16, vocabulary // 2), vocabulary)
-    if request.shared is None:
-        return _source(request).choices(ids, k=request.prompt_tokens)
-    shared = request.shared
-    found = [token for block in shared.blocks for token in _block(shared.salt, block, shared.tokens, shared.most, ids)]
+    if request.block_prompt is None:
+        return _random_source(request).choices(ids, k=request.prompt_tokens)
+    shared = request.block_prompt
+    found = [token for block in shared.block_ids for token in _block_token_ids(shared.salt, block, shared.block_tokens, shared.max_block_id, ids)]
     return found[: request.prompt_tokens]
 
 
 @functools.lru_cache(maxsize=8192)
-def _block(salt: str, block: int, tokens: int, most: int, ids: range) -> tuple[int, ...]:
+def _block_token_ids(salt: str, block: int, tokens: int, most: int, ids: range) -> tuple[int, ...]:
     """The block's id in the digits that there are, then noise."""
     digits: list[int] = []
     while most > 0 or not digits:
@@ -150,17 +150,17 @@ def _block(salt: str, block: int, tokens: int, most: int, ids: range) -> tuple[i
     return (*digits, *noise)
 
 
-def _source(request: Planned) -> random.Random:
+def _random_source(request: PlannedRequest) -> random.Random:
     return random.Random(f"{request.salt}/{request.seed}" if request.salt else request.seed)
 
 
-def text_prompt(request: Planned) -> str:
+def make_text_prompt(request: PlannedRequest) -> str:
     """Random words, about one token each, for a server that takes no token ids."""
-    if request.shared is None:
-        return " ".join(_source(request).choices(_WORDS, k=request.prompt_tokens))
-    shared = request.shared
+    if request.block_prompt is None:
+        return " ".join(_random_source(request).choices(_WORDS, k=request.prompt_tokens))
+    shared = request.block_prompt
     words: list[str] = []
-    for block in shared.blocks:
+    for block in shared.block_ids:
         noise = random.Random(f"{shared.salt}/{block}")
-        words += [f"part-{block}", *noise.choices(_WORDS, k=shared.tokens - 1)]
+        words += [f"part-{block}", *noise.choices(_WORDS, k=shared.block_tokens - 1)]
     return " ".join(words[: request.prompt_tokens])

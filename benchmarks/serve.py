@@ -21,24 +21,24 @@ from rich.table import Table
 from baton.config import read_secret
 from baton.slo import Slo, parse_slo
 from benchmarks import schedule, sweep, traces
-from benchmarks.completions import Client
+from benchmarks.completions import CompletionsClient
 from benchmarks.http_stream import HttpError, parse_url
-from benchmarks.load import Load, drive
-from benchmarks.local_cluster import local_cluster
-from benchmarks.measurement import CellResult, evaluate
-from benchmarks.models import DEMO
-from benchmarks.percentiles import Summary
-from benchmarks.report import Row, row
+from benchmarks.load import LoadPattern, run_load
+from benchmarks.local_cluster import start_local_cluster
+from benchmarks.measurement import CellResult, evaluate_cell
+from benchmarks.models import DEMO_SHAPE
+from benchmarks.percentiles import PercentileSummary
+from benchmarks.report import ResultRow, make_row
 
 HELP = "latency, throughput and goodput of any OpenAI-compatible endpoint"
 _WARM_UP = 2  # requests before the first cell
-_WAVES = 4  # requests of each client in a cell of a sweep, at least
+_WAVES_PER_CLIENT = 4  # requests of each client in a cell of a sweep, at least
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
-    load: Load
-    plan: Sequence[schedule.Planned]
+class ServeCell:
+    load: LoadPattern
+    plan: Sequence[schedule.PlannedRequest]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,50 +70,50 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", default="", help="fixes lengths, arrivals and prompts; fresh by default")
 
 
-async def run(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
+async def run_cells(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
     """Raises ValueError for options that make no sense or an endpoint that cannot be used."""
     slo = parse_slo(options.slo)
-    bound = parse_slo(f"ttft={options.ttft_slo}").ttft if options.ttft_slo else None
+    bound = parse_slo(f"ttft={options.ttft_slo}").ttft_seconds if options.ttft_slo else None
     seed = options.seed or secrets.token_hex(8)
     if options.sweep:
-        sweep.check_plot(options.plot)
+        sweep.check_plot_path(options.plot)
     cells = plan_cells(options, seed)
     console.print(f"seed {seed}")
     if options.trace:
-        tell_trace(console, cells[0])
-    rows: list[Row] = []
+        print_trace(console, cells[0])
+    rows: list[ResultRow] = []
     results: list[CellResult] = []
     async with _endpoint(options.url, console) as url:
-        client = await _client(options, url)
+        client = await _connect_client(options, url)
         console.print(f"{url}: {client.dialect}")
         for cell in cells:
-            seen = await drive(client, cell.load, cell.plan, options.seconds)
-            results.append(evaluate(str(cell.load), seen, slo))
+            seen = await run_load(client, cell.load, cell.plan, options.seconds)
+            results.append(evaluate_cell(str(cell.load), seen, slo))
             rows += to_rows(results[-1], slo, command)
-    console.print(table(results))
+    console.print(latency_table(results))
     if options.sweep:
         rows += _sweep_rows(options, cells, results, bound, console, command)
     return rows
 
 
-def plan_cells(options: argparse.Namespace, seed: str) -> list[Cell]:
+def plan_cells(options: argparse.Namespace, seed: str) -> list[ServeCell]:
     """What is sent in each cell. Raises ValueError."""
     if options.trace:
         if options.sweep:
             raise ValueError("--trace and --sweep exclude each other: a trace has a load of its own")
-        recorded = traces.read(options.trace, options.limit)
-        plan = traces.to_plan(recorded, seed, options.speed, options.scale_lengths)
-        return [Cell(traces.Replay(options.trace.stem, options.speed), plan)]
+        recorded = traces.read_trace(options.trace, options.limit)
+        plan = traces.plan_from_trace(recorded, seed, options.speed, options.scale_lengths)
+        return [ServeCell(traces.TraceReplay(options.trace.stem, options.speed), plan)]
     prompt, output = schedule.parse_lengths(options.prompt), schedule.parse_lengths(options.output)
     cells = []
     for load in parse_loads(options.sweep or options.concurrency, "" if options.sweep else options.rate):
-        least = _WAVES * load.concurrency if options.sweep and isinstance(load, schedule.Closed) else 0
+        least = _WAVES_PER_CLIENT * load.concurrency if options.sweep and isinstance(load, schedule.ClosedLoop) else 0
         count = max(options.requests, least)
-        cells.append(Cell(load, schedule.plan(load, prompt, output, count, f"{seed}/{load}")))
+        cells.append(ServeCell(load, schedule.plan_requests(load, prompt, output, count, f"{seed}/{load}")))
     return cells
 
 
-def tell_trace(console: Console, cell: Cell) -> None:
+def print_trace(console: Console, cell: ServeCell) -> None:
     prompt = sum(one.prompt_tokens for one in cell.plan)
     output = sum(one.output_tokens for one in cell.plan)
     console.print(
@@ -124,34 +124,34 @@ def tell_trace(console: Console, cell: Cell) -> None:
 
 def _sweep_rows(
     options: argparse.Namespace,
-    cells: Sequence[Cell],
+    cells: Sequence[ServeCell],
     results: Sequence[CellResult],
     bound: float | None,
     console: Console,
     command: str,
-) -> list[Row]:
+) -> list[ResultRow]:
     """Draw the sweep; with a bound, print the ceiling and return it as a figure."""
-    loads = [cell.load.concurrency for cell in cells if isinstance(cell.load, schedule.Closed)]
-    points = [sweep.Point(load, result) for load, result in zip(loads, results, strict=True)]
-    sweep.plot(points, bound, options.plot, f"prompt {options.prompt}, output {options.output} tokens")
+    loads = [cell.load.concurrency for cell in cells if isinstance(cell.load, schedule.ClosedLoop)]
+    points = [sweep.SweepPoint(load, result) for load, result in zip(loads, results, strict=True)]
+    sweep.plot_sweep(points, bound, options.plot, f"prompt {options.prompt}, output {options.output} tokens")
     console.print(f"picture: {options.plot}")
     if bound is None:
         return []
-    console.print(sweep.describe(points, bound))
-    best = sweep.ceiling(points, bound)
+    console.print(sweep.describe_ceiling(points, bound))
+    best = sweep.find_ceiling(points, bound)
     value = best.result.tokens_per_second if best else 0.0
-    return [row("serve/sweep/ceiling", value, "tokens/s", command)]
+    return [make_row("serve/sweep/ceiling", value, "tokens/s", command)]
 
 
-def parse_loads(concurrency: str, rate: str) -> list[schedule.Closed | schedule.Poisson]:
+def parse_loads(concurrency: str, rate: str) -> list[schedule.ClosedLoop | schedule.PoissonArrivals]:
     """Raises ValueError."""
-    loads: list[schedule.Closed | schedule.Poisson] = [
-        schedule.Closed(int(word)) for word in concurrency.split(",") if word
+    loads: list[schedule.ClosedLoop | schedule.PoissonArrivals] = [
+        schedule.ClosedLoop(int(word)) for word in concurrency.split(",") if word
     ]
-    loads += [schedule.Poisson(float(word)) for word in rate.split(",") if word]
+    loads += [schedule.PoissonArrivals(float(word)) for word in rate.split(",") if word]
     if not loads:
         raise ValueError("there is nothing to do: give --concurrency or --rate")
-    if any((one.concurrency if isinstance(one, schedule.Closed) else one.rate) <= 0 for one in loads):
+    if any((one.concurrency if isinstance(one, schedule.ClosedLoop) else one.requests_per_second) <= 0 for one in loads):
         raise ValueError("concurrency and rate must be above 0")
     return loads
 
@@ -161,44 +161,44 @@ async def _endpoint(url: str, console: Console) -> AsyncIterator[str]:
     if url:
         yield url
         return
-    async with local_cluster(console, DEMO, "demo") as cluster:
+    async with start_local_cluster(console, DEMO_SHAPE, "demo") as cluster:
         yield f"http://{cluster.endpoints.http}"
 
 
-async def _client(options: argparse.Namespace, url: str) -> Client:
+async def _connect_client(options: argparse.Namespace, url: str) -> CompletionsClient:
     key = read_secret(options.api_key, "api_key")
-    client = Client(parse_url(url), options.model, key, options.vocabulary, options.timeout)
+    client = CompletionsClient(parse_url(url), options.model, key, options.vocabulary, options.timeout)
     try:
-        client = await client.probe()
+        client = await client.probe_features()
     except (OSError, HttpError) as error:
         raise ValueError(f"{url} cannot be reached: {error}") from None
     for number in range(_WARM_UP):
-        await client.measure(schedule.Planned(0.0, 16, 4, seed=number), 0.0)
+        await client.measure_request(schedule.PlannedRequest(0.0, 16, 4, seed=number), 0.0)
     return client
 
 
-def to_rows(result: CellResult, slo: Slo, command: str) -> list[Row]:
+def to_rows(result: CellResult, slo: Slo, command: str) -> list[ResultRow]:
     """Latencies in milliseconds; the p99 of TTFT and TPOT are held against the SLO, goodput against the rate."""
     rows = []
-    limits = {("ttft", "p99"): slo.ttft, ("tpot", "p99"): slo.tpot}
+    limits = {("ttft", "p99"): slo.ttft_seconds, ("tpot", "p99"): slo.tpot_seconds}
     for metric, summary in (("ttft", result.ttft), ("tpot", result.tpot), ("itl", result.itl)):
         if summary is None:
             continue
         for quantile in ("p50", "p90", "p99", "max"):
             limit = limits.get((metric, quantile))
             name = f"serve/{result.name}/{metric}_{quantile}"
-            rows.append(row(name, getattr(summary, quantile) * 1e3, "ms", command, limit and limit * 1e3))
+            rows.append(make_row(name, getattr(summary, quantile) * 1e3, "ms", command, limit and limit * 1e3))
     rate, name = result.requests_per_second, f"serve/{result.name}"
-    rows.append(row(f"{name}/tokens", result.tokens_per_second, "tokens/s", command))
-    rows.append(row(f"{name}/goodput", result.goodput, "requests/s", command, rate))
+    rows.append(make_row(f"{name}/tokens", result.tokens_per_second, "tokens/s", command))
+    rows.append(make_row(f"{name}/goodput", result.goodput, "requests/s", command, rate))
     if result.cached_share is not None:
-        rows.append(row(f"{name}/cached", result.cached_share, "of prompt tokens", command))
-    rows.append(row(f"{name}/errors", float(sum(result.errors.values())), "requests", command))
-    rows.append(row(f"{name}/miscounted", float(result.miscounted), "requests", command))
+        rows.append(make_row(f"{name}/cached", result.cached_share, "of prompt tokens", command))
+    rows.append(make_row(f"{name}/errors", float(sum(result.error_counts.values())), "requests", command))
+    rows.append(make_row(f"{name}/miscounted", float(result.miscounted_count), "requests", command))
     return rows
 
 
-def table(results: Sequence[CellResult]) -> Table:
+def latency_table(results: Sequence[CellResult]) -> Table:
     shown = Table(title="milliseconds: p50 / p90 / p99 / max", title_justify="left", box=None, header_style="bold")
     for heading in (
         "load",
@@ -215,15 +215,15 @@ def table(results: Sequence[CellResult]) -> Table:
     ):
         shown.add_column(heading, justify="left" if heading in ("load", "errors") else "right", no_wrap=True)
     for one in results:
-        errors = ", ".join(f"{count} {kind}" for kind, count in sorted(one.errors.items())) or "-"
-        if one.miscounted:
+        errors = ", ".join(f"{count} {kind}" for kind, count in sorted(one.error_counts.items())) or "-"
+        if one.miscounted_count:
             errors += f"; {one.miscounted} miscounted"
         shown.add_row(
             one.name,
-            str(one.sent),
-            str(one.good),
+            str(one.sent_count),
+            str(one.good_count),
             errors,
-            *(_quantiles(summary) for summary in (one.ttft, one.tpot, one.itl)),
+            *(_format_quantiles(summary) for summary in (one.ttft, one.tpot, one.itl)),
             f"{one.tokens_per_second:.1f}",
             f"{one.requests_per_second:.2f}",
             f"{one.goodput:.2f}",
@@ -232,11 +232,11 @@ def table(results: Sequence[CellResult]) -> Table:
     return shown
 
 
-def _quantiles(summary: Summary | None) -> str:
+def _format_quantiles(summary: PercentileSummary | None) -> str:
     if summary is None:
         return "-"
     return " / ".join(f"{value * 1e3:.1f}" for value in (summary.p50, summary.p90, summary.p99, summary.max))
 
 
-def main(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
-    return asyncio.run(run(options, console, command))
+def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
+    return asyncio.run(run_cells(options, console, command))

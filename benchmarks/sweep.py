@@ -6,27 +6,27 @@ from pathlib import Path
 
 from benchmarks.measurement import CellResult
 
-FORMATS = (".svg", ".png")
+PLOT_FORMATS = (".svg", ".png")
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class SweepPoint:
     concurrency: int
     result: CellResult
 
-    def holds(self, bound: float) -> bool:
+    def meets_ttft(self, bound: float) -> bool:
         """No request failed, and the p90 of TTFT is within `bound` seconds."""
         seen = self.result
-        return not seen.errors and seen.ttft is not None and seen.ttft.p90 <= bound
+        return not seen.error_counts and seen.ttft is not None and seen.ttft.p90 <= bound
 
 
-def ceiling(points: Sequence[Point], bound: float) -> Point | None:
+def find_ceiling(points: Sequence[SweepPoint], bound: float) -> SweepPoint | None:
     """The point with the most tokens a second that holds `bound`; None if no point does."""
-    return max((one for one in points if one.holds(bound)), key=lambda one: one.result.tokens_per_second, default=None)
+    return max((one for one in points if one.meets_ttft(bound)), key=lambda one: one.result.tokens_per_second, default=None)
 
 
-def describe(points: Sequence[Point], bound: float) -> str:
-    best = ceiling(points, bound)
+def describe_ceiling(points: Sequence[SweepPoint], bound: float) -> str:
+    best = find_ceiling(points, bound)
     if best is None:
         return f"no point of the sweep keeps the p90 of TTFT within {bound * 1e3:g} ms"
     seen = best.result
@@ -38,9 +38,9 @@ def describe(points: Sequence[Point], bound: float) -> str:
     )
 
 
-def check_plot(path: Path) -> None:
+def check_plot_path(path: Path) -> None:
     """Before anything is measured. Raises ValueError for a format that is none, or without the library."""
-    if path.suffix not in FORMATS:
+    if path.suffix not in PLOT_FORMATS:
         raise ValueError(f"--plot {path}: a picture is a file that ends in {' or '.join(FORMATS)}")
     try:
         import matplotlib  # noqa: F401
@@ -48,7 +48,7 @@ def check_plot(path: Path) -> None:
         raise ValueError("--plot needs matplotlib: pip install 'baton-serve[bench]'") from None
 
 
-def plot(points: Sequence[Point], bound: float | None, path: Path, title: str) -> None:
+def plot_sweep(points: Sequence[SweepPoint], bound: float | None, path: Path, title: str) -> None:
     """Throughput on the left axis, the p50 and p90 of TTFT on the right one, over concurrency; `bound` in seconds."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -65,7 +65,7 @@ def plot(points: Sequence[Point], bound: float | None, path: Path, title: str) -
         right.plot(x, values, style, color="tab:red", label=f"TTFT {quantile}")
     if bound is not None:
         right.axhline(bound * 1e3, color="tab:red", linestyle=":", label="TTFT bound")
-        best = ceiling(points, bound)
+        best = find_ceiling(points, bound)
         if best is not None:
             left.axvline(best.concurrency, color="tab:gray", linestyle=":", label="ceiling")
     left.set_xscale("log", base=2)

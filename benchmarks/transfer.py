@@ -15,36 +15,36 @@ from dataclasses import dataclass
 import grpc
 from rich.console import Console
 
-from baton.cli.timeline import STAGES, landed_early
+from baton.cli.timeline import STAGES, early_arrival_share
 from baton.errors import NodeFailed
 from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
-from benchmarks.local_cluster import local_cluster
-from benchmarks.machine_rates import loopback_tcp_rate, memcpy_rate
-from benchmarks.models import NARROW
+from benchmarks.local_cluster import start_local_cluster
+from benchmarks.machine_rates import measure_loopback_tcp_rate, measure_memcpy_rate
+from benchmarks.models import NARROW_SHAPE
 from benchmarks.percentiles import percentile
-from benchmarks.report import Row, print_rows, row
+from benchmarks.report import ResultRow, print_rows, make_row
 
 HELP = "what a hand-off adds to the time to first token, over each transport"
 TRANSPORTS = ("shm", "zmq", "grpc")
 OVERHEAD_LIMIT = 15.0  # milliseconds, median
-LANDED_TARGET = 0.8  # share of slabs on the decode node before the last layer is computed
-_OUTPUT = 16  # tokens: by then the prefill node has told the coordinator how the hand-off went
+EARLY_ARRIVAL_TARGET = 0.8  # share of slabs on the decode node before the last layer is computed
+_OUTPUT_TOKENS = 16  # tokens: by then the prefill node has told the coordinator how the hand-off went
 _WARM_UP = 5  # requests
-_TOLD = 0.9  # least share of answers whose timeline tells of the hand-off
+_MIN_REPORTED_SHARE = 0.9  # least share of answers whose timeline tells of the hand-off
 _DEADLINE = 60.0  # seconds of one request
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One request. `ttft` is the client's, in seconds; the rest is the coordinator's account of it."""
+class TransferSample:
+    """One request. `ttft_seconds` is the client's, in seconds; the rest is the coordinator's account of it."""
 
-    ttft: float
+    ttft_seconds: float
     timeline: common_pb2.Timeline
 
     @property
-    def overhead(self) -> float:
+    def overhead_seconds(self) -> float:
         report = self.timeline.handoff
-        return self.ttft - report.compute_seconds - report.exposed_seconds
+        return self.ttft_seconds - report.compute_seconds - report.exposed_seconds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,30 +54,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the prompts (default 0)")
 
 
-async def run(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
-    tcp = loopback_tcp_rate()
-    rates = {"shm": memcpy_rate(), "zmq": tcp, "grpc": tcp}
+async def measure_transports(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
+    tcp = measure_loopback_tcp_rate()
+    rates = {"shm": measure_memcpy_rate(), "zmq": tcp, "grpc": tcp}
     rows = [
-        row("transfer/memcpy", rates["shm"] / 1e9, "GB/s", command),
-        row("transfer/loopback_tcp", tcp / 1e9, "GB/s", command),
+        make_row("transfer/memcpy", rates["shm"] / 1e9, "GB/s", command),
+        make_row("transfer/loopback_tcp", tcp / 1e9, "GB/s", command),
     ]
     for transport in TRANSPORTS if options.transport == "all" else (options.transport,):
-        samples = await _measure(transport, options, console)
+        samples = await _measure_transport(transport, options, console)
         rows += to_rows(transport, samples, rates[transport], command)
     return rows
 
 
-async def _measure(transport: str, options: argparse.Namespace, console: Console) -> list[Sample]:
+async def _measure_transport(transport: str, options: argparse.Namespace, console: Console) -> list[TransferSample]:
     """Raises NodeFailed when answers did not come by hand-offs over `transport`."""
     settings = {"transport": transport, "max_batched_tokens": options.prompt, "kv_memory": "256MiB"}
     source = random.Random(options.seed)
-    async with local_cluster(console, NARROW, "narrow", **settings) as cluster:
+    async with start_local_cluster(console, NARROW_SHAPE, "narrow", **settings) as cluster:
         async with grpc.aio.insecure_channel(cluster.endpoints.grpc) as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
-            samples = [await _one(stub, source, options.prompt) for _ in range(_WARM_UP + options.requests)]
+            samples = [await _measure_request(stub, source, options.prompt) for _ in range(_WARM_UP + options.requests)]
         told = [sample for sample in samples[_WARM_UP:] if sample.timeline.handoff.transport]
         others = {sample.timeline.handoff.transport for sample in told} - {transport}
-        if others or len(told) < _TOLD * options.requests:
+        if others or len(told) < _MIN_REPORTED_SHARE * options.requests:
             raise NodeFailed(
                 f"{len(told)} of {options.requests} answers told of a hand-off, over {others or transport}: "
                 f"{transport} was asked for"
@@ -85,10 +85,10 @@ async def _measure(transport: str, options: argparse.Namespace, console: Console
     return told
 
 
-async def _one(stub: generation_pb2_grpc.GenerationStub, source: random.Random, prompt_tokens: int) -> Sample:
-    prompt = [source.randrange(16, NARROW.vocabulary) for _ in range(prompt_tokens)]
+async def _measure_request(stub: generation_pb2_grpc.GenerationStub, source: random.Random, prompt_tokens: int) -> TransferSample:
+    prompt = [source.randrange(16, NARROW_SHAPE.vocabulary) for _ in range(prompt_tokens)]
     request = generation_pb2.GenerateRequest(
-        token_ids=common_pb2.TokenIds(ids=prompt), max_tokens=_OUTPUT, temperature=0.0, ignore_eos=True
+        token_ids=common_pb2.TokenIds(ids=prompt), max_tokens=_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True
     )
     first = None
     started = time.perf_counter()
@@ -97,38 +97,38 @@ async def _one(stub: generation_pb2_grpc.GenerationStub, source: random.Random, 
             first = time.perf_counter()
     if first is None:
         raise NodeFailed("an answer had no tokens")
-    return Sample(first - started, answer.timeline)
+    return TransferSample(first - started, answer.timeline)
 
 
-def to_rows(transport: str, samples: Sequence[Sample], rate: float, command: str) -> list[Row]:
+def to_rows(transport: str, samples: Sequence[TransferSample], rate: float, command: str) -> list[ResultRow]:
     """Medians. The exposed transfer is held against a bare copy of the same bytes at `rate` bytes per second."""
     reports = [sample.timeline.handoff for sample in samples]
     prefix = f"transfer/{transport}"
 
-    def median(name: str, values: Sequence[float], unit: str = "ms", limit: float | None = None) -> Row:
+    def median(name: str, values: Sequence[float], unit: str = "ms", limit: float | None = None) -> ResultRow:
         scale = 1e3 if unit == "ms" else 1.0
-        return row(f"{prefix}/{name}", percentile(values, 50) * scale, unit, command, limit)
+        return make_row(f"{prefix}/{name}", percentile(values, 50) * scale, unit, command, limit)
 
     moved = [float(report.bytes) for report in reports]
     bare_copy = percentile(moved, 50) / rate * 1e3
-    overheads = [sample.overhead for sample in samples]
+    overheads = [sample.overhead_seconds for sample in samples]
     return [
-        row(f"{prefix}/samples", float(len(samples)), "requests", command),
+        make_row(f"{prefix}/samples", float(len(samples)), "requests", command),
         median("overhead", overheads, limit=OVERHEAD_LIMIT),
-        row(f"{prefix}/overhead_p99", percentile(overheads, 99) * 1e3, "ms", command),
-        median("ttft", [sample.ttft for sample in samples]),
+        make_row(f"{prefix}/overhead_p99", percentile(overheads, 99) * 1e3, "ms", command),
+        median("ttft", [sample.ttft_seconds for sample in samples]),
         median("compute", [report.compute_seconds for report in reports]),
         median("exposed", [report.exposed_seconds for report in reports], limit=bare_copy),
         median("commit", [report.commit_seconds for report in reports]),
         *(median(f"stage_{stage}", [getattr(sample.timeline, stage) for sample in samples]) for stage in STAGES),
-        median("client", [sample.ttft - sample.timeline.ttft for sample in samples]),
-        median("landed_early", [landed_early(report) for report in reports], "share", LANDED_TARGET),
+        median("client", [sample.ttft_seconds - sample.timeline.ttft for sample in samples]),
+        median("landed_early", [early_arrival_share(report) for report in reports], "share", EARLY_ARRIVAL_TARGET),
         median("moved", [value / 1e6 for value in moved], "MB"),
         median("slabs", [float(report.slabs) for report in reports], "slabs"),
     ]
 
 
-def main(options: argparse.Namespace, console: Console, command: str) -> list[Row]:
-    rows = asyncio.run(run(options, console, command))
+def main(options: argparse.Namespace, console: Console, command: str) -> list[ResultRow]:
+    rows = asyncio.run(measure_transports(options, console, command))
     print_rows(console, "transfer: medians", rows)
     return rows

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from baton import config_flags
 from baton.config import Config
-from baton.entry import enter
+from baton.entry import run_process
 from baton.model_source import with_local_model
-from coordinator.assemble import coordinate
+from coordinator.assemble import run_coordinator
 
-FIELDS = (
+COORDINATOR_FIELDS = (
     *("model", "served_model_name", "engine", "load_format", "mode", "prefill", "request_timeout", "max_attempts"),
     *("max_queue", "max_queue_tokens", "allowed_origins", "unknown_fields", "metrics_on_http"),
     *("retry_budget", "placement", "explain_keep", "slo", "ratio_auto"),
@@ -24,10 +24,10 @@ FIELDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     def settings() -> Config:
         description = "Baton's coordinator."
-        config = config_flags.load(argv, prog="python -m coordinator", description=description, fields=FIELDS)
+        config = config_flags.load_config(argv, prog="python -m coordinator", description=description, fields=COORDINATOR_FIELDS)
         return with_local_model(config, weights=False)
 
-    return enter(settings, coordinate)
+    return run_process(settings, run_coordinator)
 
 
 if __name__ == "__main__":

@@ -9,34 +9,34 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from baton import log
-from baton.config import Config, model_name
-from baton.descriptors import descriptor_limit
+from baton.config import Config, get_served_model_name
+from baton.descriptors import get_descriptor_limit
 from baton.errors import ConfigError
-from baton.exposure import check_exposure
+from baton.exposure import check_coordinator_binds
 from baton.generation_defaults import GenerationDefaults, load_generation_defaults
-from baton.model_files import read_model_files
+from baton.model_files import compute_file_digests
 from coordinator import admin, tenants_file, tokenizer_files
-from coordinator.arriving_bodies import ArrivingBodies
-from coordinator.auth import AdminGate, Clients, allowed_origins
+from coordinator.arriving_bodies import BodyBudgets
+from coordinator.auth import AdminAuthenticator, ClientAuthenticator, parse_allowed_origins
 from coordinator.cluster_service import ClusterService
-from coordinator.core.identity import CoordinatorModel
+from coordinator.core.identity import ServedModel
 from coordinator.dispatcher import Dispatcher
-from coordinator.grpc_port import GrpcPort
+from coordinator.grpc_port import GrpcServer
 from coordinator.http import app
-from coordinator.http.listener import Listener, bind
-from coordinator.intake import Intake
-from coordinator.ledgers import Ledgers
-from coordinator.metrics import Metrics
-from coordinator.node_port import NodePort
-from coordinator.ports import Ports
-from coordinator.refusals import Refusals
+from coordinator.http.listener import HttpServer, bind_http_socket
+from coordinator.intake import RequestIntake
+from coordinator.ledgers import LedgerCollector
+from coordinator.metrics import CoordinatorMetrics
+from coordinator.node_port import NodeLinkServer
+from coordinator.ports import PortConnections
+from coordinator.refusals import RejectionCounter
 from coordinator.text_workers import TextWorkers
-from coordinator.tokenizer import Text
-from coordinator.unknown_fields import UnknownFields
-from coordinator.warmup import Readiness
+from coordinator.tokenizer import Tokenizer
+from coordinator.unknown_fields import UnknownFieldPolicy
+from coordinator.warmup import ClusterReadiness
 
-_GRACE = 2.0  # seconds that open calls get once every request has ended
-_log = log.get("coordinator")
+_CLOSE_GRACE_SECONDS = 2.0  # seconds that open calls get once every request has ended
+_log = log.get_logger("coordinator")
 
 
 class Coordinator:
@@ -46,114 +46,114 @@ class Coordinator:
     """
 
     def __init__(self, config: Config) -> None:
-        check_exposure(config)
+        check_coordinator_binds(config)
         self._config = config
-        tenants = tenants_file.load(config.tenants) if config.tenants else None
-        self._who = Clients(config.api_key, tenants)
-        self._state_file = _state_file(config.state_dir) if config.state_dir else None
-        self._dispatcher = Dispatcher(config, served=served_model(config))
+        tenants = tenants_file.load_tenants(config.tenants) if config.tenants else None
+        self._client_auth = ClientAuthenticator(config.api_key, tenants)
+        self._state_file = _make_state_file_path(config.state_dir) if config.state_dir else None
+        self._dispatcher = Dispatcher(config, served=read_served_model(config))
         if tenants is not None:
             self._dispatcher.reload_tenants(tenants)
-        self._ledgers = Ledgers(self._dispatcher)
-        unknown_fields = UnknownFields(ignored=config.unknown_fields == "ignore")
-        self._ports = Ports(config, descriptor_limit())
-        self._metrics = Metrics(self._dispatcher, unknown_fields)
-        self._metrics.add_ports(self._ports)
-        self._readiness = Readiness(config, self._dispatcher)
-        self._cluster = ClusterService(config, self._dispatcher, self._ledgers, self._readiness, self._metrics)
-        self._text: asyncio.Future[Text] = asyncio.get_running_loop().create_future()
-        self._workers = TextWorkers()
-        refusals = Refusals(self._dispatcher.count_rejection)
-        intake = Intake(
+        self._ledger_collector = LedgerCollector(self._dispatcher)
+        unknown_fields = UnknownFieldPolicy(ignored=config.unknown_fields == "ignore")
+        self._port_connections = PortConnections(config, get_descriptor_limit())
+        self._metrics = CoordinatorMetrics(self._dispatcher, unknown_fields)
+        self._metrics.add_port_connections(self._port_connections)
+        self._readiness = ClusterReadiness(config, self._dispatcher)
+        self._cluster_service = ClusterService(config, self._dispatcher, self._ledger_collector, self._readiness, self._metrics)
+        self._tokenizer: asyncio.Future[Tokenizer] = asyncio.get_running_loop().create_future()
+        self._text_workers = TextWorkers()
+        refusals = RejectionCounter(self._dispatcher.count_rejection)
+        intake = RequestIntake(
             self._dispatcher,
-            self._text,
-            model=model_name(config),
+            self._tokenizer,
+            model=get_served_model_name(config),
             longest=config.request_timeout,
             refusals=refusals,
-            defaults=_defaults(config),
+            defaults=_load_generation_defaults(config),
             unknown_fields=unknown_fields,
-            on_client_id=self._cluster.client_ids.add,
-            workers=self._workers,
-            bodies=ArrivingBodies(self._ports.limits["http"].most),
+            on_client_id=self._cluster_service.client_request_ids.add_request,
+            workers=self._text_workers,
+            bodies=BodyBudgets(self._port_connections.limits["http"].max_connections),
         )
-        metrics = app.OperatorMetrics(self._cluster.metrics, AdminGate(config.admin_token))
-        clients = app.build(
+        metrics = app.MetricsEndpoint(self._cluster_service.render_metrics, AdminAuthenticator(config.admin_token))
+        clients = app.build_app(
             intake,
             self._readiness,
-            self._who,
+            self._client_auth,
             metrics if config.metrics_on_http else None,
-            allowed_origins(config.allowed_origins),
+            parse_allowed_origins(config.allowed_origins),
         )
-        operators = admin.build(self._cluster, self._readiness, config.admin_token, refusals)
+        operators = admin.build_admin_app(self._cluster_service, self._readiness, config.admin_token, refusals)
         with ExitStack() as bound:
-            ports = self._ports
-            http = bound.enter_context(bind(config.host, config.port, "--port"))
-            self._http = Listener(clients, http, ports.table("http"))
-            admin_port = bound.enter_context(bind(config.admin_host, config.admin_port, "--admin-port"))
-            self._admin = Listener(operators, admin_port, ports.table("admin"))
-            self._grpc = GrpcPort(intake, self._readiness, self._who, ports.limits["grpc"])
-            self._grpc.add_cluster(self._cluster)
-            self._grpc.bind(config.host, config.grpc_port)
-            self._nodes = NodePort(config, self._dispatcher, self._ledgers, ports.limits["cluster"])
+            ports = self._port_connections
+            http = bound.enter_context(bind_http_socket(config.host, config.port, "--port"))
+            self._http_server = HttpServer(clients, http, ports.get_table("http"))
+            admin_port = bound.enter_context(bind_http_socket(config.admin_host, config.admin_port, "--admin-port"))
+            self._admin_server = HttpServer(operators, admin_port, ports.get_table("admin"))
+            self._grpc_server = GrpcServer(intake, self._readiness, self._client_auth, ports.limits["grpc"])
+            self._grpc_server.add_cluster_service(self._cluster_service)
+            self._grpc_server.bind(config.host, config.grpc_port)
+            self._node_link_server = NodeLinkServer(config, self._dispatcher, self._ledger_collector, ports.limits["cluster"])
             bound.pop_all()  # every port is ours
 
     async def run(self, stop: asyncio.Event) -> None:
         """Raises ConfigError for a tokenizer that cannot be used."""
         if self._config.tenants:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.reload_tenants)
-        await self._nodes.start()
-        await self._grpc.start()
-        self._ports.watch("cluster", self._nodes.port)
-        self._ports.watch("grpc", self._grpc.port)
+        await self._node_link_server.start()
+        await self._grpc_server.start()
+        self._port_connections.watch_grpc_port("cluster", self._node_link_server.port)
+        self._port_connections.watch_grpc_port("grpc", self._grpc_server.port)
         try:
             async with asyncio.TaskGroup() as parts:
-                parts.create_task(self._http.run_until_stopped(), name="http")
-                parts.create_task(self._admin.run_until_stopped(), name="admin")
-                parts.create_task(self._announce(), name="announce")
+                parts.create_task(self._http_server.run_until_stopped(), name="http")
+                parts.create_task(self._admin_server.run_until_stopped(), name="admin")
+                parts.create_task(self._announce_addresses(), name="announce")
                 warming = parts.create_task(self._warm_up(), name="warm-up")
                 await stop.wait()
                 warming.cancel()
-                await self._end_requests()
-                self._http.stop()
-                self._admin.stop()
+                await self._drain_requests()
+                self._http_server.stop()
+                self._admin_server.stop()
         finally:
-            self._cluster.close()
-            await self._grpc.stop(_GRACE)
+            self._cluster_service.close()
+            await self._grpc_server.stop(_CLOSE_GRACE_SECONDS)
             self._dispatcher.close()
-            await self._nodes.stop(_GRACE)
-            await asyncio.to_thread(self._ports.close)
+            await self._node_link_server.stop(_CLOSE_GRACE_SECONDS)
+            await asyncio.to_thread(self._port_connections.close)
             if self._state_file is not None:
                 self._state_file.unlink(missing_ok=True)
 
     def reload_tenants(self) -> None:
         """Read the file again. One that is wrong changes nothing."""
         try:
-            tenants = tenants_file.load(self._config.tenants)
+            tenants = tenants_file.load_tenants(self._config.tenants)
         except ConfigError as error:
             _log.error("tenants not reloaded", error=str(error))
             return
-        self._who.tenants = tenants
+        self._client_auth.tenants = tenants
         self._dispatcher.reload_tenants(tenants)
-        _log.info("tenants reloaded", tenants=len(tenants.tenants), keys=len(tenants.keys))
+        _log.info("tenants reloaded", tenants=len(tenants.by_name), keys=len(tenants.key_digests))
 
     async def _warm_up(self) -> None:
         """Text prompts are part of being ready, so the tokenizer comes first: it loads while nodes do."""
-        self._text.set_result(await tokenizer_files.load(self._config.model, self._config.engine, self._workers))
+        self._tokenizer.set_result(await tokenizer_files.load_tokenizer(self._config.model, self._config.engine, self._text_workers))
         await self._readiness.run()
 
-    async def _end_requests(self) -> None:
+    async def _drain_requests(self) -> None:
         """Say that we are leaving, take no new request, and give those that run --drain-timeout."""
-        await self._grpc.not_serving()
-        await self._dispatcher.drain(self._config.drain_timeout)
+        await self._grpc_server.set_not_serving()
+        await self._dispatcher.drain_requests(self._config.drain_timeout)
 
-    async def _announce(self) -> None:
-        await self._http.listening.wait()
-        await self._admin.listening.wait()
+    async def _announce_addresses(self) -> None:
+        await self._http_server.listening.wait()
+        await self._admin_server.listening.wait()
         where = {
-            "http": self._http.address,
-            "grpc": _address(self._config.host, self._grpc.port),
-            "admin": self._admin.address,
-            "cluster": _address(self._config.cluster_host, self._nodes.port),
+            "http": self._http_server.address,
+            "grpc": _format_address(self._config.host, self._grpc_server.port),
+            "admin": self._admin_server.address,
+            "cluster": _format_address(self._config.cluster_host, self._node_link_server.port),
         }
         if self._state_file is not None:
             draft = self._state_file.with_suffix(".draft")
@@ -162,31 +162,31 @@ class Coordinator:
         _log.info("listening", pid=os.getpid(), **where)
 
 
-async def coordinate(config: Config, stop: asyncio.Event) -> None:
+async def run_coordinator(config: Config, stop: asyncio.Event) -> None:
     """Run one coordinator until `stop` is set. Raises ConfigError for what a restart would not mend."""
-    log.configure(config.log_level, config.log_format, node="coordinator")
+    log.configure_logging(config.log_level, config.log_format, node="coordinator")
     await Coordinator(config).run(stop)
 
 
-def _defaults(config: Config) -> GenerationDefaults:
+def _load_generation_defaults(config: Config) -> GenerationDefaults:
     """The model's own. Raises ConfigError."""
     folder = Path(config.model)
     known = config.engine == "model" and config.model and folder.is_dir()
     return load_generation_defaults(folder) if known else GenerationDefaults()
 
 
-def served_model(config: Config) -> CoordinatorModel:
+def read_served_model(config: Config) -> ServedModel:
     """What nodes are compared with: the files of a model's folder, which `with_local_model` finds for a hub's name too;
     for a name without a folder the engine alone. Without --model it is unknown what nodes have, unless paced."""
     if config.engine != "paced" and not config.model:
-        return CoordinatorModel()
+        return ServedModel()
     folder = Path(config.model)
     if config.engine == "paced" or not folder.is_dir():
-        return CoordinatorModel(engine=config.engine)
-    return CoordinatorModel(config.engine, read_model_files(folder, dummy=config.load_format == "dummy"))
+        return ServedModel(engine=config.engine)
+    return ServedModel(config.engine, compute_file_digests(folder, dummy=config.load_format == "dummy"))
 
 
-def _state_file(folder: str) -> Path:
+def _make_state_file_path(folder: str) -> Path:
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -194,5 +194,5 @@ def _state_file(folder: str) -> Path:
     return Path(folder) / "coordinator.json"
 
 
-def _address(host: str, port: int) -> str:
+def _format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -6,13 +6,13 @@ from urllib.parse import urlsplit
 
 from baton.errors import ConfigError, Unauthenticated
 from baton.exposure import is_loopback, is_numeric_or_local
-from baton.types import Standing
-from coordinator.core.tenants import ANYONE, Tenant, Tenants
+from baton.types import Principal
+from coordinator.core.tenants import DEFAULT_TENANT, Tenant, TenantTable
 
-_NO_FILE = Tenants()
+_NO_TENANTS = TenantTable()
 
 # What proxies add to a request that they pass on: RFC 7239, RFC 9110, and what was usual before them.
-_FORWARDING = frozenset({"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"})
+_PROXY_HEADERS = frozenset({"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"})
 
 
 class BearerKey:
@@ -20,21 +20,21 @@ class BearerKey:
 
     def __init__(self, key: str, knob: str) -> None:
         self._key = key.encode()
-        self._knob = knob
+        self._flag = knob
 
     @property
-    def required(self) -> bool:
+    def is_required(self) -> bool:
         return bool(self._key)
 
-    def check(self, authorization: bytes | None) -> None:
+    def check_authorization(self, authorization: bytes | None) -> None:
         """Raises Unauthenticated."""
         if not self._key:
             return
-        if not hmac.compare_digest(_bearer(authorization, self._knob), self._key):
+        if not hmac.compare_digest(_parse_bearer_key(authorization, self._flag), self._key):
             raise Unauthenticated(f"the key is not valid here ({self._knob})")
 
 
-def _bearer(authorization: bytes | None, knob: str) -> bytes:
+def _parse_bearer_key(authorization: bytes | None, knob: str) -> bytes:
     if not authorization:
         raise Unauthenticated(f"a key is needed: send 'authorization: Bearer KEY' ({knob})")
     scheme, _, key = authorization.partition(b" ")
@@ -43,35 +43,35 @@ def _bearer(authorization: bytes | None, knob: str) -> bytes:
     return key.strip()
 
 
-class Clients:
+class ClientAuthenticator:
     """Who calls a front door. With a file of tenants every caller needs one of its keys; else all are one tenant, and
     need --api-key if that is set. `tenants` may be replaced while calls come in."""
 
-    def __init__(self, api_key: str = "", tenants: Tenants | None = None) -> None:
+    def __init__(self, api_key: str = "", tenants: TenantTable | None = None) -> None:
         self._key = BearerKey(api_key, "--api-key")
         self.tenants = tenants
 
     @property
-    def required(self) -> bool:
+    def is_key_required(self) -> bool:
         """Whether callers need a key."""
-        return self.tenants is not None or self._key.required
+        return self.tenants is not None or self._key.is_required
 
-    def identify(self, authorization: bytes | None) -> Tenant:
+    def identify_tenant(self, authorization: bytes | None) -> Tenant:
         """Raises Unauthenticated."""
         if self.tenants is None:
-            self._key.check(authorization)
-            return ANYONE
-        tenant = self.tenants.find(_bearer(authorization, "--tenants"))
+            self._key.check_authorization(authorization)
+            return DEFAULT_TENANT
+        tenant = self.tenants.find_by_key(_parse_bearer_key(authorization, "--tenants"))
         if tenant is None:
             raise Unauthenticated("the key is no tenant's (--tenants)")
         return tenant
 
-    def standing(self, tenant: Tenant, priority: int) -> Standing:
-        """See `Tenants.standing`."""
-        return (self.tenants or _NO_FILE).standing(tenant, priority)
+    def make_principal(self, tenant: Tenant, priority: int) -> Principal:
+        """See `TenantTable.make_principal`."""
+        return (self.tenants or _NO_TENANTS).make_principal(tenant, priority)
 
 
-def allowed_origins(setting: str) -> frozenset[str]:
+def parse_allowed_origins(setting: str) -> frozenset[str]:
     """Those of --allowed-origins. Raises ConfigError."""
     origins = frozenset(filter(None, map(str.strip, setting.split(","))))
     for origin in origins:
@@ -86,7 +86,7 @@ def allowed_origins(setting: str) -> frozenset[str]:
     return origins
 
 
-def may_call(origin: str | None, host: str, origins: frozenset[str]) -> bool:
+def is_origin_allowed(origin: str | None, host: str, origins: frozenset[str]) -> bool:
     """Whether a call that needs no key may come from a web page of this origin: one of this machine, one that this very
     port serves under a name that nobody can give it from outside, or one that is allowed. `origin` and `host` are
     headers; calls that are no web page's have no origin."""
@@ -100,34 +100,34 @@ def may_call(origin: str | None, host: str, origins: frozenset[str]) -> bool:
     return is_loopback(name) or (parts.netloc == host and is_numeric_or_local(name))
 
 
-class AdminGate:
+class AdminAuthenticator:
     """Admin calls need the admin token; without a configured token they must come from this machine."""
 
     def __init__(self, token: str) -> None:
         self._key = BearerKey(token, "--admin-token")
 
-    def check(self, peer: str | None, authorization: bytes | None) -> None:
+    def check_caller(self, peer: str | None, authorization: bytes | None) -> None:
         """`peer` is the caller's IP address, None if unknown. Raises Unauthenticated."""
-        if self._key.required:
-            self._key.check(authorization)
+        if self._key.is_required:
+            self._key.check_authorization(authorization)
         elif peer is None or not is_loopback(peer):
             raise Unauthenticated("admin calls from another host need --admin-token to be set and sent")
 
-    def check_direct(self, header_names: Iterable[str]) -> None:
+    def check_not_proxied(self, header_names: Iterable[str]) -> None:
         """Without a token, a call that a proxy passed on is refused: the address that is judged is the proxy's, and
         says nothing of the caller. Raises Unauthenticated."""
-        if self._key.required:
+        if self._key.is_required:
             return
-        passed_on = _FORWARDING.intersection(name.lower() for name in header_names)
+        passed_on = _PROXY_HEADERS.intersection(name.lower() for name in header_names)
         if passed_on:
             raise Unauthenticated(
                 f"admin calls through a proxy (header {min(passed_on)}) need --admin-token to be set and sent"
             )
 
-    def check_page(self, host: str, origin: str | None) -> None:
+    def check_same_origin(self, host: str, origin: str | None) -> None:
         """Of the headers of an HTTP call: without a token, no web page of elsewhere may use this machine's browser to
         call, not under a name that it made to point here either. Raises Unauthenticated."""
-        if self._key.required:
+        if self._key.is_required:
             return
         try:
             named = not is_numeric_or_local(urlsplit(f"//{host}").hostname or "")

@@ -1,7 +1,7 @@
 """How byte-level tokenizers spell bytes: each has a printable character that stands for it."""
 
 
-def _byte_of_char() -> dict[str, int]:
+def _build_char_to_byte() -> dict[str, int]:
     """GPT-2's printable stand-ins for bytes: printable Latin-1 stands for itself, the rest from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
@@ -10,4 +10,4 @@ def _byte_of_char() -> dict[str, int]:
     return table
 
 
-BYTE_OF_CHAR = _byte_of_char()
+CHAR_TO_BYTE = _build_char_to_byte()

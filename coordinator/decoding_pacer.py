@@ -9,9 +9,9 @@ import asyncio
 from collections import deque
 from dataclasses import dataclass
 
-from baton.clock import Clock, steady
+from baton.clock import Clock, monotonic_clock
 from baton.errors import Overloaded
-from baton.limits import MAX_SMALL_BODY
+from baton.limits import MAX_SMALL_BODY_BYTES
 from coordinator.core.token_bucket import TokenBucket
 
 MODERATE_BODY = 512 << 10  # bytes of the largest body that is not kept behind larger ones
@@ -23,14 +23,14 @@ MAX_WAIT = 10.0  # seconds for which a body waits for its turn
 class DecodingPacer:
     """Of one coordinator, on its event loop."""
 
-    def __init__(self, clock: Clock = steady) -> None:
+    def __init__(self, clock: Clock = monotonic_clock) -> None:
         self._moderate = _Queue(MODERATE_RATE, clock)
         self._large = _Queue(LARGE_RATE, clock)
 
     async def wait_turn(self, size: int) -> None:
         """Return when a body of `size` bytes may be decoded, at once if it is small. Raises Overloaded when it would
         wait for more than MAX_WAIT."""
-        if size > MAX_SMALL_BODY:
+        if size > MAX_SMALL_BODY_BYTES:
             await (self._moderate if size <= MODERATE_BODY else self._large).wait_turn(size)
 
 
@@ -46,16 +46,16 @@ class _Queue:
     def __init__(self, rate: int, clock: Clock) -> None:
         self._rate = rate
         self._clock = clock
-        self._bucket = TokenBucket.full(rate, 1.0, clock())
+        self._bucket = TokenBucket.make_full(rate, 1.0, clock())
         self._waiters: deque[_Waiter] = deque()
         self._waiting_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
 
     async def wait_turn(self, size: int) -> None:
         now = self._clock()
-        wait = self._bucket.wait(now)
+        wait = self._bucket.wait_seconds(now)
         if not self._waiters and not wait:
-            self._bucket.pay(size, now)
+            self._bucket.charge_tokens(size, now)
             return
         expected = wait + self._waiting_bytes / self._rate
         if expected > MAX_WAIT:
@@ -85,11 +85,11 @@ class _Queue:
     def _give_turns(self) -> None:
         self._timer = None
         now = self._clock()
-        while self._waiters and not self._bucket.wait(now):
+        while self._waiters and not self._bucket.wait_seconds(now):
             waiter = self._waiters[0]
             self._remove(waiter)
             if not waiter.turn.done():
-                self._bucket.pay(waiter.size, now)
+                self._bucket.charge_tokens(waiter.size, now)
                 waiter.turn.set_result(None)
         if self._waiters:
-            self._set_timer(self._bucket.wait(now))
+            self._set_timer(self._bucket.wait_seconds(now))

@@ -2,15 +2,15 @@
 
 from baton import log
 from baton.errors import BatonError
-from baton.process.log_rate import RateLimitedLog
+from baton.process.log_rate import RateLimitedLogger
 
-_log = log.get("front")
-_limited = RateLimitedLog()
+_log = log.get_logger("front")
+_limited = RateLimitedLogger()
 
 
-def internal(error: Exception) -> BatonError:
+def to_internal_error(error: Exception) -> BatonError:
     """What a client learns of a defect of ours: nothing. The log gets its kind and place, but not its message, which
     may quote a prompt."""
-    described = log.describe_error(error)
-    _limited.write(_log.error, "internal error", per=described["kind"], **described)
+    described = log.get_error_fields(error)
+    _limited.log_event(_log.error, "internal error", per=described["kind"], **described)
     return BatonError("internal error: the coordinator's log has more")

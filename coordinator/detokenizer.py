@@ -14,14 +14,14 @@ from typing import Any, Protocol
 import tokenizers
 from tokenizers.decoders import ByteLevel
 
-from coordinator.byte_alphabet import BYTE_OF_CHAR
+from coordinator.byte_alphabet import CHAR_TO_BYTE
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>$")
 _METASPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece spells a space
 
 
-class Detokenizer(Protocol):
-    def add(self, tokens: Iterable[int]) -> str:
+class IncrementalDetokenizer(Protocol):
+    def append_tokens(self, tokens: Iterable[int]) -> str:
         """The text that these tokens complete; may be empty."""
         ...
 
@@ -35,17 +35,17 @@ class Vocabulary:
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self.backend = backend
-        self.byte_level = isinstance(backend.decoder, ByteLevel)
-        self.pieces_are_bytes = _decodes_bytes(backend.decoder)
+        self.is_byte_level = isinstance(backend.decoder, ByteLevel)
+        self.has_byte_pieces = _has_byte_level_step(backend.decoder)
         self._special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str | None] = {}
         self._anchor = self._find_anchor()
 
-    def detokenizer(self, *, continuing: bool = False) -> Detokenizer:
-        return _ByteLevelDetokenizer(self) if self.byte_level else _ChunkDetokenizer(self, continuing)
+    def create_detokenizer(self, *, continuing: bool = False) -> IncrementalDetokenizer:
+        return _ByteLevelDetokenizer(self) if self.is_byte_level else _BufferedDetokenizer(self, continuing)
 
-    def shown(self, token: int) -> str | None:
+    def visible_piece(self, token: int) -> str | None:
         """The piece of a token, None if it leaves no text: special, or beyond the tokenizer's vocabulary."""
         return None if token in self._special else self.backend.id_to_token(token)
 
@@ -53,7 +53,7 @@ class Vocabulary:
         """The bytes that a byte-level token stands for."""
         known = self._bytes.get(token)
         if known is None:
-            known = self._bytes[token] = _to_bytes(self.shown(token) or "")
+            known = self._bytes[token] = _piece_to_bytes(self.visible_piece(token) or "")
         return known
 
     def token_bytes(self, token: int) -> bytes | None:
@@ -62,24 +62,24 @@ class Vocabulary:
         piece = self.backend.id_to_token(token)
         if piece is None or token in self._special:
             return None if piece is None else piece.encode()
-        if self.byte_level:
+        if self.is_byte_level:
             return self.piece_bytes(token)
         return bytes([int(piece[3:5], 16)]) if _BYTE_TOKEN.match(piece) else piece.replace(_METASPACE, " ").encode()
 
     def token_text(self, token: int) -> str | None:
         """The same as text. A part of a character is written as OpenAI writes it, `bytes:` and escapes."""
         if token not in self._texts:
-            self._texts[token] = self._word(token)
+            self._texts[token] = self._compute_token_text(token)
         return self._texts[token]
 
-    def _word(self, token: int) -> str | None:
+    def _compute_token_text(self, token: int) -> str | None:
         data = self.token_bytes(token)
         try:
             return None if data is None else data.decode()
         except UnicodeDecodeError as error:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in error.object)
 
-    def decode_inner(self, tokens: list[int]) -> str:
+    def decode_continuation(self, tokens: list[int]) -> str:
         """Decode tokens that follow others. Decoders treat the start of a text differently (Llama 2's drops a
         space), so these are decoded behind a fixed token, whose own text is cut off again."""
         anchor, text = self._anchor
@@ -100,14 +100,14 @@ class _ByteLevelDetokenizer:
         self._vocabulary = vocabulary
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def add(self, tokens: Iterable[int]) -> str:
+    def append_tokens(self, tokens: Iterable[int]) -> str:
         return self._utf8.decode(b"".join(map(self._vocabulary.piece_bytes, tokens)))
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
 
 
-class _ChunkDetokenizer:
+class _BufferedDetokenizer:
     """For any other decoder: tokens are held until they end a character, then decoded together, each once.
 
     Byte-fallback tokens are held to the end of their run, because one bad byte turns the whole run into replacements.
@@ -118,21 +118,21 @@ class _ChunkDetokenizer:
 
     def __init__(self, vocabulary: Vocabulary, begun: bool) -> None:
         self._vocabulary = vocabulary
-        self._held: list[int] = []
-        self._begun = begun
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if vocabulary.pieces_are_bytes else None
+        self._pending_tokens: list[int] = []
+        self._has_output = begun
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace") if vocabulary.has_byte_pieces else None
 
-    def add(self, tokens: Iterable[int]) -> str:
-        return "".join(self._add_one(token) for token in tokens)
+    def append_tokens(self, tokens: Iterable[int]) -> str:
+        return "".join(self._append_token(token) for token in tokens)
 
-    def _add_one(self, token: int) -> str:
-        piece = self._vocabulary.shown(token)
+    def _append_token(self, token: int) -> str:
+        piece = self._vocabulary.visible_piece(token)
         if piece is None:
             return ""
-        self._held.append(token)
+        self._pending_tokens.append(token)
         if _BYTE_TOKEN.match(piece) or self._ends_inside_character(token):
             return ""
-        return self._release()
+        return self._flush_pending()
 
     def _ends_inside_character(self, token: int) -> bool:
         if self._utf8 is None:
@@ -141,21 +141,21 @@ class _ChunkDetokenizer:
         return bool(self._utf8.getstate()[0])
 
     def flush(self) -> str:
-        return self._release() if self._held else ""
+        return self._flush_pending() if self._pending_tokens else ""
 
-    def _decode(self) -> str:
-        if self._begun:
-            return self._vocabulary.decode_inner(self._held)
-        return self._vocabulary.backend.decode(self._held, skip_special_tokens=True)
+    def _decode_pending(self) -> str:
+        if self._has_output:
+            return self._vocabulary.decode_continuation(self._pending_tokens)
+        return self._vocabulary.backend.decode(self._pending_tokens, skip_special_tokens=True)
 
-    def _release(self) -> str:
-        text = self._decode()
-        self._held.clear()
-        self._begun = True
+    def _flush_pending(self) -> str:
+        text = self._decode_pending()
+        self._pending_tokens.clear()
+        self._has_output = True
         return text
 
 
-def _decodes_bytes(decoder: Any) -> bool:
+def _has_byte_level_step(decoder: Any) -> bool:
     """Whether byte-level pieces are turned into text as one step of several."""
     if decoder is None:
         return False
@@ -163,9 +163,9 @@ def _decodes_bytes(decoder: Any) -> bool:
     return any(step["type"] == "ByteLevel" for step in steps)
 
 
-def _to_bytes(piece: str) -> bytes:
+def _piece_to_bytes(piece: str) -> bytes:
     """A piece with a character that is no stand-in (an added token with a space, say) is its own UTF-8."""
     try:
-        return bytes(BYTE_OF_CHAR[char] for char in piece)
+        return bytes(CHAR_TO_BYTE[char] for char in piece)
     except KeyError:
         return piece.encode()

@@ -9,53 +9,53 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from baton import log
-from baton.clock import Clock, steady
+from baton.clock import Clock, monotonic_clock
 from baton.config import Config
-from baton.errors import BatonError, Cancelled, ConfigError, Draining, InvalidRequest, Rejected, SlowReader
+from baton.errors import BatonError, Cancelled, ConfigError, ShuttingDown, InvalidRequest, RequestRejected, SlowReader
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import CoordinatorMessage, ExplainResponse
-from baton.ratio import Split
+from baton.ratio import RoleSplit
 from baton.slo import Slo, parse_slo
-from baton.types import Incarnation, NodeName, Request, RequestId, Standing, mint_id
+from baton.types import Incarnation, NodeName, Request, RequestId, Principal, mint_id
 from coordinator.core.brain import Brain
-from coordinator.core.identity import CoordinatorModel, JoinInfo
+from coordinator.core.identity import ServedModel, JoinInfo
 from coordinator.core.messages import (
-    Admit,
-    Degraded,
+    AdmitRequest,
+    DegradationChanged,
     Effect,
-    Emit,
-    EmitPromptScores,
-    End,
-    Finished,
+    EmitTokens,
+    EmitPromptLogprobs,
+    EndRequest,
+    FinishedResult,
     Heartbeat,
-    Leaving,
-    Lost,
-    NodeInput,
-    PairChanged,
-    Replaced,
-    Send,
-    Steered,
-    Switched,
+    NodeLeaving,
+    MemberLost,
+    NodeReport,
+    BreakerChanged,
+    AttemptReplaced,
+    SendOrder,
+    RatioChanged,
+    RoleSwitchReport,
 )
 from coordinator.core.policies import POLICIES
-from coordinator.core.pools import PoolInfo
-from coordinator.core.reception import Arrival
-from coordinator.core.registry import Registry
-from coordinator.core.settings import Settings
-from coordinator.core.tenants import OURS, Tenants
-from coordinator.generation import Delta, Done, PromptScores, Submission
-from coordinator.node_messages import order_to_pb, welcome
-from coordinator.stream import MAX_UNREAD, Stream
+from coordinator.core.pools import PoolJoinInfo
+from coordinator.core.reception import SubmittedRequest
+from coordinator.core.registry import NodeRegistry
+from coordinator.core.settings import BrainSettings
+from coordinator.core.tenants import INTERNAL_PRINCIPAL, TenantTable
+from coordinator.generation import TokensEvent, FinishedEvent, PromptLogprobsEvent, Submission
+from coordinator.node_messages import order_to_pb, build_welcome
+from coordinator.stream import MAX_UNREAD_TOKENS, GenerationStream
 
-_TIMER_GRAIN = 0.001  # seconds: event loops round to milliseconds
+_MIN_TIMER_SECONDS = 0.001  # seconds: event loops round to milliseconds
 
-_log = log.get("dispatcher")
+_log = log.get_logger("dispatcher")
 
 
-class Outbound(Protocol):
+class NodeConnection(Protocol):
     """A node's stream as the dispatcher sees it."""
 
-    def send(self, message: CoordinatorMessage) -> None:
+    def send_message(self, message: CoordinatorMessage) -> None:
         """Never blocks; a stream that cannot keep up closes itself."""
         ...
 
@@ -65,12 +65,12 @@ class Outbound(Protocol):
 
 
 class Dispatcher:
-    """A `Generator` for the front doors and the member list for the node link. One event loop, no locks."""
+    """A `GenerationBackend` for the front doors and the member list for the node link. One event loop, no locks."""
 
-    def __init__(self, config: Config, clock: Clock = steady, served: CoordinatorModel | None = None) -> None:
+    def __init__(self, config: Config, clock: Clock = monotonic_clock, served: ServedModel | None = None) -> None:
         """`served`: what is known of the model, for nodes to be compared with. Raises ConfigError."""
         mode = config.mode if config.prefill else "colocated"
-        settings = Settings(
+        settings = BrainSettings(
             mode,
             config.max_queue,
             config.max_attempts,
@@ -80,265 +80,265 @@ class Dispatcher:
             config.local_prefill_share,
             config.degrade_wait,
             config.degraded_max_tokens,
-            _objective(config.slo),
+            _parse_config_slo(config.slo),
             config.max_queue_tokens,
         )
         self._config = config
-        self.brain = Brain(Registry(config.silence, config.stall, served), POLICIES[config.placement](), settings)
+        self.brain = Brain(NodeRegistry(config.silence, config.stall, served), POLICIES[config.placement](), settings)
         self.clock = clock
         self.mode = mode
-        self.links: dict[Incarnation, Outbound] = {}
-        self.on_end: list[Callable[[End], None]] = []
-        self.on_change: list[Callable[[], None]] = []  # a node came, went, reported or switched
-        self.on_switch: list[Callable[[Switched], None]] = []
-        self._streams: dict[RequestId, Stream] = {}
+        self.node_connections: dict[Incarnation, NodeConnection] = {}
+        self.on_request_end: list[Callable[[EndRequest], None]] = []
+        self.on_cluster_change: list[Callable[[], None]] = []  # a node came, went, reported or switched
+        self.on_role_switch: list[Callable[[RoleSwitchReport], None]] = []
+        self._generation_streams: dict[RequestId, GenerationStream] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_due = 0.0
-        self._closing = False  # the ends of the nodes' streams are our own doing
-        self._pending: deque[Effect] = deque()
-        self._carrying = False
+        self._timer_due_at = 0.0
+        self._is_closing = False  # the ends of the nodes' streams are our own doing
+        self._pending_effects: deque[Effect] = deque()
+        self._is_applying_effects = False
         self._idle = asyncio.Event()
         self._idle.set()
         if config.ratio_auto:
-            self.brain.pilot.auto(None, config.flip_timeout, clock())
+            self.brain.ratio_controller.enable_auto(None, config.flip_timeout, clock())
 
     # for the front doors
 
-    def bounds(self) -> ModelBounds:
-        return self.brain.bounds()
+    def get_model_bounds(self) -> ModelBounds:
+        return self.brain.get_model_bounds()
 
-    async def submit(self, submission: Submission, *, internal: bool = False) -> Stream:
-        """See `Generator.submit`. `internal` requests are counted in a class of their own."""
-        (stream,) = await self.submit_all([submission], internal=internal)
+    async def submit_request(self, submission: Submission, *, internal: bool = False) -> GenerationStream:
+        """See `GenerationBackend.submit_request`. `internal` requests are counted in a class of their own."""
+        (stream,) = await self.submit_requests([submission], internal=internal)
         return stream
 
-    async def submit_all(self, submissions: Sequence[Submission], *, internal: bool = False) -> list[Stream]:
-        """See `Generator.submit_all`."""
-        arrivals = _arrivals(submissions, internal=internal)
-        effects = self.brain.submit_all(arrivals, self.clock(), internal=internal)
-        streams = [Stream(arrival.request.id, self._client_gone, self._client_content) for arrival in arrivals]
-        self._streams.update((stream.id, stream) for stream in streams)
+    async def submit_requests(self, submissions: Sequence[Submission], *, internal: bool = False) -> list[GenerationStream]:
+        """See `GenerationBackend.submit_requests`."""
+        arrivals = _build_arrivals(submissions, internal=internal)
+        effects = self.brain.submit_requests(arrivals, self.clock(), internal=internal)
+        streams = [GenerationStream(arrival.request.id, self._cancel_for_client, self._stop_for_client) for arrival in arrivals]
+        self._generation_streams.update((stream.id, stream) for stream in streams)
         self._idle.clear()
-        self._carry_out(effects)
+        self._apply_effects(effects)
         try:
             for stream in streams:
-                await stream.admitted()
+                await stream.wait_until_admitted()
         except BaseException:  # cancelled, or one of them was not admitted: then none is
             for stream in streams:
                 stream.cancel()
             raise
         return streams
 
-    def require_admission(self, standing: Standing, count: int, timeout: float) -> None:
-        """See `Generator.require_admission`."""
+    def require_admission(self, standing: Principal, count: int, timeout: float) -> None:
+        """See `GenerationBackend.require_admission`."""
         self.brain.require_admission(standing, count, timeout, self.clock())
 
-    def reload_tenants(self, tenants: Tenants) -> None:
-        self._carry_out(self.brain.reload_tenants(tenants, self.clock()))
+    def reload_tenants(self, tenants: TenantTable) -> None:
+        self._apply_effects(self.brain.reload_tenants(tenants, self.clock()))
 
-    def count_rejection(self, error: Rejected, tenant_class: str) -> None:
-        """For what a front door refuses before it submits; `submit` counts its own."""
-        self.brain.refuse(error, tenant_class, self.clock())
+    def count_rejection(self, error: RequestRejected, tenant_class: str) -> None:
+        """For what a front door refuses before it submits; `submit_request` counts its own."""
+        self.brain.count_rejection(error, tenant_class, self.clock())
 
-    async def drain(self, patience: float) -> None:
+    async def drain_requests(self, patience: float) -> None:
         """Refuse new requests, wait for those that run, and after `patience` seconds end the rest with Draining."""
-        self.brain.drain()
-        self._changed()
+        self.brain.start_draining()
+        self._notify_cluster_change()
         try:
             async with asyncio.timeout(patience):
                 await self._idle.wait()
         except TimeoutError:
-            error = Draining(f"the cluster has stopped: {patience:g} s had passed (--drain-timeout)")
-            for request in self.brain.active():
-                self._cancel(request, error)
+            error = ShuttingDown(f"the cluster has stopped: {patience:g} s had passed (--drain-timeout)")
+            for request in self.brain.list_active_requests():
+                self._cancel_request(request, error)
 
     # for operators
 
-    def explain(self, request: RequestId) -> ExplainResponse:
+    def explain_request(self, request: RequestId) -> ExplainResponse:
         """Raises NotFound."""
-        return self.brain.explain(request, self.clock())
+        return self.brain.explain_request(request, self.clock())
 
     def drain_node(self, name: NodeName, timeout: float | None) -> None:
         """See `Brain.drain_node`."""
-        self._carry_out(self.brain.drain_node(name, timeout, self.clock()))
+        self._apply_effects(self.brain.drain_node(name, timeout, self.clock()))
         _log.info("node drained", node=name, timeout=timeout)
-        self._changed()
+        self._notify_cluster_change()
 
     def undrain_node(self, name: NodeName) -> None:
         """See `Brain.undrain_node`."""
-        self._carry_out(self.brain.undrain_node(name, self.clock()))
+        self._apply_effects(self.brain.undrain_node(name, self.clock()))
         _log.info("node back in service", node=name)
-        self._changed()
+        self._notify_cluster_change()
 
-    def set_ratio(self, target: Split, patience: float | None) -> None:
+    def set_ratio(self, target: RoleSplit, patience: float | None) -> None:
         """See `Brain.set_ratio`; without `patience`, --flip-timeout."""
         seconds = self._config.flip_timeout if patience is None else patience
-        self._carry_out(self.brain.set_ratio(target, seconds, self.clock()))
+        self._apply_effects(self.brain.set_ratio(target, seconds, self.clock()))
         _log.info("ratio set", target=str(target), flip_timeout=seconds)
-        self._changed()
+        self._notify_cluster_change()
 
-    def auto_ratio(self, slo: Slo | None, patience: float | None) -> None:
+    def set_auto_ratio(self, slo: Slo | None, patience: float | None) -> None:
         """See `Brain.auto_ratio`; without `patience`, --flip-timeout."""
         seconds = self._config.flip_timeout if patience is None else patience
-        self._carry_out(self.brain.auto_ratio(slo, seconds, self.clock()))
-        _log.info("ratio automatic", slo=str(self.brain.pilot.slo), flip_timeout=seconds)
-        self._changed()
+        self._apply_effects(self.brain.set_auto_ratio(slo, seconds, self.clock()))
+        _log.info("ratio automatic", slo=str(self.brain.ratio_controller.target_slo), flip_timeout=seconds)
+        self._notify_cluster_change()
 
-    def manual_ratio(self) -> None:
-        self.brain.manual_ratio()
+    def set_manual_ratio(self) -> None:
+        self.brain.set_manual_ratio()
         _log.info("ratio manual")
-        self._changed()
+        self._notify_cluster_change()
 
     def close(self) -> None:
         """Give up every node; nothing runs any more."""
-        self._closing = True
+        self._is_closing = True
         if self._timer is not None:
             self._timer.cancel()
-        for link in list(self.links.values()):
+        for link in list(self.node_connections.values()):
             link.close()
 
     # for the node link
 
-    def join(self, info: JoinInfo, link: Outbound) -> Incarnation:
+    def join_node(self, info: JoinInfo, link: NodeConnection) -> Incarnation:
         """A node becomes a member; its Welcome is the first thing it is sent. Raises ConfigError if it may not join."""
         incarnation = Incarnation(mint_id(64))
-        effects = self.brain.join(info, incarnation, self.clock())
-        self.links[incarnation] = link
-        link.send(welcome(incarnation, self._config.heartbeat, self._config.silence))
+        effects = self.brain.join_node(info, incarnation, self.clock())
+        self.node_connections[incarnation] = link
+        link.send_message(build_welcome(incarnation, self._config.heartbeat, self._config.silence))
         _log.info("node joined", node=info.name, role=info.role.value, incarnation=incarnation, pid=info.pid)
-        self._carry_out(effects)
-        self._changed()
+        self._apply_effects(effects)
+        self._notify_cluster_change()
         return incarnation
 
-    def join_pool(self, info: PoolInfo, link: Outbound) -> Incarnation:
+    def join_pool(self, info: PoolJoinInfo, link: NodeConnection) -> Incarnation:
         """A host's pool becomes a member. Raises ConfigError if it may not."""
         incarnation = Incarnation(mint_id(64))
         effects = self.brain.join_pool(info, incarnation, self.clock())
-        self.links[incarnation] = link
-        link.send(welcome(incarnation, self._config.heartbeat, self._config.silence))
+        self.node_connections[incarnation] = link
+        link.send_message(build_welcome(incarnation, self._config.heartbeat, self._config.silence))
         _log.info("pool joined", node=info.name, incarnation=incarnation, pid=info.pid)
-        self._carry_out(effects)
-        self._changed()
+        self._apply_effects(effects)
+        self._notify_cluster_change()
         return incarnation
 
-    def receive(self, sender: Incarnation, message: NodeInput) -> None:
-        self._carry_out(self.brain.receive(sender, message, self.clock()))
-        if isinstance(message, Heartbeat | Leaving):
-            self._changed()
+    def receive_report(self, sender: Incarnation, message: NodeReport) -> None:
+        self._apply_effects(self.brain.receive_report(sender, message, self.clock()))
+        if isinstance(message, Heartbeat | NodeLeaving):
+            self._notify_cluster_change()
 
-    def leave(self, incarnation: Incarnation, reason: BatonError) -> None:
+    def remove_member(self, incarnation: Incarnation, reason: BatonError) -> None:
         """The node's stream has ended. Idempotent."""
-        self._carry_out(self.brain.node_gone(incarnation, reason, self.clock()))
+        self._apply_effects(self.brain.remove_member(incarnation, reason, self.clock()))
 
     # inside
 
-    def _client_gone(self, request: RequestId) -> None:
-        self._cancel(request, Cancelled("the client has gone away"))
+    def _cancel_for_client(self, request: RequestId) -> None:
+        self._cancel_request(request, Cancelled("the client has gone away"))
 
-    def _client_content(self, request: RequestId) -> None:
-        self._carry_out(self.brain.stop(request, self.clock()))
+    def _stop_for_client(self, request: RequestId) -> None:
+        self._apply_effects(self.brain.stop_request(request, self.clock()))
 
-    def _cancel(self, request: RequestId, error: BatonError) -> None:
-        self._carry_out(self.brain.cancel(request, error, self.clock()))
+    def _cancel_request(self, request: RequestId, error: BatonError) -> None:
+        self._apply_effects(self.brain.cancel_request(request, error, self.clock()))
 
-    def _carry_out(self, effects: list[Effect]) -> None:
+    def _apply_effects(self, effects: list[Effect]) -> None:
         """In the order in which the brain decided them, also when carrying one out brings new ones."""
-        self._pending.extend(effects)
-        if self._carrying:
+        self._pending_effects.extend(effects)
+        if self._is_applying_effects:
             return
-        self._carrying = True
+        self._is_applying_effects = True
         try:
-            while self._pending:
-                self._carry_out_one(self._pending.popleft())
+            while self._pending_effects:
+                self._apply_effect(self._pending_effects.popleft())
         finally:
-            self._carrying = False
-        self._arm()
+            self._is_applying_effects = False
+        self._schedule_timer()
 
-    def _carry_out_one(self, effect: Effect) -> None:
+    def _apply_effect(self, effect: Effect) -> None:
         match effect:
-            case Emit(request, tokens, scores):
-                stream = self._streams.get(request)
-                if stream is not None and not stream.push(Delta(tokens, scores)):
-                    self._cancel(request, SlowReader(f"the client left more than {MAX_UNREAD} tokens unread"))
-            case EmitPromptScores(request, scores):
-                stream = self._streams.get(request)
+            case EmitTokens(request, tokens, scores):
+                stream = self._generation_streams.get(request)
+                if stream is not None and not stream.push_tokens(TokensEvent(tokens, scores)):
+                    self._cancel_request(request, SlowReader(f"the client left more than {MAX_UNREAD} tokens unread"))
+            case EmitPromptLogprobs(request, scores):
+                stream = self._generation_streams.get(request)
                 if stream is not None:
-                    stream.push_prompt(PromptScores(scores))
-            case Send(node, message):
-                link = self.links.get(node)
+                    stream.push_prompt_logprobs(PromptLogprobsEvent(scores))
+            case SendOrder(node, message):
+                link = self.node_connections.get(node)
                 if link is not None:
-                    link.send(order_to_pb(message))
-            case Admit(request):
-                stream = self._streams.get(request)
+                    link.send_message(order_to_pb(message))
+            case AdmitRequest(request):
+                stream = self._generation_streams.get(request)
                 if stream is not None:
-                    stream.admit()
-            case End():
-                self._ended(effect)
-            case Replaced(key, reason):
-                _log.info("placed again", request=key.request, attempt=key.attempt, reason=reason)
-            case Degraded(step, taken, pressure):
+                    stream.mark_admitted()
+            case EndRequest():
+                self._end_request(effect)
+            case AttemptReplaced(key, reason):
+                _log.info("placed again", request=key.request_id, attempt=key.attempt_number, reason=reason)
+            case DegradationChanged(step, taken, pressure):
                 _log.warning("service degraded" if taken else "service restored", step=step, pressure=pressure)
-                self._changed()
-            case PairChanged(prefill, decode, state):
+                self._notify_cluster_change()
+            case BreakerChanged(prefill, decode, state):
                 _log.warning("breaker", state=state.value, prefill=prefill, decode=decode)
-            case Switched():
-                self._switched(effect)
-            case Steered(target, reason):
+            case RoleSwitchReport():
+                self._report_role_switch(effect)
+            case RatioChanged(target, reason):
                 _log.info("ratio changed", target=str(target), why=reason)
-                self._changed()
-            case Lost(node, name, error, expected):
+                self._notify_cluster_change()
+            case MemberLost(node, name, error, expected):
                 say, what = (_log.info, "node left to join anew") if expected else (_log.warning, "node lost")
-                if self._closing:
+                if self._is_closing:
                     say, what = _log.info, "node let go"
                 say(what, node=name, incarnation=node, reason=error.message)
-                link = self.links.pop(node, None)
+                link = self.node_connections.pop(node, None)
                 if link is not None:
                     link.close()
-                self._changed()
+                self._notify_cluster_change()
 
-    def _ended(self, end: End) -> None:
-        stream, result, line = self._streams.pop(end.request, None), end.result, end.timeline
+    def _end_request(self, end: EndRequest) -> None:
+        stream, result, line = self._generation_streams.pop(end.request_id, None), end.result, end.timeline
         if stream is not None:
-            if isinstance(result, Finished):
-                stream.end(Done(result.reason, result.cached_tokens, line), line)
+            if isinstance(result, FinishedResult):
+                stream.end_stream(FinishedEvent(result.reason, result.cached_tokens, line), line)
             else:
-                stream.end(result, line)
-        if not self._streams:
+                stream.end_stream(result, line)
+        if not self._generation_streams:
             self._idle.set()
-        for callback in self.on_end:
+        for callback in self.on_request_end:
             callback(end)
-        outcome = result.reason.value if isinstance(result, Finished) else result.code
-        _log.info("request ended", request=end.request, outcome=outcome, attempts=line.attempts, seconds=line.total)
+        outcome = result.reason.value if isinstance(result, FinishedResult) else result.code
+        _log.info("request ended", request=end.request_id, outcome=outcome, attempts=line.attempts, seconds=line.total)
 
-    def _switched(self, switch: Switched) -> None:
-        seconds = {"drain": switch.drain, "switch": switch.switch, "probe": switch.probe}
+    def _report_role_switch(self, switch: RoleSwitchReport) -> None:
+        seconds = {"drain": switch.drain_seconds, "switch": switch.switch_seconds, "probe": switch.probe_seconds}
         roles = f"{switch.source.value} to {switch.to.value}"
         _log.info("role switch", node=switch.node, roles=roles, outcome=switch.outcome, why=switch.detail, **seconds)
-        for callback in self.on_switch:
+        for callback in self.on_role_switch:
             callback(switch)
-        self._changed()
+        self._notify_cluster_change()
 
-    def _changed(self) -> None:
-        for callback in self.on_change:
+    def _notify_cluster_change(self) -> None:
+        for callback in self.on_cluster_change:
             callback()
 
-    def _arm(self) -> None:
+    def _schedule_timer(self) -> None:
         """One timer, for the next moment at which time alone changes something. One that rings early does no harm."""
-        due = self.brain.next_due()
-        if due is None or (self._timer is not None and self._timer_due <= due):
+        due = self.brain.next_tick_at()
+        if due is None or (self._timer is not None and self._timer_due_at <= due):
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer_due = due
-        delay = max(due - self.clock(), _TIMER_GRAIN)
-        self._timer = asyncio.get_running_loop().call_later(delay, self._tick)
+        self._timer_due_at = due
+        delay = max(due - self.clock(), _MIN_TIMER_SECONDS)
+        self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
 
-    def _tick(self) -> None:
+    def _on_timer(self) -> None:
         self._timer = None
-        self._carry_out(self.brain.tick(self.clock()))
+        self._apply_effects(self.brain.tick(self.clock()))
 
 
-def _objective(slo: str) -> Slo:
+def _parse_config_slo(slo: str) -> Slo:
     """Raises ConfigError."""
     try:
         return parse_slo(slo)
@@ -346,21 +346,21 @@ def _objective(slo: str) -> Slo:
         raise ConfigError(f"--slo: {error.message}", param="slo") from None
 
 
-def _arrivals(submissions: Sequence[Submission], *, internal: bool) -> list[Arrival]:
-    """With ids, and those of one prompt one after another: see `Generator.submit_all`."""
-    found: list[Arrival] = []
+def _build_arrivals(submissions: Sequence[Submission], *, internal: bool) -> list[SubmittedRequest]:
+    """With ids, and those of one prompt one after another: see `GenerationBackend.submit_requests`."""
+    found: list[SubmittedRequest] = []
     leader: Request | None = None
     for submission in submissions:
         request = Request(
             id=RequestId(mint_id()),
-            prompt=submission.prompt,
+            prompt_token_ids=submission.prompt_token_ids,
             sampling=submission.sampling,
-            timeout=submission.timeout,
+            timeout_seconds=submission.timeout_seconds,
             cache_salt=submission.cache_salt,
-            choice=submission.choice,
-            standing=OURS if internal else submission.standing,
+            choice_index=submission.choice_index,
+            principal=INTERNAL_PRINCIPAL if internal else submission.principal,
         )
-        if leader is None or request.choice <= leader.choice or request.prompt != leader.prompt:
+        if leader is None or request.choice_index <= leader.choice_index or request.prompt_token_ids != leader.prompt_token_ids:
             leader = request
-        found.append(Arrival(request, submission.after or (leader.id if leader is not request else None)))
+        found.append(SubmittedRequest(request, submission.leader_id or (leader.id if leader is not request else None)))
     return found

@@ -8,14 +8,14 @@ from google.protobuf.descriptor import Descriptor
 from baton.errors import InvalidRequest
 from baton.limits import MAX_GRPC_FIELDS
 
-_SURELY_WITHIN = 2 * MAX_GRPC_FIELDS  # bytes: each field takes two at least
+_ALWAYS_WITHIN_BYTES = 2 * MAX_GRPC_FIELDS  # bytes: each field takes two at least
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 def check_field_count(data: bytes, kind: Descriptor) -> None:
     """Raises InvalidRequest for a message of this kind with more fields, in it and in the messages in it that can have
     others in them, than are parsed. Bytes that are no message are left to the parser."""
-    if len(data) <= _SURELY_WITHIN:
+    if len(data) <= _ALWAYS_WITHIN_BYTES:
         return
     left = MAX_GRPC_FIELDS
     open_ = [(0, len(data), kind)]
@@ -26,26 +26,26 @@ def check_field_count(data: bytes, kind: Descriptor) -> None:
             left -= 1
             if left < 0:
                 raise InvalidRequest(f"the message has more than {MAX_GRPC_FIELDS} fields and messages in it")
-            tag, place = _varint(data, place, end)
+            tag, place = _read_varint(data, place, end)
             if tag & 7 == _BYTES:
-                size, place = _varint(data, place, end)
+                size, place = _read_varint(data, place, end)
                 field = fields.get(tag >> 3)
-                if field is not None and field.message_type is not None and _has_messages(field.message_type):
+                if field is not None and field.message_type is not None and _has_submessages(field.message_type):
                     open_.append((place, min(place + size, end), field.message_type))
                 place += size
             elif tag & 7 == _VARINT:
-                _, place = _varint(data, place, end)
+                _, place = _read_varint(data, place, end)
             elif tag & 7 in (_FIXED64, _FIXED32):
                 place += 8 if tag & 7 == _FIXED64 else 4
             else:
                 return
 
 
-def _has_messages(kind: Descriptor) -> bool:
+def _has_submessages(kind: Descriptor) -> bool:
     return not kind.GetOptions().map_entry and any(field.message_type is not None for field in kind.fields)
 
 
-def _varint(data: bytes, place: int, end: int) -> tuple[int, int]:
+def _read_varint(data: bytes, place: int, end: int) -> tuple[int, int]:
     """The number there, and where the next thing begins."""
     value = shift = 0
     while place < end:

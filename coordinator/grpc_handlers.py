@@ -14,72 +14,72 @@ from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
 from baton.errors import DeadlineExceeded, InvalidRequest
-from baton.limits import BODY_SECONDS, MAX_BODY_BYTES
-from coordinator.arriving_bodies import ArrivingBody, BodyRoom, grpc_room
+from baton.limits import BODY_TIMEOUT_SECONDS, MAX_BODY_BYTES
+from coordinator.arriving_bodies import IncomingBody, BodyBudget, create_grpc_budget
 from coordinator.grpc_bounds import check_field_count
-from coordinator.grpc_terms import Context, told
+from coordinator.grpc_terms import ServicerContext, grpc_errors
 
 
-class Methods(Protocol):
+class ServiceMethods(Protocol):
     """A coroutine function for each method of the service. One that streams writes to its context."""
 
-    def authenticate(self, context: Context) -> None:
+    def authenticate(self, context: ServicerContext) -> None:
         """By the call's metadata, before anything is taken for its message. Raises Unauthenticated."""
         ...
 
 
-def add_handlers(
-    server: grpc.aio.Server, service: ServiceDescriptor, methods: Methods, room: BodyRoom | None = None
+def add_service_handlers(
+    server: grpc.aio.Server, service: ServiceDescriptor, methods: ServiceMethods, room: BodyBudget | None = None
 ) -> None:
     """Requests have `room` while they arrive, one of their own unless it is given."""
-    handlers, room = {}, grpc_room() if room is None else room
+    handlers, room = {}, create_grpc_budget() if room is None else room
     for method in service.methods:
         streams = method.server_streaming
         make = grpc.stream_stream_rpc_method_handler if streams else grpc.stream_unary_rpc_method_handler
         handlers[method.name] = make(
-            _parsed(methods, method.name, GetMessageClass(method.input_type), room),
+            _make_method_handler(methods, method.name, GetMessageClass(method.input_type), room),
             request_deserializer=None,
             response_serializer=GetMessageClass(method.output_type).SerializeToString,
         )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
 
 
-def _parsed(
-    methods: Methods, name: str, kind: type[Message], room: BodyRoom
-) -> Callable[[AsyncIterator[bytes], Context], Awaitable[Any]]:
+def _make_method_handler(
+    methods: ServiceMethods, name: str, kind: type[Message], room: BodyBudget
+) -> Callable[[AsyncIterator[bytes], ServicerContext], Awaitable[Any]]:
     """The server would wait for the one message of a request for ever, and for any number of them. So it is taken here,
     as the first of a stream: on the wire the two are the same."""
     method = getattr(methods, name)
 
-    async def call(messages: AsyncIterator[bytes], context: Context) -> Any:
-        async with told(context):
+    async def call(messages: AsyncIterator[bytes], context: ServicerContext) -> Any:
+        async with grpc_errors(context):
             methods.authenticate(context)
-            async with room.take(MAX_BODY_BYTES, context.peer()) as body:
-                data = await _first(context, body)
+            async with room.reserve_body(MAX_BODY_BYTES, context.peer()) as body:
+                data = await _read_message_bytes(context, body)
                 await body.wait_to_decode(len(data))
-                request = _read(data, kind)
+                request = _parse_message(data, kind)
         return await method(request, context)
 
     return call
 
 
-async def _first(context: Context, body: ArrivingBody) -> bytes:
+async def _read_message_bytes(context: ServicerContext, body: IncomingBody) -> bytes:
     """Raises DeadlineExceeded, Overloaded, InvalidRequest if there is none."""
     try:
-        async with asyncio.timeout(BODY_SECONDS) as timer:
-            body.reading(timer)
+        async with asyncio.timeout(BODY_TIMEOUT_SECONDS) as timer:
+            body.start_reading(timer)
             data = await context.read()
             if data is grpc.aio.EOF:
                 raise InvalidRequest("the call has no message")
-            body.complete()
+            body.mark_complete()
             return cast(bytes, data)
     except TimeoutError:
-        if body.displaced:
-            raise body.refusal() from None
+        if body.is_displaced:
+            raise body.displaced_error() from None
         raise DeadlineExceeded(f"the request did not arrive within {BODY_SECONDS:g} s") from None
 
 
-def _read(data: bytes, kind: type[Message]) -> Message:
+def _parse_message(data: bytes, kind: type[Message]) -> Message:
     """Raises InvalidRequest."""
     check_field_count(data, cast(Descriptor, kind.DESCRIPTOR))
     try:

@@ -8,14 +8,14 @@ from grpc_health.v1 import health_pb2
 
 from baton.connection_limits import PortLimit
 from baton.errors import ConfigError
-from baton.grpc_limits import server_options
-from baton.health_service import add_health
+from baton.grpc_limits import grpc_server_options
+from baton.health_service import add_health_service
 from baton.limits import MAX_BODY_BYTES
 from baton.pb import cluster_pb2, generation_pb2
-from coordinator.auth import Clients
+from coordinator.auth import ClientAuthenticator
 from coordinator.grpc_front import GenerationService
-from coordinator.grpc_handlers import Methods, add_handlers
-from coordinator.intake import Intake
+from coordinator.grpc_handlers import ServiceMethods, add_service_handlers
+from coordinator.intake import RequestIntake
 from coordinator.readiness import Readiness
 
 _GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"]
@@ -29,56 +29,56 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),  # clients may ping as often without being cut off
 )
-_STREAMS = 1024  # calls at a time on one connection
+_MAX_CALLS_PER_CONNECTION = 1024  # calls at a time on one connection
 
 
-class GrpcPort:
-    """`add_cluster` before `start`."""
+class GrpcServer:
+    """`add_cluster_service` before `start`."""
 
-    def __init__(self, intake: Intake, readiness: Readiness, who: Clients, limit: PortLimit) -> None:
-        self.server = grpc.aio.server(options=(*_OPTIONS, *server_options(limit, streams=_STREAMS)))
+    def __init__(self, intake: RequestIntake, readiness: Readiness, who: ClientAuthenticator, limit: PortLimit) -> None:
+        self.server = grpc.aio.server(options=(*_OPTIONS, *grpc_server_options(limit, streams=_MAX_CALLS_PER_CONNECTION)))
         self.port = 0
-        self._health = add_health(self.server, *_SERVICES)
-        self._changed: asyncio.Queue[bool] = asyncio.Queue()
-        self._following: asyncio.Task[None] | None = None
-        add_handlers(self.server, _GENERATION, GenerationService(intake, who), intake.bodies.grpc)
+        self._health = add_health_service(self.server, *_SERVICES)
+        self._readiness_changes: asyncio.Queue[bool] = asyncio.Queue()
+        self._health_task: asyncio.Task[None] | None = None
+        add_service_handlers(self.server, _GENERATION, GenerationService(intake, who), intake.body_budgets.grpc_budget)
         self._readiness = readiness
-        readiness.on_change.append(lambda ready, _: self._changed.put_nowait(ready))
+        readiness.on_change.append(lambda ready, _: self._readiness_changes.put_nowait(ready))
 
-    def add_cluster(self, service: Methods) -> None:
-        add_handlers(self.server, _CLUSTER, service)
+    def add_cluster_service(self, service: ServiceMethods) -> None:
+        add_service_handlers(self.server, _CLUSTER, service)
 
     def bind(self, host: str, port: int) -> None:
         """Port 0 picks a free one. Raises ConfigError."""
-        self.port = bind_grpc(self.server, host, port, "--grpc-port")
+        self.port = bind_grpc_port(self.server, host, port, "--grpc-port")
 
     async def start(self) -> None:
-        await self._tell(self._readiness.state()[0])  # before the first caller can ask
-        self._following = asyncio.create_task(self._follow(), name="grpc health")
+        await self._set_health(self._readiness.state()[0])  # before the first caller can ask
+        self._health_task = asyncio.create_task(self._follow_readiness(), name="grpc health")
         await self.server.start()
 
-    async def not_serving(self) -> None:
+    async def set_not_serving(self) -> None:
         """Health checks hear of the end before anything else does; nothing takes it back."""
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace: float) -> None:
         """Take no new call, let open ones end within `grace` seconds."""
-        await self.not_serving()
-        if self._following is not None:
-            self._following.cancel()
+        await self.set_not_serving()
+        if self._health_task is not None:
+            self._health_task.cancel()
         await self.server.stop(grace)
 
-    async def _follow(self) -> None:
+    async def _follow_readiness(self) -> None:
         while True:
-            await self._tell(await self._changed.get())
+            await self._set_health(await self._readiness_changes.get())
 
-    async def _tell(self, ready: bool) -> None:
+    async def _set_health(self, ready: bool) -> None:
         kinds = health_pb2.HealthCheckResponse
         for service in ("", *_SERVICES):
             await self._health.set(service, kinds.SERVING if ready else kinds.NOT_SERVING)
 
 
-def bind_grpc(
+def bind_grpc_port(
     server: grpc.aio.Server, host: str, port: int, flag: str, credentials: grpc.ServerCredentials | None = None
 ) -> int:
     """The port that the server will listen on, in plain text without `credentials`; 0 picks a free one. Raises

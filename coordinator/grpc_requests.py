@@ -6,14 +6,14 @@ from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from baton.errors import DeadlineExceeded, InvalidRequest
-from baton.limits import check_count, check_message_count, check_prompt_count
+from baton.limits import check_entry_count, check_message_count, check_prompt_count
 from baton.pb import generation_pb2 as pb
-from coordinator.ask import Ask, Prompt
-from coordinator.chat_template import Conversation
-from coordinator.unknown_fields import REFUSED, UnknownFields
+from coordinator.ask import GenerationRequest, Prompt
+from coordinator.chat_template import ChatPrompt
+from coordinator.unknown_fields import REJECT_UNKNOWN_FIELDS, UnknownFieldPolicy
 
-_NAMED_BYTES = 4096  # of unknown fields: among more, none is looked for to be named
-_OPTIONAL = (
+_MAX_NAMED_BYTES = 4096  # of unknown fields: among more, none is looked for to be named
+_OPTIONAL_FIELDS = (
     "max_tokens",
     "temperature",
     "top_k",
@@ -28,17 +28,17 @@ _OPTIONAL = (
 )
 
 
-def to_ask(
-    request: pb.GenerateRequest, timeout: float | None, client_id: str | None, unknown: UnknownFields = REFUSED
-) -> Ask:
+def to_generation_request(
+    request: pb.GenerateRequest, timeout: float | None, client_id: str | None, unknown: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS
+) -> GenerationRequest:
     """`timeout` is what the call's deadline leaves. Raises InvalidRequest, DeadlineExceeded."""
     _check_counts(request)
-    check_known(request, unknown)
+    check_unknown_fields(request, unknown)
     if timeout is not None and timeout <= 0:
         raise DeadlineExceeded("the deadline passed before the request was read")
-    given = {field: getattr(request, field) for field in _OPTIONAL if request.HasField(field)}
-    return Ask(
-        prompts=_prompts(request),
+    given = {field: getattr(request, field) for field in _OPTIONAL_FIELDS if request.HasField(field)}
+    return GenerationRequest(
+        prompts=_read_prompts(request),
         model=request.model or None,
         min_tokens=request.min_tokens,
         ignore_eos=request.ignore_eos,
@@ -47,10 +47,10 @@ def to_ask(
         logit_bias=list(request.logit_bias.items()),
         echo=request.echo,
         first_choice=request.first_choice,
-        timeout=timeout,
-        client_id=client_id,
+        timeout_seconds=timeout,
+        client_request_id=client_id,
         priority=request.priority,
-        wording={"prompt": "messages"} if request.HasField("chat") else {},
+        param_names={"prompt": "messages"} if request.HasField("chat") else {},
         **given,
     )
 
@@ -58,7 +58,7 @@ def to_ask(
 def _check_counts(request: pb.GenerateRequest) -> None:
     """Of what is gone through one by one from here on."""
     for field in ("stop", "stop_token_ids", "logit_bias"):
-        check_count(field, len(getattr(request, field)))
+        check_entry_count(field, len(getattr(request, field)))
     match request.WhichOneof("prompt"):
         case "prompts":
             check_prompt_count(len(request.prompts.prompts))
@@ -68,24 +68,24 @@ def _check_counts(request: pb.GenerateRequest) -> None:
 
 def _check_chat(chat: pb.Conversation) -> None:
     check_message_count(len(chat.messages))
-    check_count("chat_template_kwargs", len(chat.chat_template_kwargs))
+    check_entry_count("chat_template_kwargs", len(chat.chat_template_kwargs))
 
 
-def _prompts(request: pb.GenerateRequest) -> Sequence[Prompt] | Conversation | None:
+def _read_prompts(request: pb.GenerateRequest) -> Sequence[Prompt] | ChatPrompt | None:
     match request.WhichOneof("prompt"):
         case "text":
             return [request.text]
         case "token_ids":
             return [request.token_ids.ids]
         case "chat":
-            return to_conversation(request.chat)
+            return to_chat_prompt(request.chat)
         case "prompts":
-            return [_prompt(number, prompt) for number, prompt in enumerate(request.prompts.prompts)]
+            return [_read_prompt(number, prompt) for number, prompt in enumerate(request.prompts.prompts)]
         case _:
             return None
 
 
-def _prompt(number: int, prompt: pb.Prompt) -> Prompt:
+def _read_prompt(number: int, prompt: pb.Prompt) -> Prompt:
     match prompt.WhichOneof("prompt"):
         case "text":
             return prompt.text
@@ -95,51 +95,51 @@ def _prompt(number: int, prompt: pb.Prompt) -> Prompt:
             raise InvalidRequest(f"prompt[{number}] is missing: it must be text or token ids", param="prompt")
 
 
-def to_conversation(chat: pb.Conversation) -> Conversation:
-    messages = [_message(message) for message in chat.messages]
-    return Conversation(
+def to_chat_prompt(chat: pb.Conversation) -> ChatPrompt:
+    messages = [_read_chat_message(message) for message in chat.messages]
+    return ChatPrompt(
         messages,
         chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
-        {name: _value(value) for name, value in chat.chat_template_kwargs.items()},
+        {name: _read_template_value(value) for name, value in chat.chat_template_kwargs.items()},
     )
 
 
-def _value(value: pb.TemplateValue) -> object:
+def _read_template_value(value: pb.TemplateValue) -> object:
     kind = value.WhichOneof("value")
     return None if kind is None else getattr(value, kind)
 
 
-def _message(message: pb.Message) -> dict[str, object]:
+def _read_chat_message(message: pb.Message) -> dict[str, object]:
     shown: dict[str, object] = {"role": message.role, "content": message.content}
     shown.update((field, getattr(message, field)) for field in ("name", "tool_call_id") if message.HasField(field))
     return shown
 
 
-def to_wording(request: pb.TokenizeRequest, unknown: UnknownFields = REFUSED) -> Prompt | Conversation:
+def to_tokenizer_input(request: pb.TokenizeRequest, unknown: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS) -> Prompt | ChatPrompt:
     """Raises InvalidRequest."""
     if request.HasField("chat"):
         _check_chat(request.chat)
-    check_known(request, unknown)
+    check_unknown_fields(request, unknown)
     match request.WhichOneof("prompt"):
         case "text":
             return request.text
         case "chat":
-            return to_conversation(request.chat)
+            return to_chat_prompt(request.chat)
         case _:
             raise InvalidRequest("give prompt or messages, one of them", param="prompt")
 
 
-def check_known(message: Message, unknown: UnknownFields) -> None:
+def check_unknown_fields(message: Message, unknown: UnknownFieldPolicy) -> None:
     """Raises InvalidRequest for a field that this version does not know, at any depth, or counts those that are
-    ignored. Among more than `_NAMED_BYTES` none is looked for: they count as one."""
+    ignored. Among more than `_MAX_NAMED_BYTES` none is looked for: they count as one."""
     known = type(message)()
     known.CopyFrom(message)
     known.DiscardUnknownFields()
     surplus = message.ByteSize() - known.ByteSize()
     if not surplus:
         return
-    found = list(_unknown_fields(message)) if surplus <= _NAMED_BYTES else []
-    if unknown.ignored:
+    found = list(_find_unknown_fields(message)) if surplus <= _MAX_NAMED_BYTES else []
+    if unknown.is_ignoring:
         unknown.count_dropped(max(1, len(found)))
         return
     if not found:
@@ -148,7 +148,7 @@ def check_known(message: Message, unknown: UnknownFields) -> None:
     raise InvalidRequest(f"field number {number} is not a field of {kind}", param=str(number))
 
 
-def _unknown_fields(message: Message) -> Iterator[tuple[int, str]]:
+def _find_unknown_fields(message: Message) -> Iterator[tuple[int, str]]:
     """The number of each, and the message that it stands in."""
     unknown = UnknownFieldSet(message)
     for place in range(len(unknown)):
@@ -161,4 +161,4 @@ def _unknown_fields(message: Message) -> Iterator[tuple[int, str]]:
         else:
             parts = value if field.is_repeated else (value,)
         for part in parts:
-            yield from _unknown_fields(part)
+            yield from _find_unknown_fields(part)

@@ -9,17 +9,17 @@ import grpc
 import grpc.aio
 
 from baton.errors import BatonError
-from coordinator.auth import AdminGate
-from coordinator.defects import internal
+from coordinator.auth import AdminAuthenticator
+from coordinator.defects import to_internal_error
 
-Context: TypeAlias = grpc.aio.ServicerContext
+ServicerContext: TypeAlias = grpc.aio.ServicerContext
 ERROR_CODE, ERROR_PARAM, RETRY_AFTER = "baton-error-code", "baton-error-param", "retry-after"
 
 
-class told:
+class grpc_errors:
     """Any error of the block ends the call with its code; details are in the trailing metadata."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: ServicerContext) -> None:
         self._context = context
 
     async def __aenter__(self) -> None:
@@ -30,13 +30,13 @@ class told:
     ) -> None:
         if not isinstance(error, Exception) or isinstance(error, grpc.aio.AbortError):
             return
-        reported = error if isinstance(error, BatonError) else internal(error)
+        reported = error if isinstance(error, BatonError) else to_internal_error(error)
         del trace
-        _forget_frames(error)
-        await abort(self._context, reported)
+        _clear_tracebacks(error)
+        await abort_call(self._context, reported)
 
 
-def _forget_frames(error: BaseException) -> None:
+def _clear_tracebacks(error: BaseException) -> None:
     """Drop what an error and those before it hold of the frames that they passed: gRPC keeps the error of a
     call that was aborted in a cycle, and the frames hold the whole request."""
     seen: BaseException | None = error
@@ -45,7 +45,7 @@ def _forget_frames(error: BaseException) -> None:
         seen = seen.__context__
 
 
-async def abort(context: Context, error: BatonError) -> NoReturn:
+async def abort_call(context: ServicerContext, error: BatonError) -> NoReturn:
     trailing = [(ERROR_CODE, error.code)]
     if error.param:
         trailing.append((ERROR_PARAM, error.param))
@@ -55,23 +55,23 @@ async def abort(context: Context, error: BatonError) -> NoReturn:
     raise AssertionError("abort returned")
 
 
-def metadata(context: Context, key: str) -> str | None:
+def get_metadata(context: ServicerContext, key: str) -> str | None:
     """The first value of a text key that the caller sent."""
     return next((str(value) for name, value in context.invocation_metadata() or () if name == key), None)
 
 
-def authorization(context: Context) -> bytes | None:
-    value = metadata(context, "authorization")
+def get_authorization(context: ServicerContext) -> bytes | None:
+    value = get_metadata(context, "authorization")
     return None if value is None else value.encode()
 
 
-def require_admin(context: Context, gate: AdminGate) -> None:
+def check_admin_call(context: ServicerContext, gate: AdminAuthenticator) -> None:
     """Raises Unauthenticated unless the caller may administer this cluster."""
-    gate.check(peer_address(context.peer()), authorization(context))
-    gate.check_direct(str(name) for name, _ in context.invocation_metadata() or ())
+    gate.check_caller(parse_peer_address(context.peer()), get_authorization(context))
+    gate.check_not_proxied(str(name) for name, _ in context.invocation_metadata() or ())
 
 
-def peer_address(peer: str) -> str | None:
+def parse_peer_address(peer: str) -> str | None:
     """The IP address in gRPC's name of a peer: ipv4:127.0.0.1:5, or ipv6:%5B::1%5D:5."""
     kind, _, rest = peer.partition(":")
     host, _, _ = urllib.parse.unquote(rest).rpartition(":")

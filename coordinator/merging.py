@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 
-from coordinator.generation import Done, Event, Generation
+from coordinator.generation import FinishedEvent, GenerationEvent, Generation
 
 
-async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, Event]]:
+async def merge_generations(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, GenerationEvent]]:
     """Every event with the number of its generation, in order for each. The first error of any ends it.
 
     What waits to be read stays in the bounded buffers of the generations: this one holds one event of each at most.
@@ -15,15 +15,15 @@ async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, 
         async for event in generations[0]:
             yield 0, event
         return
-    queue: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue(len(generations))
-    readers = [asyncio.create_task(_read(*numbered, queue)) for numbered in enumerate(generations)]
+    queue: asyncio.Queue[tuple[int, GenerationEvent | Exception]] = asyncio.Queue(len(generations))
+    readers = [asyncio.create_task(_read_generation(*numbered, queue)) for numbered in enumerate(generations)]
     left = len(readers)
     try:
         while left:
             number, read = await queue.get()
             if isinstance(read, Exception):
                 raise read
-            left -= isinstance(read, Done)
+            left -= isinstance(read, FinishedEvent)
             yield number, read
     finally:
         for reader in readers:
@@ -31,7 +31,7 @@ async def merged(generations: Sequence[Generation]) -> AsyncIterator[tuple[int, 
         await asyncio.gather(*readers, return_exceptions=True)
 
 
-async def _read(number: int, generation: Generation, queue: "asyncio.Queue[tuple[int, Event | Exception]]") -> None:
+async def _read_generation(number: int, generation: Generation, queue: "asyncio.Queue[tuple[int, Event | Exception]]") -> None:
     try:
         async for event in generation:
             await queue.put((number, event))

@@ -1,6 +1,6 @@
 """NodeLink.Attach: the one stream between the coordinator and each node.
 
-A stream is one incarnation. It starts with a Join within `JOIN_TIMEOUT` seconds and ends when the node goes, when the
+A stream is one incarnation. It starts with a Join within `JOIN_TIMEOUT_SECONDS` seconds and ends when the node goes, when the
 brain gives the incarnation up, or when the node reads so slowly that its bounded outbox fills.
 """
 
@@ -14,26 +14,26 @@ import grpc
 
 from baton import link_codec, log, wire
 from baton.config import Config
-from baton.errors import ConfigError, NodeGone
-from baton.limits import MAX_UNSENT
-from baton.link_dialer import PROOF_KEY, link_proof
+from baton.errors import ConfigError, NodeLost
+from baton.limits import MAX_UNSENT_MESSAGES
+from baton.link_dialer import PROOF_METADATA_KEY, derive_link_proof
 from baton.pb.cluster_pb2 import CoordinatorMessage, Join, NodeMessage, Ping, Refusal
-from baton.process.log_rate import RateLimitedLog
+from baton.process.log_rate import RateLimitedLogger
 from baton.types import Incarnation
 from coordinator.core.identity import JoinInfo
-from coordinator.core.pools import ROLE
+from coordinator.core.pools import POOL_ROLE
 from coordinator.dispatcher import Dispatcher
-from coordinator.ledgers import Ledgers
+from coordinator.ledgers import LedgerCollector
 from coordinator.node_messages import input_from_pb, join_from_pb, pool_from_pb
 
-JOIN_TIMEOUT = 5.0  # seconds
-_LAST_WRITE = 1.0  # seconds
+JOIN_TIMEOUT_SECONDS = 5.0  # seconds
+_LAST_WRITE_SECONDS = 1.0  # seconds
 _FAILPOINT = "link.coordinator.send"
 
-Context = Any  # grpc.aio.ServicerContext, which ships without types
+StreamContext = Any  # grpc.aio.ServicerContext, which ships without types
 
-_log = log.get("node_link")
-_limited = RateLimitedLog()  # of lines that whoever reaches the port can cause
+_log = log.get_logger("node_link")
+_limited = RateLimitedLogger()  # of lines that whoever reaches the port can cause
 
 
 class NodeStream:
@@ -45,9 +45,9 @@ class NodeStream:
         self._outbox: deque[CoordinatorMessage] = deque()
         self._wake = asyncio.Event()
 
-    def send(self, message: CoordinatorMessage) -> None:
-        if len(self._outbox) >= MAX_UNSENT and not self.closed.is_set():
-            _log.error("a node reads too slowly and is given up", unsent=MAX_UNSENT)
+    def send_message(self, message: CoordinatorMessage) -> None:
+        if len(self._outbox) >= MAX_UNSENT_MESSAGES and not self.closed.is_set():
+            _log.error("a node reads too slowly and is given up", unsent=MAX_UNSENT_MESSAGES)
             self.close()
         if not self.closed.is_set():
             self._outbox.append(message)
@@ -56,66 +56,66 @@ class NodeStream:
     def close(self) -> None:
         self.closed.set()
 
-    async def drain_to(self, context: Context) -> None:
+    async def write_messages(self, context: StreamContext) -> None:
         """Write what is sent, until cancelled."""
-        numbers = link_codec.Numbers()
+        numbers = link_codec.SequenceNumbers()
         while True:
             while self._outbox:
                 message = self._outbox.popleft()
-                numbers.stamp(message)
-                await _write(context, message)
+                numbers.number_message(message)
+                await _write_message(context, message)
             self._wake.clear()
             try:
                 async with asyncio.timeout(self._heartbeat):
                     await self._wake.wait()
             except TimeoutError:
-                self.send(CoordinatorMessage(ping=Ping()))
+                self.send_message(CoordinatorMessage(ping=Ping()))
 
 
-async def _write(context: Context, message: CoordinatorMessage) -> None:
+async def _write_message(context: StreamContext, message: CoordinatorMessage) -> None:
     """What is being written when this is cancelled is written to its end, unless the node takes nothing: gRPC cannot
     end a stream that still writes, and the node would not learn that it has ended."""
-    writing = asyncio.ensure_future(link_codec.write(context.write, message, _FAILPOINT))
+    writing = asyncio.ensure_future(link_codec.send_message(context.write, message, _FAILPOINT))
     try:
         await asyncio.shield(writing)
     except asyncio.CancelledError:
-        await asyncio.wait({writing}, timeout=_LAST_WRITE)
+        await asyncio.wait({writing}, timeout=_LAST_WRITE_SECONDS)
         writing.cancel()
         await asyncio.gather(writing, return_exceptions=True)
         raise
 
 
-class NodeLink:
-    def __init__(self, config: Config, dispatcher: Dispatcher, ledgers: Ledgers) -> None:
+class NodeLinkService:
+    def __init__(self, config: Config, dispatcher: Dispatcher, ledgers: LedgerCollector) -> None:
         self._config = config
         self._dispatcher = dispatcher
-        self._ledgers = ledgers
-        self._proof = link_proof(config.cluster_token)
+        self._ledger_collector = ledgers
+        self._proof = derive_link_proof(config.cluster_token)
 
-    async def Attach(self, _: object, context: Context) -> None:
+    async def Attach(self, _: object, context: StreamContext) -> None:
         """One node's stream, from its Join to its end."""
         await self._authenticate(context)
         stream = NodeStream(self._config.heartbeat)
-        first = await self._first(context)
+        first = await self._read_join(context)
         try:
-            if first.join.role == ROLE:
+            if first.join.role == POOL_ROLE:
                 incarnation = self._dispatcher.join_pool(pool_from_pb(first.join), stream)
             else:
-                incarnation = self._dispatcher.join(self._announcement(first.join), stream)
+                incarnation = self._dispatcher.join_node(self._parse_join(first.join), stream)
         except ConfigError as error:
-            _limited.write(_log.warning, "join refused", node=first.join.name, reason=error.message)
+            _limited.log_event(_log.warning, "join refused", node=first.join.name, reason=error.message)
             refusal = Refusal(error=wire.error_to_pb(error), retry_seconds=error.retry_after or 0.0)
             await context.write(CoordinatorMessage(refusal=refusal))
             return
         try:
-            await self._until_one_ends(self._read(context, incarnation), stream.drain_to(context), stream.closed.wait())
+            await self._run_until_first_ends(self._receive_messages(context, incarnation), stream.write_messages(context), stream.closed.wait())
         except grpc.RpcError as error:
-            _limited.write(_log.info, "stream broke", node=first.join.name, error=str(error))
+            _limited.log_event(_log.info, "stream broke", node=first.join.name, error=str(error))
         finally:
             stream.close()
-            self._dispatcher.leave(incarnation, NodeGone(f"the stream of node {first.join.name} ended"))
+            self._dispatcher.remove_member(incarnation, NodeLost(f"the stream of node {first.join.name} ended"))
 
-    def _announcement(self, join: Join) -> JoinInfo:
+    def _parse_join(self, join: Join) -> JoinInfo:
         """Raises ConfigError, counted, for one that is no node's."""
         try:
             return join_from_pb(join)
@@ -123,19 +123,19 @@ class NodeLink:
             self._dispatcher.brain.counters.joins["refused"] += 1
             raise
 
-    async def _authenticate(self, context: Context) -> None:
+    async def _authenticate(self, context: StreamContext) -> None:
         """The certificate has shown already that the node has the token. This proof of it also holds where somebody in
         between has ended TLS."""
-        given = dict(context.invocation_metadata()).get(PROOF_KEY, b"")
+        given = dict(context.invocation_metadata()).get(PROOF_METADATA_KEY, b"")
         if hmac.compare_digest(given if isinstance(given, bytes) else b"", self._proof):
             return
         self._dispatcher.brain.counters.joins["unauthenticated"] += 1
-        _limited.write(_log.warning, "wrong cluster token: a node was refused", peer=context.peer())
+        _limited.log_event(_log.warning, "wrong cluster token: a node was refused", peer=context.peer())
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"metadata {PROOF_KEY} is missing or wrong")
 
-    async def _first(self, context: Context) -> NodeMessage:
+    async def _read_join(self, context: StreamContext) -> NodeMessage:
         try:
-            async with asyncio.timeout(JOIN_TIMEOUT):
+            async with asyncio.timeout(JOIN_TIMEOUT_SECONDS):
                 message = await context.read()
         except TimeoutError:
             await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no Join within {JOIN_TIMEOUT:g} s")
@@ -143,18 +143,18 @@ class NodeLink:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Join")
         return message  # type: ignore[no-any-return]
 
-    async def _read(self, context: Context, incarnation: Incarnation) -> None:
-        counters, numbers = self._dispatcher.brain.counters, link_codec.Numbers()
+    async def _receive_messages(self, context: StreamContext, incarnation: Incarnation) -> None:
+        counters, numbers = self._dispatcher.brain.counters, link_codec.SequenceNumbers()
         while (message := await context.read()) is not grpc.aio.EOF:
             if message is None:
                 counters.dropped_messages["damaged"] += 1
                 return
             try:
-                if not numbers.is_new(message):
+                if not numbers.accept_message(message):
                     counters.dropped_messages["repeated"] += 1
                     continue
             except link_codec.MessagesLost as error:
-                _limited.write(_log.warning, "messages lost", error=str(error))
+                _limited.log_event(_log.warning, "messages lost", error=str(error))
                 counters.dropped_messages["lost"] += 1
                 return
             if message.incarnation != incarnation:
@@ -163,18 +163,18 @@ class NodeLink:
             try:
                 report = input_from_pb(message)
             except ValueError as error:
-                _limited.write(_log.warning, "a message makes no sense", error=str(error))
+                _limited.log_event(_log.warning, "a message makes no sense", error=str(error))
                 counters.dropped_messages["damaged"] += 1
                 return
             if report is not None:
-                self._dispatcher.receive(incarnation, report)
+                self._dispatcher.receive_report(incarnation, report)
             elif message.HasField("ledger"):
-                self._ledgers.answered(incarnation, message.ledger)
+                self._ledger_collector.on_ledger_reply(incarnation, message.ledger)
             else:
                 counters.dropped_messages["unexpected"] += 1
 
     @staticmethod
-    async def _until_one_ends(*parts: Coroutine[Any, Any, object]) -> None:
+    async def _run_until_first_ends(*parts: Coroutine[Any, Any, object]) -> None:
         """Run all until one is done, then stop the others. Raises what it raised."""
         tasks = [asyncio.ensure_future(part) for part in parts]
         try:

@@ -5,45 +5,45 @@ from typing import Any
 import grpc.aio
 
 from baton import link_codec
-from baton.cluster_certificates import coordinator_credentials
+from baton.cluster_certificates import coordinator_server_credentials
 from baton.config import Config
 from baton.connection_limits import PortLimit
-from baton.grpc_limits import server_options
-from baton.limits import LINK_OPTIONS
+from baton.grpc_limits import grpc_server_options
+from baton.limits import LINK_CHANNEL_OPTIONS
 from coordinator.dispatcher import Dispatcher
-from coordinator.grpc_port import bind_grpc
-from coordinator.handshakes import PATIENCE, Handshakes
-from coordinator.ledgers import Ledgers
-from coordinator.node_link import NodeLink
+from coordinator.grpc_port import bind_grpc_port
+from coordinator.handshakes import STREAM_OPEN_TIMEOUT_SECONDS, HandshakeMonitor
+from coordinator.ledgers import LedgerCollector
+from coordinator.node_link import NodeLinkService
 
-_STREAMS = 4  # at a time on one connection: a node has one
+_MAX_STREAMS_PER_CONNECTION = 4  # at a time on one connection: a node has one
 _IDLE_SECONDS = 60.0  # without a stream
 
 
-class NodePort:
+class NodeLinkServer:
     """Bound by its constructor, on the running event loop; it answers from `start` on."""
 
-    def __init__(self, config: Config, dispatcher: Dispatcher, ledgers: Ledgers, limit: PortLimit) -> None:
+    def __init__(self, config: Config, dispatcher: Dispatcher, ledgers: LedgerCollector, limit: PortLimit) -> None:
         """Raises ConfigError when the port cannot be had."""
-        self._joins = dispatcher.brain.counters.joins
-        self._link = NodeLink(config, dispatcher, ledgers)
-        self._handshakes = Handshakes(self._count_failures, PATIENCE)
-        options = server_options(limit, streams=_STREAMS, idle=_IDLE_SECONDS)
-        self._server = grpc.aio.server(options=(*LINK_OPTIONS, *options))
-        link_codec.add_to(self._server, self._attach)
-        credentials = coordinator_credentials(config.cluster_token, self._handshakes.begin)
-        self.port = bind_grpc(self._server, config.cluster_host, config.cluster_port, "--cluster-port", credentials)
+        self._join_counts = dispatcher.brain.counters.joins
+        self._link_service = NodeLinkService(config, dispatcher, ledgers)
+        self._handshake_monitor = HandshakeMonitor(self._count_failed_handshakes, STREAM_OPEN_TIMEOUT_SECONDS)
+        options = grpc_server_options(limit, streams=_MAX_STREAMS_PER_CONNECTION, idle=_IDLE_SECONDS)
+        self._server = grpc.aio.server(options=(*LINK_CHANNEL_OPTIONS, *options))
+        link_codec.add_link_service(self._server, self._attach)
+        credentials = coordinator_server_credentials(config.cluster_token, self._handshake_monitor.on_handshake_started)
+        self.port = bind_grpc_port(self._server, config.cluster_host, config.cluster_port, "--cluster-port", credentials)
 
     async def start(self) -> None:
         await self._server.start()
 
     async def stop(self, grace: float) -> None:
         await self._server.stop(grace)
-        self._handshakes.close()
+        self._handshake_monitor.close()
 
     async def _attach(self, requests: object, context: Any) -> None:
-        self._handshakes.complete()
-        await self._link.Attach(requests, context)
+        self._handshake_monitor.on_stream_opened()
+        await self._link_service.Attach(requests, context)
 
-    def _count_failures(self, failed: int) -> None:
-        self._joins["unauthenticated"] += failed
+    def _count_failed_handshakes(self, failed: int) -> None:
+        self._join_counts["unauthenticated"] += failed

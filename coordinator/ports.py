@@ -7,34 +7,34 @@ from prometheus_client.registry import Collector
 
 from baton.config import Config
 from baton.connection_guard import ConnectionGuard
-from baton.connection_limits import COORDINATOR_PORTS, port_limit
+from baton.connection_limits import COORDINATOR_PORTS, compute_port_limit
 from coordinator.http.connections import ConnectionTable
 
 
-class Ports(Collector):
+class PortConnections(Collector):
     """HTTP ports count their connections themselves; those of gRPC are watched from outside."""
 
     def __init__(self, config: Config, descriptors: int) -> None:
         """Raises ConfigError for more connections than the process may have."""
         wanted = {"most": config.max_connections, "per_address": config.max_connections_per_address}
-        self.limits = {name: port_limit(name, descriptors, **wanted) for name in COORDINATOR_PORTS}
+        self.limits = {name: compute_port_limit(name, descriptors, **wanted) for name in COORDINATOR_PORTS}
         self._tables: dict[str, ConnectionTable] = {}
         self._guard = ConnectionGuard()
 
-    def table(self, name: str) -> ConnectionTable:
+    def get_table(self, name: str) -> ConnectionTable:
         """Of an HTTP port."""
         return self._tables.setdefault(name, ConnectionTable(name, self.limits[name]))
 
-    def watch(self, name: str, port: int) -> None:
+    def watch_grpc_port(self, name: str, port: int) -> None:
         """A gRPC port, by its name and its number."""
-        self._guard.watch(name, port, self.limits[name])
+        self._guard.watch_port(name, port, self.limits[name])
 
-    def held(self) -> dict[str, int]:
-        return {name: len(table) for name, table in self._tables.items()} | self._guard.held()
+    def get_connection_counts(self) -> dict[str, int]:
+        return {name: len(table) for name, table in self._tables.items()} | self._guard.get_connection_counts()
 
-    def refused(self) -> dict[str, int]:
+    def get_refused_counts(self) -> dict[str, int]:
         """Connections that were closed because there were too many."""
-        return {name: table.refused for name, table in self._tables.items()} | self._guard.refused()
+        return {name: table.refused_connections for name, table in self._tables.items()} | self._guard.get_refused_counts()
 
     def close(self) -> None:
         self._guard.close()
@@ -42,15 +42,15 @@ class Ports(Collector):
     def collect(self) -> Iterator[Metric]:
         """For /metrics."""
         held = GaugeMetricFamily("baton_connections", "Connections that a port holds", labels=["port"])
-        for name, count in self.held().items():
+        for name, count in self.get_connection_counts().items():
             held.add_metric([name], count)
         yield held
-        yield self.refused_counter()
+        yield self.build_refused_counter()
 
-    def refused_counter(self) -> Metric:
+    def build_refused_counter(self) -> Metric:
         refused = CounterMetricFamily(
             "baton_connections_refused_total", "Connections closed because there were too many", labels=["port"]
         )
-        for name, count in self.refused().items():
+        for name, count in self.get_refused_counts().items():
             refused.add_metric([name], count)
         return refused

@@ -7,27 +7,27 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from baton import log
-from baton.errors import Rejected
-from baton.process.log_rate import RateLimitedLog
-from coordinator.core.counters import CLASS
+from baton.errors import RequestRejected
+from baton.process.log_rate import RateLimitedLogger
+from coordinator.core.counters import DEFAULT_TENANT_CLASS
 
-_log = log.get("front")
-_limited = RateLimitedLog()
+_log = log.get_logger("front")
+_limited = RateLimitedLogger()
 
 
-class Refusals:
+class RejectionCounter:
     """`count(error, tenant_class)` adds one to baton_rejected_total."""
 
-    def __init__(self, count: Callable[[Rejected, str], None]) -> None:
+    def __init__(self, count: Callable[[RequestRejected, str], None]) -> None:
         self._count = count
 
     @contextmanager
-    def counted(self, tenant_class: str = CLASS) -> Iterator[None]:
+    def count_rejections(self, tenant_class: str = DEFAULT_TENANT_CLASS) -> Iterator[None]:
         """`tenant_class` of whoever calls, as far as that is known."""
         try:
             yield
-        except Rejected as error:
+        except RequestRejected as error:
             self._count(error, tenant_class)
             # not its message or field, which may be the client's own words
-            _limited.write(_log.info, "refused", per=error.code, code=error.code)
+            _limited.log_event(_log.info, "refused", per=error.code, code=error.code)
             raise

@@ -7,48 +7,48 @@ together the longest.
 from collections.abc import Sequence
 
 
-class StopStrings:
-    """`held` is how many of the last characters could be the beginning of a stop string: they must not be shown yet."""
+class StopStringMatcher:
+    """`held_characters` is how many of the last characters could be the beginning of a stop string: they must not be shown yet."""
 
     def __init__(self, strings: Sequence[str]) -> None:
-        self._automata = [_Automaton(string) for string in strings]
-        self._seen = 0
-        self.held = 0
+        self._automata = [_KmpAutomaton(string) for string in strings]
+        self._fed_characters = 0
+        self.held_characters = 0
 
-    def skip(self, characters: int) -> None:
+    def skip_characters(self, characters: int) -> None:
         """So many characters go by unsearched."""
-        self._seen += characters
+        self._fed_characters += characters
 
-    def add(self, text: str) -> int | None:
+    def feed_text(self, text: str) -> int | None:
         """The position, counted over everything added and skipped, where a stop string begins that is now complete."""
         for character in text:
-            self._seen += 1
-            complete = [automaton.length for automaton in self._automata if automaton.step(character)]
+            self._fed_characters += 1
+            complete = [automaton.length for automaton in self._automata if automaton.feed_character(character)]
             if complete:
-                self.held = 0
-                return self._seen - max(complete)
-        self.held = max((automaton.matched for automaton in self._automata), default=0)
+                self.held_characters = 0
+                return self._fed_characters - max(complete)
+        self.held_characters = max((automaton.matched_length for automaton in self._automata), default=0)
         return None
 
 
-class _Automaton:
-    """`matched` is the length of the longest prefix of the string that the text ends with."""
+class _KmpAutomaton:
+    """`matched_length` is the length of the longest prefix of the string that the text ends with."""
 
     def __init__(self, string: str) -> None:
         self._string = string
         self.length = len(string)
-        self.matched = 0
-        self._fallback = _borders(string)
+        self.matched_length = 0
+        self._fallback = _prefix_function(string)
 
-    def step(self, character: str) -> bool:
-        matched = self.matched
+    def feed_character(self, character: str) -> bool:
+        matched = self.matched_length
         while matched and self._string[matched] != character:
             matched = self._fallback[matched]
-        self.matched = matched + (self._string[matched] == character)
-        return self.matched == self.length
+        self.matched_length = matched + (self._string[matched] == character)
+        return self.matched_length == self.length
 
 
-def _borders(string: str) -> list[int]:
+def _prefix_function(string: str) -> list[int]:
     """For each prefix length, the length of its longest proper prefix that is also its suffix."""
     borders = [0, 0]
     length = 0

@@ -9,122 +9,122 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from baton.types import FinishReason, TokenScore
-from coordinator.detokenizer import Detokenizer
-from coordinator.generation import Delta
-from coordinator.stop_strings import StopStrings
+from baton.types import FinishReason, TokenLogprobs
+from coordinator.detokenizer import IncrementalDetokenizer
+from coordinator.generation import TokensEvent
+from coordinator.stop_strings import StopStringMatcher
 
-ECHO_STEP = 256  # tokens of a scored prompt in one piece: each may name 20 others, which takes time and bytes to word
+ECHO_CHUNK_TOKENS = 256  # tokens of a scored prompt in one piece: each may name 20 others, which takes time and bytes to word
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):
+class OutputChunk(msgspec.Struct, frozen=True, gc=False):
     """New text of a choice and its new tokens. With scores, each token has one (the first of a prompt has None) and
-    `starts`, the place in the choice's whole text where its own begins. `echo` marks the prompt or a part of it, given
+    `text_offsets`, the place in the choice's whole text where its own begins. `is_prompt_echo` marks the prompt or a part of it, given
     back."""
 
-    index: int
+    choice_index: int
     text: str
-    tokens: Sequence[int] = ()
-    scores: Sequence[TokenScore | None] = ()
-    starts: Sequence[int] = ()
-    finish: FinishReason | None = None
-    echo: bool = False
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs | None] = ()
+    text_offsets: Sequence[int] = ()
+    finish_reason: FinishReason | None = None
+    is_prompt_echo: bool = False
 
 
-class Teller:
+class OutputProcessor:
     """One choice. With stop strings, a token is listed once a character of it, or of a later one, is shown: text that
     may begin a stop string is held back, and the tokens with it."""
 
     def __init__(
         self,
         index: int,
-        detokenizer: Detokenizer,
+        detokenizer: IncrementalDetokenizer,
         *,
         stop: Sequence[str] = (),
         scored: bool = False,
         unsearched: int = 0,
     ) -> None:
         """`unsearched` so many first tokens are never part of a stop string (min_tokens)."""
-        self.index = index
-        self.tokens = 0  # up to the one that completed a stop string
-        self.stopped = False
+        self.choice_index = index
+        self.output_tokens = 0  # up to the one that completed a stop string
+        self.is_stopped = False
         self._detokenizer = detokenizer
-        self._stop = StopStrings(stop) if stop else None
-        self.plain = self._stop is None and not scored  # then each step is one piece
-        self._unsearched = unsearched
-        self._received = self._shown = 0  # characters
-        self._unshown = ""
-        self._waiting: deque[tuple[int, TokenScore | None, int]] = deque()  # token, its score, where its text starts
+        self._stop_matcher = StopStringMatcher(stop) if stop else None
+        self.is_passthrough = self._stop_matcher is None and not scored  # then each step is one piece
+        self._min_tokens = unsearched
+        self._received_characters = self._emitted_characters = 0  # characters
+        self._held_text = ""
+        self._held_tokens: deque[tuple[int, TokenLogprobs | None, int]] = deque()  # token, its score, where its text starts
 
-    def echo(
-        self, text: str, tokens: Sequence[int], scores: Sequence[TokenScore | None], starts: Sequence[int]
-    ) -> Iterator[Piece]:
-        """The prompt, before anything else is told; with scores, at most `ECHO_STEP` tokens of it at once."""
-        self._received = self._shown = len(text)
-        if self._stop is not None:
-            self._stop.skip(len(text))
-        step = ECHO_STEP if scores else len(tokens)
+    def echo_prompt(
+        self, text: str, tokens: Sequence[int], scores: Sequence[TokenLogprobs | None], starts: Sequence[int]
+    ) -> Iterator[OutputChunk]:
+        """The prompt, before anything else is told; with scores, at most `ECHO_CHUNK_TOKENS` tokens of it at once."""
+        self._received_characters = self._emitted_characters = len(text)
+        if self._stop_matcher is not None:
+            self._stop_matcher.skip_characters(len(text))
+        step = ECHO_CHUNK_TOKENS if scores else len(tokens)
         for begin in range(0, len(tokens), step):
             end = begin + step
             first, last = starts[begin] if begin else 0, starts[end] if end < len(tokens) else len(text)
             part = slice(begin, end)
-            yield Piece(self.index, text[first:last], tokens[part], scores[part], starts[part], echo=True)
+            yield OutputChunk(self.choice_index, text[first:last], tokens[part], scores[part], starts[part], is_prompt_echo=True)
 
-    def tell(self, delta: Delta) -> Piece | None:
-        """What a step brings to be shown, None if all of it is held back. After it, `stopped` tells whether a stop
+    def process_tokens(self, delta: TokensEvent) -> OutputChunk | None:
+        """What a step brings to be shown, None if all of it is held back. After it, `is_stopped` tells whether a stop
         string is complete: then nothing more is shown."""
-        if self.plain:
-            return self.whole(delta)
-        if self.stopped:
+        if self.is_passthrough:
+            return self.process_passthrough(delta)
+        if self.is_stopped:
             return None
-        scores = delta.scores or (None,) * len(delta.tokens)
-        for token, score in zip(delta.tokens, scores, strict=True):
-            self.tokens += 1
-            self._waiting.append((token, score, self._received))
-            if self._hear(self._detokenizer.add((token,))):
+        scores = delta.logprobs or (None,) * len(delta.token_ids)
+        for token, score in zip(delta.token_ids, scores, strict=True):
+            self.output_tokens += 1
+            self._held_tokens.append((token, score, self._received_characters))
+            if self._append_text(self._detokenizer.append_tokens((token,))):
                 break
-        return self._show(bool(delta.scores))
+        return self._emit_chunk(bool(delta.logprobs))
 
-    def whole(self, delta: Delta) -> Piece:
-        """`tell`, where it is `plain`."""
-        tokens = delta.tokens
-        self.tokens += len(tokens)
-        return Piece(self.index, self._detokenizer.add(tokens), tokens)
+    def process_passthrough(self, delta: TokensEvent) -> OutputChunk:
+        """`process_tokens`, where it is `is_passthrough`."""
+        tokens = delta.token_ids
+        self.output_tokens += len(tokens)
+        return OutputChunk(self.choice_index, self._detokenizer.append_tokens(tokens), tokens)
 
-    def rest(self) -> Piece | None:
+    def flush(self) -> OutputChunk | None:
         """What is left to show at the end of the generation: what was held back, and an unfinished character."""
-        if self.stopped:
+        if self.is_stopped:
             return None
-        scored = bool(self._waiting) and self._waiting[0][1] is not None
-        if not self._hear(self._detokenizer.flush()):
-            self._stop = None
-        return self._show(scored)
+        scored = bool(self._held_tokens) and self._held_tokens[0][1] is not None
+        if not self._append_text(self._detokenizer.flush()):
+            self._stop_matcher = None
+        return self._emit_chunk(scored)
 
-    def _hear(self, text: str) -> bool:
+    def _append_text(self, text: str) -> bool:
         """True once a stop string is complete; the text from there on is dropped."""
-        self._received += len(text)
-        self._unshown += text
-        if self._stop is None:
+        self._received_characters += len(text)
+        self._held_text += text
+        if self._stop_matcher is None:
             return False
-        if self.tokens <= self._unsearched:
-            self._stop.skip(len(text))
+        if self.output_tokens <= self._min_tokens:
+            self._stop_matcher.skip_characters(len(text))
             return False
-        begin = self._stop.add(text)
+        begin = self._stop_matcher.feed_text(text)
         if begin is None:
             return False
-        self._unshown = self._unshown[: begin - self._shown]
-        self._received = begin
-        self.stopped = True
+        self._held_text = self._held_text[: begin - self._emitted_characters]
+        self._received_characters = begin
+        self.is_stopped = True
         return True
 
-    def _show(self, scored: bool) -> Piece | None:
-        end = self._received - (self._stop.held if self._stop else 0)
-        text, self._unshown = self._unshown[: end - self._shown], self._unshown[end - self._shown :]
-        self._shown = end
-        told: list[tuple[int, TokenScore | None, int]] = []
-        while self._waiting and (self._stop is None or self._waiting[0][2] < end):
-            told.append(self._waiting.popleft())
+    def _emit_chunk(self, scored: bool) -> OutputChunk | None:
+        end = self._received_characters - (self._stop_matcher.held_characters if self._stop_matcher else 0)
+        text, self._held_text = self._held_text[: end - self._emitted_characters], self._held_text[end - self._emitted_characters :]
+        self._emitted_characters = end
+        told: list[tuple[int, TokenLogprobs | None, int]] = []
+        while self._held_tokens and (self._stop_matcher is None or self._held_tokens[0][2] < end):
+            told.append(self._held_tokens.popleft())
         if not (text or told):
             return None
         tokens, scores, starts = zip(*told, strict=True) if told else ((), (), ())
-        return Piece(self.index, text, tokens, scores if scored else (), starts if scored else ())
+        return OutputChunk(self.choice_index, text, tokens, scores if scored else (), starts if scored else ())

@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, TypeVar
 
-from baton.clock import Clock, steady
+from baton.clock import Clock, monotonic_clock
 from baton.errors import Overloaded
-from baton.limits import MAX_LONG_TEXT_BYTES, MAX_SHORT_TEXT_BYTES
+from baton.limits import MAX_PENDING_LONG_TEXT_BYTES, MAX_PENDING_SHORT_TEXT_BYTES
 
-INLINE_BYTES = 2 << 10  # so little text is worked on at once: it takes less than a hand-over and back
-SHORT_BYTES = 64 << 10  # longer texts have threads of their own
+MAX_INLINE_BYTES = 2 << 10  # so little text is worked on at once: it takes less than a hand-over and back
+MAX_SHORT_BYTES = 64 << 10  # longer texts have threads of their own
 _LONG_THREADS = 2
 # Seconds for which smaller work may pass a text, for each of its bytes. A whole budget of short texts that have waited
 # for less than 13 s is passed by one of 3 kB.
-_SHORT_PASSED_PER_BYTE = 2e-4
-_LONG_PASSED_PER_BYTE = 1e-5
-_RETRY = 1.0  # seconds
+_SHORT_AGING_SECONDS_PER_BYTE = 2e-4
+_LONG_AGING_SECONDS_PER_BYTE = 1e-5
+_RETRY_SECONDS = 1.0  # seconds
 
 Result = TypeVar("Result")
 
@@ -36,63 +36,63 @@ class TextWorkers:
 
     def __init__(
         self,
-        most_short_bytes: int = MAX_SHORT_TEXT_BYTES,
-        most_long_bytes: int = MAX_LONG_TEXT_BYTES,
-        clock: Clock = steady,
+        most_short_bytes: int = MAX_PENDING_SHORT_TEXT_BYTES,
+        most_long_bytes: int = MAX_PENDING_LONG_TEXT_BYTES,
+        clock: Clock = monotonic_clock,
     ) -> None:
-        self._short = _Lane("text-short", 1, most_short_bytes, _SHORT_PASSED_PER_BYTE, clock)
-        self._long = _Lane("text-long", _LONG_THREADS, most_long_bytes, _LONG_PASSED_PER_BYTE, clock)
+        self._short = _WorkerLane("text-short", 1, most_short_bytes, _SHORT_AGING_SECONDS_PER_BYTE, clock)
+        self._long = _WorkerLane("text-long", _LONG_THREADS, most_long_bytes, _LONG_AGING_SECONDS_PER_BYTE, clock)
 
     @property
-    def held(self) -> int:
+    def pending_bytes(self) -> int:
         """Bytes of text that wait for a thread or are worked on."""
-        return self._short.held + self._long.held
+        return self._short.pending_bytes + self._long.pending_bytes
 
-    async def run(self, work: Callable[[], Result], size: int) -> Result:
+    async def run_work(self, work: Callable[[], Result], size: int) -> Result:
         """The result of `work` on a text of `size` bytes. Raises Overloaded when too much text waits, and what `work`
         raises. Work that has begun goes on when the caller is cancelled."""
-        if size <= INLINE_BYTES:
+        if size <= MAX_INLINE_BYTES:
             return work()
-        lane = self._short if size <= SHORT_BYTES else self._long
-        result: Result = await lane.run(work, size)
+        lane = self._short if size <= MAX_SHORT_BYTES else self._long
+        result: Result = await lane.run_work(work, size)
         return result
 
 
 @dataclass(order=True, slots=True)
-class _Job:
-    """`due` is when nothing passes it any more, in seconds on the steady clock."""
+class _TextJob:
+    """`starts_by` is when nothing passes it any more, in seconds on the steady clock."""
 
-    due: float
+    starts_by: float
     serial: int
-    size: int = field(compare=False)
+    size_bytes: int = field(compare=False)
     work: Callable[[], Any] = field(compare=False)
     result: "asyncio.Future[Any]" = field(compare=False)
 
 
-class _Lane:
-    """So many threads, and the jobs that wait for one. `held` is the bytes of those and of what is worked on."""
+class _WorkerLane:
+    """So many threads, and the jobs that wait for one. `pending_bytes` is the bytes of those and of what is worked on."""
 
     def __init__(self, name: str, threads: int, most_bytes: int, passed_per_byte: float, clock: Clock) -> None:
-        self.held = 0
+        self.pending_bytes = 0
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix=name)
-        self._free = threads
+        self._free_threads = threads
         self._clock = clock
-        self._most_bytes = most_bytes
-        self._passed_per_byte = passed_per_byte
-        self._waiting: list[_Job] = []
+        self._max_pending_bytes = most_bytes
+        self._aging_seconds_per_byte = passed_per_byte
+        self._waiting: list[_TextJob] = []
         self._serial = count()
 
-    async def run(self, work: Callable[[], Any], size: int) -> Any:
-        if self.held and self.held + size > self._most_bytes:
+    async def run_work(self, work: Callable[[], Any], size: int) -> Any:
+        if self.pending_bytes and self.pending_bytes + size > self._max_pending_bytes:
             raise Overloaded(
                 f"{self.held} bytes of text wait to be tokenized and {size} more would come: the limit is "
                 f"{self._most_bytes} for texts of this length",
-                retry_after=_RETRY,
+                retry_after=_RETRY_SECONDS,
             )
-        self.held += size
+        self.pending_bytes += size
         loop = asyncio.get_running_loop()
-        due = self._clock() + size * self._passed_per_byte
-        job = _Job(due, next(self._serial), size, work, loop.create_future())
+        due = self._clock() + size * self._aging_seconds_per_byte
+        job = _TextJob(due, next(self._serial), size, work, loop.create_future())
         heapq.heappush(self._waiting, job)
         self._start_waiting(loop)
         try:
@@ -101,25 +101,25 @@ class _Lane:
             if job in self._waiting:
                 self._waiting.remove(job)
                 heapq.heapify(self._waiting)
-                self.held -= size
+                self.pending_bytes -= size
             raise
 
     def _start_waiting(self, loop: asyncio.AbstractEventLoop) -> None:
-        while self._waiting and self._free:
+        while self._waiting and self._free_threads:
             job = heapq.heappop(self._waiting)
-            self._free -= 1
-            self._start(job, loop)
+            self._free_threads -= 1
+            self._start_job(job, loop)
 
-    def _start(self, job: _Job, loop: asyncio.AbstractEventLoop) -> None:
+    def _start_job(self, job: _TextJob, loop: asyncio.AbstractEventLoop) -> None:
         def ended(done: "Future[Any]") -> None:
             with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(self._end, job, done, loop)
+                loop.call_soon_threadsafe(self._finish_job, job, done, loop)
 
         self._executor.submit(job.work).add_done_callback(ended)
 
-    def _end(self, job: _Job, done: "Future[Any]", loop: asyncio.AbstractEventLoop) -> None:
-        self._free += 1
-        self.held -= job.size
+    def _finish_job(self, job: _TextJob, done: "Future[Any]", loop: asyncio.AbstractEventLoop) -> None:
+        self._free_threads += 1
+        self.pending_bytes -= job.size_bytes
         error = done.exception()
         if not job.result.done():  # else its caller was cancelled
             if error is None:

@@ -15,30 +15,30 @@ from tokenizers import processors
 from baton.errors import InvalidRequest
 from baton.limits import TextLimit, check_message_count
 from coordinator.bounded_encoding import BoundedEncoder, utf8_size
-from coordinator.chat_template import ChatTemplate, Conversation
-from coordinator.detokenizer import Detokenizer, Vocabulary
-from coordinator.spelled_tokens import SpelledTokens
+from coordinator.chat_template import ChatTemplate, ChatPrompt
+from coordinator.detokenizer import IncrementalDetokenizer, Vocabulary
+from coordinator.spelled_tokens import SpecialTokenEscaper
 from coordinator.text_workers import TextWorkers
 
-TOKEN_BYTES = 4  # that a token to be decoded counts for among the workers, as about so many bytes of text
-UNLIMITED = TextLimit(2**62, "none is set")
+DECODE_BYTES_PER_TOKEN = 4  # that a token to be decoded counts for among the workers, as about so many bytes of text
+NO_TEXT_LIMIT = TextLimit(2**62, "none is set")
 
 
-class Text(Protocol):
+class Tokenizer(Protocol):
     """What the front doors need."""
 
     @property
-    def shows_text(self) -> bool:
+    def has_text(self) -> bool:
         """False: tokens have no text here."""
         ...
 
-    async def encode(self, text: str, *, special: bool = True, limit: TextLimit = UNLIMITED) -> tuple[int, ...]:
+    async def encode(self, text: str, *, special: bool = True, limit: TextLimit = NO_TEXT_LIMIT) -> tuple[int, ...]:
         """With `special`, the tokens that the model expects around a text, as its files say. Raises InvalidRequest
         when there is no tokenizer, TooLong as soon as the text is seen to be far beyond `limit`, Overloaded when too
         much text waits."""
         ...
 
-    async def starts(self, text: str) -> tuple[int, ...]:
+    async def compute_token_offsets(self, text: str) -> tuple[int, ...]:
         """For each token of `encode(text)`, the place in the text where it begins, in characters."""
         ...
 
@@ -46,19 +46,19 @@ class Text(Protocol):
         """All of it, special tokens too. Raises InvalidRequest when there is no tokenizer."""
         ...
 
-    async def converse(
-        self, conversation: Conversation, *, special: bool = False, limit: TextLimit = UNLIMITED
+    async def encode_chat(
+        self, conversation: ChatPrompt, *, special: bool = False, limit: TextLimit = NO_TEXT_LIMIT
     ) -> tuple[int, ...]:
         """The prompt of a conversation, in which special tokens are what its template writes and nothing that a message
         spells. `special` adds those around a text, which most templates write already. Raises InvalidRequest when there
         is no chat template, or when it refuses; TooLong and Overloaded as `encode`."""
         ...
 
-    async def describe(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
+    async def decode_with_offsets(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
         """The text of tokens as it is shown in an answer, and the place in it where each token begins."""
         ...
 
-    def detokenizer(self, *, continuing: bool = False) -> Detokenizer:
+    def create_detokenizer(self, *, continuing: bool = False) -> IncrementalDetokenizer:
         """`continuing`: the tokens follow others; else they begin a text."""
         ...
 
@@ -70,7 +70,7 @@ class Text(Protocol):
         """What it stands for; None if that is no text."""
         ...
 
-    async def pieces(self, tokens: Sequence[int]) -> list[str]:
+    async def get_token_strings(self, tokens: Sequence[int]) -> list[str]:
         """Each as the vocabulary spells it."""
         ...
 
@@ -78,46 +78,46 @@ class Text(Protocol):
 class NoTokenizer:
     """Token ids only: text is refused for `reason`, and output text is empty."""
 
-    shows_text = False
+    has_text = False
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
 
-    async def encode(self, text: str, *, special: bool = True, limit: TextLimit = UNLIMITED) -> tuple[int, ...]:
-        self._refuse("prompt is text", "prompt", ": send token ids")
+    async def encode(self, text: str, *, special: bool = True, limit: TextLimit = NO_TEXT_LIMIT) -> tuple[int, ...]:
+        self._raise_no_tokenizer("prompt is text", "prompt", ": send token ids")
 
-    async def starts(self, text: str) -> tuple[int, ...]:
-        self._refuse("prompt is text", "prompt", ": send token ids")
+    async def compute_token_offsets(self, text: str) -> tuple[int, ...]:
+        self._raise_no_tokenizer("prompt is text", "prompt", ": send token ids")
 
     async def decode(self, tokens: Sequence[int]) -> str:
-        self._refuse("tokens are to be text", "tokens")
+        self._raise_no_tokenizer("tokens are to be text", "tokens")
 
-    async def converse(
-        self, conversation: Conversation, *, special: bool = False, limit: TextLimit = UNLIMITED
+    async def encode_chat(
+        self, conversation: ChatPrompt, *, special: bool = False, limit: TextLimit = NO_TEXT_LIMIT
     ) -> tuple[int, ...]:
-        self._refuse("messages are text", "messages", ": send a prompt of token ids to /v1/completions")
+        self._raise_no_tokenizer("messages are text", "messages", ": send a prompt of token ids to /v1/completions")
 
-    async def describe(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
+    async def decode_with_offsets(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
         return "", [0] * len(tokens)
 
-    def detokenizer(self, *, continuing: bool = False) -> Detokenizer:
-        return _Silent()
+    def create_detokenizer(self, *, continuing: bool = False) -> IncrementalDetokenizer:
+        return _NullDetokenizer()
 
     def token_text(self, token: int) -> str:
-        return _nameless(token)
+        return _token_id_string(token)
 
     def token_bytes(self, token: int) -> bytes | None:
         return None
 
-    async def pieces(self, tokens: Sequence[int]) -> list[str]:
-        return list(map(_nameless, tokens))
+    async def get_token_strings(self, tokens: Sequence[int]) -> list[str]:
+        return list(map(_token_id_string, tokens))
 
-    def _refuse(self, given: str, field: str, remedy: str = "") -> NoReturn:
+    def _raise_no_tokenizer(self, given: str, field: str, remedy: str = "") -> NoReturn:
         raise InvalidRequest(f"{given}, but {self.reason}{remedy}", param=field)
 
 
-class _Silent:
-    def add(self, tokens: object) -> str:
+class _NullDetokenizer:
+    def append_tokens(self, tokens: object) -> str:
         return ""
 
     def flush(self) -> str:
@@ -128,7 +128,7 @@ class HfTokenizer:
     """A fast tokenizer. Its backend is used directly: it is immutable once loaded, so threads may share it, where
     the wrapper rewrites truncation and padding settings at every call."""
 
-    shows_text = True
+    has_text = True
 
     def __init__(
         self,
@@ -139,40 +139,40 @@ class HfTokenizer:
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
-        _keep_spaces(backend.post_processor)
+        _keep_spaces_in_offsets(backend.post_processor)
         self._backend = backend
-        self._bos = bos
+        self._bos_token_id = bos
         self._template = template
         self._encoder = BoundedEncoder(backend)
-        self._spelled = SpelledTokens(backend, self._encoder)
+        self._special_token_escaper = SpecialTokenEscaper(backend, self._encoder)
         self._vocabulary = Vocabulary(backend)
         self._workers = workers or TextWorkers()
 
-    async def encode(self, text: str, *, special: bool = True, limit: TextLimit = UNLIMITED) -> tuple[int, ...]:
+    async def encode(self, text: str, *, special: bool = True, limit: TextLimit = NO_TEXT_LIMIT) -> tuple[int, ...]:
         def encode() -> tuple[int, ...]:
-            ids = self._encoder.encode(text, limit, special=special)
-            return tuple(ids[self._surplus(ids) :])
+            ids = self._encoder.encode_text(text, limit, special=special)
+            return tuple(ids[self._duplicate_bos_count(ids) :])
 
         size = utf8_size(text)
-        self._encoder.check(size, limit)
-        return await self._workers.run(encode, size)
+        self._encoder.check_byte_size(size, limit)
+        return await self._workers.run_work(encode, size)
 
-    async def starts(self, text: str) -> tuple[int, ...]:
+    async def compute_token_offsets(self, text: str) -> tuple[int, ...]:
         def encode() -> tuple[int, ...]:
             (encoding,) = self._backend.encode_batch([text], add_special_tokens=True)
-            return tuple(_starts(encoding.offsets[self._surplus(encoding.ids) :]))
+            return tuple(_start_offsets(encoding.offsets[self._duplicate_bos_count(encoding.ids) :]))
 
-        return await self._workers.run(encode, utf8_size(text))
+        return await self._workers.run_work(encode, utf8_size(text))
 
     async def decode(self, tokens: Sequence[int]) -> str:
         def decode() -> str:
             (text,) = self._backend.decode_batch([list(tokens)], skip_special_tokens=False)
             return text
 
-        return await self._workers.run(decode, TOKEN_BYTES * len(tokens))
+        return await self._workers.run_work(decode, DECODE_BYTES_PER_TOKEN * len(tokens))
 
-    async def converse(
-        self, conversation: Conversation, *, special: bool = False, limit: TextLimit = UNLIMITED
+    async def encode_chat(
+        self, conversation: ChatPrompt, *, special: bool = False, limit: TextLimit = NO_TEXT_LIMIT
     ) -> tuple[int, ...]:
         template = self._template
         if template is None:
@@ -182,47 +182,47 @@ class HfTokenizer:
             )
 
         def encode() -> tuple[int, ...]:
-            hidden, marks = self._spelled.hide(conversation)
-            ids = self._spelled.encode(template.render(hidden), marks, limit, special=special)
-            return tuple(ids[self._surplus(ids) :])
+            hidden, marks = self._special_token_escaper.escape_chat(conversation)
+            ids = self._special_token_escaper.encode_escaped(template.render(hidden), marks, limit, special=special)
+            return tuple(ids[self._duplicate_bos_count(ids) :])
 
         check_message_count(len(conversation.messages))
-        return await self._workers.run(encode, conversation.size)
+        return await self._workers.run_work(encode, conversation.render_bytes)
 
-    async def describe(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
-        detokenizer = self.detokenizer()
+    async def decode_with_offsets(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
+        detokenizer = self.create_detokenizer()
 
         def decode() -> tuple[str, list[int]]:
             texts, starts, length = list[str](), list[int](), 0
             for token in tokens:
                 starts.append(length)
-                texts.append(detokenizer.add((token,)))
+                texts.append(detokenizer.append_tokens((token,)))
                 length += len(texts[-1])
             return "".join(texts) + detokenizer.flush(), starts
 
-        return await self._workers.run(decode, TOKEN_BYTES * len(tokens))
+        return await self._workers.run_work(decode, DECODE_BYTES_PER_TOKEN * len(tokens))
 
-    def detokenizer(self, *, continuing: bool = False) -> Detokenizer:
-        return self._vocabulary.detokenizer(continuing=continuing)
+    def create_detokenizer(self, *, continuing: bool = False) -> IncrementalDetokenizer:
+        return self._vocabulary.create_detokenizer(continuing=continuing)
 
     def token_text(self, token: int) -> str:
-        return self._vocabulary.token_text(token) or _nameless(token)
+        return self._vocabulary.token_text(token) or _token_id_string(token)
 
     def token_bytes(self, token: int) -> bytes | None:
         return self._vocabulary.token_bytes(token)
 
-    async def pieces(self, tokens: Sequence[int]) -> list[str]:
+    async def get_token_strings(self, tokens: Sequence[int]) -> list[str]:
         def look_up() -> list[str]:
-            return [self._backend.id_to_token(token) or _nameless(token) for token in tokens]
+            return [self._backend.id_to_token(token) or _token_id_string(token) for token in tokens]
 
-        return await self._workers.run(look_up, TOKEN_BYTES * len(tokens))
+        return await self._workers.run_work(look_up, DECODE_BYTES_PER_TOKEN * len(tokens))
 
-    def _surplus(self, ids: list[int]) -> int:
+    def _duplicate_bos_count(self, ids: list[int]) -> int:
         """A text that begins with BOS by itself gets no second one."""
-        return int(self._bos is not None and ids[:2] == [self._bos, self._bos])
+        return int(self._bos_token_id is not None and ids[:2] == [self._bos_token_id, self._bos_token_id])
 
 
-def _starts(offsets: Sequence[tuple[int, int]]) -> Iterator[int]:
+def _start_offsets(offsets: Sequence[tuple[int, int]]) -> Iterator[int]:
     """What stands for no text, as an end token, begins where the one before it ends."""
     reached = 0
     for begin, end in offsets:
@@ -230,15 +230,15 @@ def _starts(offsets: Sequence[tuple[int, int]]) -> Iterator[int]:
         reached = max(reached, end)
 
 
-def _keep_spaces(processor: object) -> None:
+def _keep_spaces_in_offsets(processor: object) -> None:
     """A byte-level token begins with its space, whatever the files say of offsets."""
     if isinstance(processor, processors.Sequence):
         with suppress(IndexError):  # it has no length
             for place in count():
-                _keep_spaces(processor[place])
+                _keep_spaces_in_offsets(processor[place])
     elif isinstance(processor, processors.ByteLevel):
         processor.trim_offsets = False
 
 
-def _nameless(token: int) -> str:
+def _token_id_string(token: int) -> str:
     return f"token_id:{token}"

@@ -16,25 +16,25 @@ from baton import log
 from baton.errors import ConfigError
 from coordinator.chat_template import ChatTemplate
 from coordinator.text_workers import TextWorkers
-from coordinator.tokenizer import HfTokenizer, NoTokenizer, Text
+from coordinator.tokenizer import HfTokenizer, NoTokenizer, Tokenizer
 
-_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-_log = log.get("tokenizer")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_log = log.get_logger("tokenizer")
 
 
-async def load(model: str, engine: str, workers: TextWorkers | None = None) -> Text:
+async def load_tokenizer(model: str, engine: str, workers: TextWorkers | None = None) -> Tokenizer:
     """The tokenizer of a model folder or of a model in the local Hugging Face cache.
 
     `workers` do its work on long texts. Raises ConfigError when files are there but cannot be used.
     """
     if engine == "paced":
         return NoTokenizer("the paced engine has no tokenizer")
-    return await asyncio.to_thread(_load, model, workers)
+    return await asyncio.to_thread(_load_in_thread, model, workers)
 
 
-def _load(model: str, workers: TextWorkers | None) -> Text:
+def _load_in_thread(model: str, workers: TextWorkers | None) -> Tokenizer:
     folder = Path(model)
-    if not model or (folder.is_dir() and not any((folder / name).exists() for name in _FILES)):
+    if not model or (folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES)):
         return NoTokenizer(f"{folder.name or 'the model'} has no tokenizer files")
     try:
         text = _from_files(folder, workers) or _from_transformers(model, workers)
@@ -59,25 +59,25 @@ def _from_files(folder: Path, workers: TextWorkers | None) -> HfTokenizer | None
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises this very class
         raise ValueError(f"tokenizer.json: {error}") from None
-    special = {name: content for name in ("bos_token", "eos_token") if (content := _content(settings.get(name)))}
+    special = {name: content for name in ("bos_token", "eos_token") if (content := _special_token_text(settings.get(name)))}
     bos = backend.token_to_id(special["bos_token"]) if "bos_token" in special else None
-    if not _agree(backend, bos, settings):
+    if not _settings_match_backend(backend, bos, settings):
         return None
-    return HfTokenizer(backend, bos, _template(_template_source(folder, settings), special), workers)
+    return HfTokenizer(backend, bos, _build_template(_read_template_source(folder, settings), special), workers)
 
 
-def _agree(backend: tokenizers.Tokenizer, bos: int | None, settings: Mapping[str, Any]) -> bool:
+def _settings_match_backend(backend: tokenizers.Tokenizer, bos: int | None, settings: Mapping[str, Any]) -> bool:
     """Does tokenizer.json itself begin and end a text as the settings beside it ask? Some classes of transformers
     follow those."""
     ids = backend.encode("").ids
     begins, wanted = bos is not None and ids[:1] == [bos], settings.get("add_bos_token")
     if wanted is not None and bos is not None and begins != wanted:
         return False
-    eos = backend.token_to_id(_content(settings.get("eos_token")) or "")
+    eos = backend.token_to_id(_special_token_text(settings.get("eos_token")) or "")
     return not settings.get("add_eos_token") or (eos is not None and ids[-1:] == [eos])
 
 
-def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
+def _read_template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """The default one of those that the model has; a file of its own comes first."""
     file = folder / "chat_template.jinja"
     if file.exists():
@@ -88,11 +88,11 @@ def _template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
     return source if isinstance(source, str) else None
 
 
-def _template(source: str | None, special: Mapping[str, str]) -> ChatTemplate | None:
+def _build_template(source: str | None, special: Mapping[str, str]) -> ChatTemplate | None:
     return None if source is None else ChatTemplate(source, special)
 
 
-def _content(token: object) -> str | None:
+def _special_token_text(token: object) -> str | None:
     """A special token is written as its text, or as an object that has it."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else None
@@ -109,4 +109,4 @@ def _from_transformers(model: str, workers: TextWorkers | None) -> HfTokenizer:
     if isinstance(source, dict):
         source = source.get("default")
     special = {name: token for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
-    return HfTokenizer(backend, loaded.bos_token_id, _template(source, special), workers)
+    return HfTokenizer(backend, loaded.bos_token_id, _build_template(source, special), workers)

@@ -7,23 +7,23 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from baton import log
-from baton.clock import Clock, steady
+from baton.clock import Clock, monotonic_clock
 
-LOG_SECONDS = 60.0  # at most one line in so many seconds
+LOG_INTERVAL_SECONDS = 60.0  # at most one line in so many seconds
 
-_log = log.get("front")
+_log = log.get_logger("front")
 
 
-class UnknownFields(Collector):
+class UnknownFieldPolicy(Collector):
     """The policy of --unknown-fields, for both front doors. Threads may share it."""
 
-    def __init__(self, *, ignored: bool = False, clock: Clock = steady) -> None:
-        self.ignored = ignored
+    def __init__(self, *, ignored: bool = False, clock: Clock = monotonic_clock) -> None:
+        self.is_ignoring = ignored
         self._clock = clock
         self._lock = threading.Lock()
         self._dropped = 0
         self._unlogged = 0
-        self._next_line = clock()
+        self._next_log_at = clock()
 
     def count_dropped(self, fields: int) -> None:
         """Their names are the client's own words, so neither a metric nor a log has them."""
@@ -31,9 +31,9 @@ class UnknownFields(Collector):
             self._dropped += fields
             self._unlogged += fields
             now = self._clock()
-            if now < self._next_line:
+            if now < self._next_log_at:
                 return
-            self._next_line = now + LOG_SECONDS
+            self._next_log_at = now + LOG_INTERVAL_SECONDS
             unlogged, self._unlogged = self._unlogged, 0
         _log.warning("unknown fields of requests ignored (--unknown-fields)", fields=unlogged)
 
@@ -45,4 +45,4 @@ class UnknownFields(Collector):
         )
 
 
-REFUSED = UnknownFields()
+REJECT_UNKNOWN_FIELDS = UnknownFieldPolicy()

@@ -1,10 +1,10 @@
 """The decode role over a node's parts, with its transfer plane."""
 
 from decode_node.role import DecodeRole
-from kv_transfer.factory import inbound_plane
-from node_engine.role import NodeParts, RolePolicy
+from kv_transfer.factory import make_inbound_plane
+from node_engine.role import RoleContext, RolePolicy
 
 
-def make_decode(parts: NodeParts) -> RolePolicy:
+def make_decode_role(parts: RoleContext) -> RolePolicy:
     """Raises ConfigError when the plane cannot be had."""
-    return DecodeRole(parts, inbound_plane(parts))
+    return DecodeRole(parts, make_inbound_plane(parts))

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 from baton import config_flags
 from baton.config import Config
-from baton.entry import enter
-from kv_pool.process import host_pool
+from baton.entry import run_process
+from kv_pool.process import run_pool
 
-POOL_FIELDS = (
+POOL_SETTINGS = (
     *("coordinator", "cluster_token", "insecure", "name", "listen", "advertise", "health_port", "host_id"),
     *("segment_dir", "transport", "silence", "ticket_ttl", "progress_timeout"),
     *("pool_memory", "pool_disk", "pool_disk_dir", "state_dir", "pool_eviction", "log_level", "log_format"),
@@ -21,9 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def settings() -> Config:
         description = "The pool of KV blocks of one host."
-        return config_flags.load(argv, prog="python -m kv_pool", description=description, fields=POOL_FIELDS)
+        return config_flags.load_config(argv, prog="python -m kv_pool", description=description, fields=POOL_SETTINGS)
 
-    return enter(settings, host_pool)
+    return run_process(settings, run_pool)
 
 
 if __name__ == "__main__":

@@ -20,14 +20,14 @@ class BlockRows:
         memory: memoryview = self._rows[block].data
         return memory
 
-    def copy(self, block: int, source: "BlockRows", of: int) -> None:
+    def copy_block(self, block: int, source: "BlockRows", of: int) -> None:
         np.copyto(self._rows[block], source._rows[of])
 
     def checksum(self, block: int) -> int:
         """XXH3, 64 bits."""
         return xxhash.xxh3_64_intdigest(self._rows[block].data)
 
-    def whole(self, blocks: Sequence[int], checksums: Sequence[int]) -> int:
+    def count_intact(self, blocks: Sequence[int], checksums: Sequence[int]) -> int:
         """How many leading blocks are what their checksums say."""
         for number, (block, checksum) in enumerate(zip(blocks, checksums, strict=True)):
             if self.checksum(block) != checksum:

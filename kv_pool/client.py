@@ -11,32 +11,32 @@ import contextlib
 from collections.abc import Callable
 
 from baton import log
-from baton.addressing import AddressSpace
+from baton.addressing import BlockAddressSpace
 from baton.block_hash import BlockHash
-from baton.clock import Clock, steady
-from baton.errors import BatonError, Draining, PeerGone
+from baton.clock import Clock, monotonic_clock
+from baton.errors import BatonError, ShuttingDown, PeerUnreachable
 from baton.pb import pool_pb2 as pb
-from baton.pool_terms import Elsewhere, PoolHit, PoolPin, Publish
+from baton.pool_terms import RemotePrefix, PoolHit, PoolPin, PublishRequest
 from baton.types import mint_id
-from baton.wire import elsewhere_to_pb, layout_to_pb
-from kv_pool.attachment import MISS, Attachment, Mappings
-from kv_pool.core.redial import Redial
-from kv_pool.line import Line
-from kv_pool.link import Dialer
-from kv_pool.lookup import Lookup
-from kv_pool.publisher import Job, Publisher
-from kv_pool.session import Session
+from baton.wire import remote_prefix_to_pb, layout_to_pb
+from kv_pool.attachment import POOL_MISS, PoolAttachment, SegmentMappings
+from kv_pool.core.redial import RedialBackoff
+from kv_pool.line import PoolConnection
+from kv_pool.link import PoolDialer
+from kv_pool.lookup import PrefixLookup
+from kv_pool.publisher import PublishJob, Publisher
+from kv_pool.session import PoolStream
 from kv_pool.terms import (
-    FIRST_PATIENCE,
-    LATE,
-    PROTOCOL_VERSION,
-    REFUSED_RETRY,
-    RETRY,
+    ATTACH_TIMEOUT_SECONDS,
+    LATE_PUBLICATION_SECONDS,
+    POOL_PROTOCOL_VERSION,
+    MAX_REFUSED_RETRY_SECONDS,
+    RETRY_SECONDS,
     PoolClientConfig,
 )
 
-_GOODBYE_PATIENCE = 1.0  # seconds
-_GONE = (PeerGone, Draining, TimeoutError)  # and perhaps back at any moment; everything else is a refusal
+_GOODBYE_TIMEOUT_SECONDS = 1.0  # seconds
+_TRANSIENT_ERRORS = (PeerUnreachable, ShuttingDown, TimeoutError)  # and perhaps back at any moment; everything else is a refusal
 
 
 class PoolClient:
@@ -44,54 +44,54 @@ class PoolClient:
     node's arena; the pool's segment is mapped in `space`."""
 
     def __init__(
-        self, config: PoolClientConfig, space: AddressSpace, own: memoryview, *, clock: Clock = steady
+        self, config: PoolClientConfig, space: BlockAddressSpace, own: memoryview, *, clock: Clock = monotonic_clock
     ) -> None:
         self._config = config
-        self._mappings = Mappings(space, config.segment_folder, config.layout.block_bytes)
+        self._segment_mappings = SegmentMappings(space, config.segment_folder, config.layout.block_bytes)
         self._clock = clock
-        self._process = mint_id(64)
-        self._attachments = self._dials = 0
+        self._incarnation = mint_id(64)
+        self._num_attachments = self._num_dials = 0
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._line: Line | None = None
-        self._lines: dict[int, Line] = {}  # by number of the attachment: those that are still used, too
-        self._complained = ""
-        self._redial = Redial(RETRY, REFUSED_RETRY)
-        self._pause = RETRY
+        self._connection: PoolConnection | None = None
+        self._connections: dict[int, PoolConnection] = {}  # by number of the attachment: those that are still used, too
+        self._last_complaint = ""
+        self._redial_backoff = RedialBackoff(RETRY_SECONDS, MAX_REFUSED_RETRY_SECONDS)
+        self._redial_seconds = RETRY_SECONDS
         self._counters: dict[str, float] = {}
         self._publisher = Publisher(
             own,
             config.layout,
             config.paced_bytes_per_second,
-            line=lambda: self._line,
-            conclude=self._published,
-            soon=self._soon,
+            line=lambda: self._connection,
+            conclude=self._on_publication_ended,
+            soon=self._call_on_loop,
             clock=clock,
         )
-        self._log = log.get("pool")
+        self._log = log.get_logger("pool")
 
     @property
-    def attached(self) -> bool:
-        return self._line is not None
+    def is_attached(self) -> bool:
+        return self._connection is not None
 
     async def run(self) -> None:
         """Until cancelled."""
         self._loop = asyncio.get_running_loop()
         self._publisher.start()
         try:
-            dialer = await asyncio.to_thread(Dialer, self._config.token)
+            dialer = await asyncio.to_thread(PoolDialer, self._config.token)
             while True:
-                self._dials += 1
+                self._num_dials += 1
                 try:
-                    async with dialer.dial(self._config.address) as channel:
-                        await self._session(Session(channel))
+                    async with dialer.open_channel(self._config.address) as channel:
+                        await self._run_stream(PoolStream(channel))
                 except Exception as error:  # a defect costs this attachment, not all that would follow
-                    self._log.error("attaching failed", kind=type(error).__name__, places=log.places(error))
-                    self._pause = self._redial.refused()
-                await asyncio.sleep(self._pause)  # a redial's pause, not a poll
+                    self._log.error("attaching failed", kind=type(error).__name__, places=log.get_traceback_places(error))
+                    self._redial_seconds = self._redial_backoff.delay_after_refusal()
+                await asyncio.sleep(self._redial_seconds)  # a redial's pause, not a poll
         finally:
             await asyncio.to_thread(self._publisher.close)
 
-    def find(
+    def find_prefix(
         self,
         root: BlockHash,
         names: bytes,
@@ -101,7 +101,7 @@ class PoolClient:
         *,
         partial: bool = True,
         token_seconds: float | None = None,
-        elsewhere: Elsewhere | None = None,
+        elsewhere: RemotePrefix | None = None,
     ) -> None:
         """Look a prompt up: `names` and `tokens` as in kv_pool/core/chain.py; `token_seconds` is what this node takes
         to compute a token of a prompt, if it knows; `elsewhere` is another host's pool that may have more. `then`
@@ -113,123 +113,123 @@ class PoolClient:
             max_tokens=max_tokens,
             partial=partial,
             token_seconds=token_seconds or 0.0,
-            elsewhere=elsewhere_to_pb(elsewhere),
+            elsewhere=remote_prefix_to_pb(elsewhere),
         )
-        self._soon(lambda: self._find(pb.PoolQuestion(find=find), then))
+        self._call_on_loop(lambda: self._start_lookup(pb.PoolQuestion(find=find), then))
 
-    def release(self, pin: PoolPin) -> None:
+    def release_pin(self, pin: PoolPin) -> None:
         """Nothing that it pins is read any more. Raises ValueError for a pin that is not held."""
-        line = self._lines.get(pin.attachment)
+        line = self._connections.get(pin.attachment_number)
         if line is None:
             raise ValueError(f"{pin} is released and not held")
-        line.release(pin)
-        if line.attachment.ended:
-            self._lines.pop(pin.attachment, None)
+        line.release_pin(pin)
+        if line.attachment.is_unmapped:
+            self._connections.pop(pin.attachment_number, None)
 
-    def publish(self, job: Publish) -> bool:
+    def publish_blocks(self, job: PublishRequest) -> bool:
         """False: it is dropped, and `job.then` is not called."""
-        taken = self.attached and self._publisher.offer(job)
+        taken = self.is_attached and self._publisher.add_request(job)
         if not taken:
             self._count("baton_pool_publish_dropped_total")
         return taken
 
     def counters(self) -> dict[str, float]:
         return self._counters | {
-            "baton_pool_published_blocks_total": float(self._publisher.written),
-            "baton_pool_attachments_total": float(self._attachments),
-            "baton_pool_dials_total": float(self._dials),
+            "baton_pool_published_blocks_total": float(self._publisher.written_blocks),
+            "baton_pool_attachments_total": float(self._num_attachments),
+            "baton_pool_dials_total": float(self._num_dials),
         }
 
     # attaching
 
-    async def _session(self, session: Session) -> None:
+    async def _run_stream(self, session: PoolStream) -> None:
         """One stream, to its end."""
         running = asyncio.create_task(session.run())
-        self._pause = self._redial.gone()
+        self._redial_seconds = self._redial_backoff.delay_after_disconnect()
         try:
             line = await self._attach(session)
             if line is None:
                 return
-            self._line = line
+            self._connection = line
             self._log.info("attached to the pool", attachment=line.attachment.number)
-            self._complained = ""
-            self._redial.attached()
+            self._last_complaint = ""
+            self._redial_backoff.reset()
             await asyncio.wait({running})
         except asyncio.CancelledError:
-            await self._leave(session)
+            await self._send_goodbye(session)
             raise
         finally:
-            self._abandon()
+            self._drop_connection()
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
 
-    async def _attach(self, session: Session) -> Line | None:
+    async def _attach(self, session: PoolStream) -> PoolConnection | None:
         config = self._config
         question = pb.AttachPool(
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=POOL_PROTOCOL_VERSION,
             node=config.node,
-            incarnation=self._process,
+            incarnation=self._incarnation,
             host_id=config.host_id,
             model_digest=config.model_digest,
             layout=layout_to_pb(config.layout),
         )
         try:
-            async with asyncio.timeout(FIRST_PATIENCE):
-                answer = await session.ask(pb.PoolQuestion(attach=question))
-            number = self._attachments = self._attachments + 1
-            attachment = await asyncio.to_thread(Attachment, number, answer.attached, self._mappings)
+            async with asyncio.timeout(ATTACH_TIMEOUT_SECONDS):
+                answer = await session.send_question(pb.PoolQuestion(attach=question))
+            number = self._num_attachments = self._num_attachments + 1
+            attachment = await asyncio.to_thread(PoolAttachment, number, answer.attached, self._segment_mappings)
         except (BatonError, TimeoutError) as error:
             reason = str(error) or f"no answer within {FIRST_PATIENCE:g} s"
-            if reason != self._complained:  # once, as long as it stays the same
+            if reason != self._last_complaint:  # once, as long as it stays the same
                 self._log.warning("no pool", address=config.address, reason=reason)
-            self._complained = reason
-            if not isinstance(error, _GONE):
-                self._pause = self._redial.refused()
+            self._last_complaint = reason
+            if not isinstance(error, _TRANSIENT_ERRORS):
+                self._redial_seconds = self._redial_backoff.delay_after_refusal()
             return None
-        for old in [one for one, line in list(self._lines.items()) if line.attachment.ended]:
-            self._lines.pop(old, None)  # whose last user was a publication
-        line = self._lines[number] = Line(session, attachment, asyncio.get_running_loop())
+        for old in [one for one, line in list(self._connections.items()) if line.attachment.is_unmapped]:
+            self._connections.pop(old, None)  # whose last user was a publication
+        line = self._connections[number] = PoolConnection(session, attachment, asyncio.get_running_loop())
         return line
 
-    def _abandon(self) -> None:
-        line, self._line = self._line, None
+    def _drop_connection(self) -> None:
+        line, self._connection = self._connection, None
         if line is not None:
-            if line.attachment.abandon():
-                self._lines.pop(line.attachment.number, None)
+            if line.attachment.detach():
+                self._connections.pop(line.attachment.number, None)
             self._log.warning("the pool is gone, or gives this node up")
 
-    async def _leave(self, session: Session) -> None:
+    async def _send_goodbye(self, session: PoolStream) -> None:
         """With a word, if nothing of the pool's is used here any more."""
-        line, self._line = self._line, None
-        if line is not None and line.attachment.abandon():
+        line, self._connection = self._connection, None
+        if line is not None and line.attachment.detach():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_GOODBYE_PATIENCE):
-                    await session.goodbye()
+                async with asyncio.timeout(_GOODBYE_TIMEOUT_SECONDS):
+                    await session.send_goodbye()
 
     # looking up, on the loop
 
-    def _find(self, question: pb.PoolQuestion, then: Callable[[PoolHit], None]) -> None:
-        line = self._line
+    def _start_lookup(self, question: pb.PoolQuestion, then: Callable[[PoolHit], None]) -> None:
+        line = self._connection
         if line is None:
-            then(MISS)
+            then(POOL_MISS)
             return
-        Lookup(line, question, then, self._count, self._config.find_patience)
+        PrefixLookup(line, question, then, self._count, self._config.lookup_timeout_seconds)
 
     # publishing, on the loop
 
-    def _published(self, job: Job, hit: PoolHit | None) -> None:
+    def _on_publication_ended(self, job: PublishJob, hit: PoolHit | None) -> None:
         if hit is None:
             self._count("baton_pool_publish_failed_total")
         else:
-            lag = self._clock() - job.since
+            lag = self._clock() - job.queued_at
             self._count("baton_pool_publications_total")
             self._count("baton_pool_publish_lag_seconds_total", lag)
-            self._count("baton_pool_publications_late_total", lag > LATE)
-        job.order.then(hit)
+            self._count("baton_pool_publications_late_total", lag > LATE_PUBLICATION_SECONDS)
+        job.request.on_done(hit)
 
     # inside
 
-    def _soon(self, call: Callable[[], None]) -> None:
+    def _call_on_loop(self, call: Callable[[], None]) -> None:
         loop = self._loop
         if loop is None or loop.is_closed():
             call()

@@ -3,19 +3,19 @@
 from pathlib import Path
 from typing import Protocol
 
-from baton.addressing import AddressSpace
+from baton.addressing import BlockAddressSpace
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.kv_layout import KVLayout
-from baton.memory_size import parse_memory
+from baton.memory_size import parse_memory_size
 from kv_pool.client import PoolClient
 from kv_pool.terms import PoolClientConfig
 
-_RATE = "pool_publish_rate"
+_RATE_SETTING = "pool_publish_rate"
 
 
-class ClientParts(Protocol):
-    """The part of a node's parts that a client needs; `own` is its arena, mapped in `space`."""
+class NodePoolContext(Protocol):
+    """The part of a node's parts that a client needs; `own_arena` is its arena, mapped in `address_space`."""
 
     @property
     def config(self) -> Config: ...
@@ -28,17 +28,17 @@ class ClientParts(Protocol):
     @property
     def layout(self) -> KVLayout: ...
     @property
-    def space(self) -> AddressSpace: ...
+    def address_space(self) -> BlockAddressSpace: ...
     @property
-    def own(self) -> memoryview: ...
+    def own_arena(self) -> memoryview: ...
 
 
-def pool_client(parts: ClientParts) -> PoolClient:
+def make_pool_client(parts: NodePoolContext) -> PoolClient:
     """Raises ConfigError for a rate that is none."""
     config = parts.config
-    rate = parse_memory(config.pool_publish_rate, 0, _RATE)
+    rate = parse_memory_size(config.pool_publish_rate, 0, _RATE_SETTING)
     if not rate:  # a share, and of what?
-        raise ConfigError(f"{_RATE} is {config.pool_publish_rate!r}: say 256MiB, or bytes a second", param=_RATE)
+        raise ConfigError(f"{_RATE} is {config.pool_publish_rate!r}: say 256MiB, or bytes a second", param=_RATE_SETTING)
     terms = PoolClientConfig(
         address=config.pool,
         token=config.cluster_token,
@@ -47,7 +47,7 @@ def pool_client(parts: ClientParts) -> PoolClient:
         model_digest=parts.model_digest.hex(),
         layout=parts.layout,
         segment_folder=Path(config.segment_dir),
-        find_patience=config.pool_patience,
+        lookup_timeout_seconds=config.pool_patience,
         paced_bytes_per_second=float(rate),
     )
-    return PoolClient(terms, parts.space, parts.own)
+    return PoolClient(terms, parts.address_space, parts.own_arena)

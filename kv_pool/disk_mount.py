@@ -9,50 +9,50 @@ from baton.clock import Clock
 from baton.errors import ConfigError
 from baton.kv_layout import KVLayout
 from kv_pool.block_rows import BlockRows
-from kv_pool.core.disk_journal import restore
-from kv_pool.core.policies import Eviction
-from kv_pool.core.tier import Tier
-from kv_pool.disk_file import FOLDER_KNOB, open_disk
-from kv_pool.disk_journal_file import DiskJournal
-from kv_pool.disk_thread import DiskThread
+from kv_pool.core.disk_journal import restore_tier
+from kv_pool.core.policies import EvictorFactory
+from kv_pool.core.tier import CacheTier
+from kv_pool.disk_file import DISK_FOLDER_FLAG, open_disk_file
+from kv_pool.disk_journal_file import DiskJournalFile
+from kv_pool.disk_thread import DiskIOThread
 
 
 @dataclass(frozen=True, slots=True)
-class DiskTerms:
+class DiskSettings:
     """Where the file is, and about how many bytes it has."""
 
     folder: Path
-    size: int
+    size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Disk:
-    """`sums`: by slot, the XXH3 that its block had when it was published. `fresh`: begun anew."""
+class MountedDisk:
+    """`checksums`: by slot, the XXH3 that its block had when it was published. `is_new`: begun anew."""
 
-    tier: Tier
-    sums: "array[int]"
-    thread: DiskThread
-    fresh: bool
+    tier: CacheTier
+    checksums: "array[int]"
+    io_thread: DiskIOThread
+    is_new: bool
 
 
-def mount(
-    terms: DiskTerms,
-    eviction: Eviction,
+def mount_disk(
+    terms: DiskSettings,
+    eviction: EvictorFactory,
     digest: str,
     layout: KVLayout,
     memory: BlockRows,
     clock: Clock,
     failed: Callable[[OSError], None],
     wanted: Callable[[], bool],
-) -> Disk:
+) -> MountedDisk:
     """It may take a while. Raises ConfigError, with the setting that mends it, and Draining once it is not `wanted` any
     more. `failed`: see DiskThread."""
-    file = open_disk(terms.folder, terms.size, digest, layout, wanted)
+    file = open_disk_file(terms.folder, terms.size_bytes, digest, layout, wanted)
     try:
-        journal = DiskJournal(terms.folder, file, layout.block_size)
-        tier = Tier(file.slots, layout.block_size, eviction(file.slots, layout.block_size))
-        sums = array("Q", bytes(8 * file.slots))
-        for entry in restore(tier, journal.entries(), clock()):
+        journal = DiskJournalFile(terms.folder, file, layout.block_size)
+        tier = CacheTier(file.num_slots, layout.block_size, eviction(file.num_slots, layout.block_size))
+        sums = array("Q", bytes(8 * file.num_slots))
+        for entry in restore_tier(tier, journal.replay_entries(), clock()):
             sums[entry.slot] = entry.checksum
     except OSError as error:
         file.close()
@@ -62,4 +62,4 @@ def mount(
     except BaseException:
         file.close()
         raise
-    return Disk(tier, sums, DiskThread(file, journal, memory, layout.block_bytes, clock, failed), file.fresh)
+    return MountedDisk(tier, sums, DiskIOThread(file, journal, memory, layout.block_bytes, clock, failed), file.is_new)

@@ -12,98 +12,98 @@ from dataclasses import dataclass
 from baton import log
 from baton.clock import Clock
 from baton.errors import BatonError
-from baton.failpoints import FAILPOINTS, Action
+from baton.failpoints import FAILPOINTS, FailpointAction
 from kv_pool.block_rows import BlockRows
-from kv_pool.core.disk_journal import Entry
+from kv_pool.core.disk_journal import JournalEntry
 from kv_pool.disk_file import DiskFile
-from kv_pool.disk_journal_file import DiskJournal
+from kv_pool.disk_journal_file import DiskJournalFile
 
-_STAGING = 64 << 20  # bytes
-_MOST_ROWS = 1024
-_LAST_WORDS = 5.0  # seconds
+_STAGING_BYTES = 64 << 20  # bytes
+_MAX_STAGING_ROWS = 1024
+_CLOSE_TIMEOUT_SECONDS = 5.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class DiskReadResult:
     """How many leading blocks were what their checksums say; seconds until it was their turn, and of reading."""
 
-    whole: int
-    waited: float
-    took: float
+    intact_blocks: int
+    wait_seconds: float
+    read_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class _Write:
-    entry: Entry
+class _WriteJob:
+    entry: JournalEntry
     row: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Read:
+class _ReadJob:
     slots: Sequence[int]
     checksums: Sequence[int]
-    places: Sequence[int]
-    since: float
+    memory_blocks: Sequence[int]
+    queued_at: float
     result: "Future[Fetched]"
 
 
-class DiskThread:
+class DiskIOThread:
     """Reads into the rows of `memory`. `failed` is called on this thread, once, when the disk fails: then nothing is
     read or written any more."""
 
     def __init__(
         self,
         file: DiskFile,
-        journal: DiskJournal,
+        journal: DiskJournalFile,
         memory: BlockRows,
         block_bytes: int,
         clock: Clock,
         failed: Callable[[OSError], None],
     ) -> None:
         self._file, self._journal, self._memory = file, journal, memory
-        rows = max(1, min(_MOST_ROWS, _STAGING // block_bytes))
+        rows = max(1, min(_MAX_STAGING_ROWS, _STAGING_BYTES // block_bytes))
         self.staging = BlockRows(memoryview(mmap.mmap(-1, rows * block_bytes)), block_bytes)
         self._free_rows = deque(range(rows))
         self._clock = clock
-        self._failed = failed
+        self._on_failed = failed
         self._changed = threading.Condition()
-        self._writes: deque[_Write] = deque()
-        self._reads: deque[_Read] = deque()
-        self._pending: Counter[int] = Counter()  # slots with writes to come
-        self._closing = self._broken = False
-        self.written = 0  # blocks
+        self._writes: deque[_WriteJob] = deque()
+        self._reads: deque[_ReadJob] = deque()
+        self._writes_by_slot: Counter[int] = Counter()  # slots with writes to come
+        self._closing = self._has_failed = False
+        self.written_blocks = 0  # blocks
         self._thread = threading.Thread(target=self._run, name="pool-disk", daemon=True)
         self._thread.start()
 
     # any thread
 
     @property
-    def room(self) -> int:
+    def num_free_rows(self) -> int:
         """Rows that are free."""
         return len(self._free_rows)
 
     @property
-    def writing(self) -> set[int]:
+    def unwritten_slots(self) -> set[int]:
         """Slots that are not written yet."""
         with self._changed:
-            return set(self._pending)
+            return set(self._writes_by_slot)
 
-    def take_row(self, slot: int) -> int:
-        """A free row of `staging`, for what `write` then brings to `slot`."""
+    def reserve_row(self, slot: int) -> int:
+        """A free row of `staging`, for what `queue_write` then brings to `slot`."""
         with self._changed:
-            self._pending[slot] += 1
+            self._writes_by_slot[slot] += 1
         return self._free_rows.popleft()
 
-    def write(self, entry: Entry, row: int) -> None:
+    def queue_write(self, entry: JournalEntry, row: int) -> None:
         """Bring a row to its slot and say so in the journal, some time; then the row is free."""
         with self._changed:
-            self._writes.append(_Write(entry, row))
+            self._writes.append(_WriteJob(entry, row))
             self._changed.notify()
 
-    def read(self, slots: Sequence[int], checksums: Sequence[int], places: Sequence[int]) -> "Future[Fetched]":
+    def queue_read(self, slots: Sequence[int], checksums: Sequence[int], places: Sequence[int]) -> "Future[Fetched]":
         """Bring slots to blocks of memory, up to the first that is not what its checksum says. What is to be written to
         them before is written before."""
-        job = _Read(slots, checksums, places, self._clock(), Future())
+        job = _ReadJob(slots, checksums, places, self._clock(), Future())
         with self._changed:
             self._reads.append(job)
             self._changed.notify()
@@ -114,7 +114,7 @@ class DiskThread:
         with self._changed:
             self._closing = True
             self._changed.notify()
-        self._thread.join(_LAST_WORDS)
+        self._thread.join(_CLOSE_TIMEOUT_SECONDS)
         if not self._thread.is_alive():
             self._file.close()
             self._journal.close()
@@ -122,22 +122,22 @@ class DiskThread:
     # this thread
 
     def _run(self) -> None:
-        while (job := self._next()) is not None:
+        while (job := self._next_job()) is not None:
             try:
-                if isinstance(job, _Write):
-                    self._write(job)
+                if isinstance(job, _WriteJob):
+                    self._run_write(job)
                 else:
-                    self._read(job)
+                    self._run_read(job)
             except OSError as error:
-                self._break(error)
+                self._fail(error)
             except Exception as error:  # a defect costs the disk, not those who wait for this thread
-                log.get("pool").error("the disk's thread failed", kind=type(error).__name__, places=log.places(error))
-                self._break(OSError(errno.EIO, f"{type(error).__name__} in its thread"))
+                log.get_logger("pool").error("the disk's thread failed", kind=type(error).__name__, places=log.get_traceback_places(error))
+                self._fail(OSError(errno.EIO, f"{type(error).__name__} in its thread"))
 
-    def _next(self) -> _Write | _Read | None:
+    def _next_job(self) -> _WriteJob | _ReadJob | None:
         with self._changed:
             while True:
-                if self._reads and not any(slot in self._pending for slot in self._reads[0].slots):
+                if self._reads and not any(slot in self._writes_by_slot for slot in self._reads[0].slots):
                     return self._reads.popleft()
                 if self._writes:
                     return self._writes.popleft()
@@ -145,47 +145,47 @@ class DiskThread:
                     return None
                 self._changed.wait()
 
-    def _write(self, job: _Write) -> None:
+    def _run_write(self, job: _WriteJob) -> None:
         try:
-            if not self._broken:
-                if _fault("pool.disk.write") is Action.CORRUPT:
+            if not self._has_failed:
+                if _hit_disk_failpoint("pool.disk.write") is FailpointAction.CORRUPT:
                     self.staging.flip_bit(job.row)
-                self._file.write(job.entry.slot, self.staging.row(job.row))
-                self._journal.append(job.entry)
-                self.written += 1
+                self._file.write_slot(job.entry.slot, self.staging.row(job.row))
+                self._journal.append_entry(job.entry)
+                self.written_blocks += 1
         finally:
             with self._changed:
-                self._pending[job.entry.slot] -= 1
-                if not self._pending[job.entry.slot]:
-                    del self._pending[job.entry.slot]
+                self._writes_by_slot[job.entry.slot] -= 1
+                if not self._writes_by_slot[job.entry.slot]:
+                    del self._writes_by_slot[job.entry.slot]
             self._free_rows.append(job.row)
 
-    def _read(self, job: _Read) -> None:
+    def _run_read(self, job: _ReadJob) -> None:
         if not job.result.set_running_or_notify_cancel():
             return  # nobody waits for it any more
         began, whole = self._clock(), 0
         try:
-            if not self._broken:
+            if not self._has_failed:
                 whole = self._read_blocks(job)
         finally:
             ended = self._clock()
-            job.result.set_result(Fetched(whole, began - job.since, ended - began))
+            job.result.set_result(DiskReadResult(whole, began - job.queued_at, ended - began))
 
-    def _read_blocks(self, job: _Read) -> int:
-        for number, (slot, place) in enumerate(zip(job.slots, job.places, strict=True)):
-            _fault("pool.disk.read")
-            whole = self._file.read(slot, self._memory.row(place))
+    def _read_blocks(self, job: _ReadJob) -> int:
+        for number, (slot, place) in enumerate(zip(job.slots, job.memory_blocks, strict=True)):
+            _hit_disk_failpoint("pool.disk.read")
+            whole = self._file.read_slot(slot, self._memory.row(place))
             if not whole or self._memory.checksum(place) != job.checksums[number]:
                 return number
-        return len(job.places)
+        return len(job.memory_blocks)
 
-    def _break(self, error: OSError) -> None:
-        if not self._broken:
-            self._broken = True
-            self._failed(error)
+    def _fail(self, error: OSError) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            self._on_failed(error)
 
 
-def _fault(name: str) -> Action | None:
+def _hit_disk_failpoint(name: str) -> FailpointAction | None:
     """A failpoint's error is the disk's."""
     try:
         return FAILPOINTS.hit(name)

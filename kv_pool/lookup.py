@@ -5,74 +5,74 @@ from collections.abc import Callable
 
 from baton.pb.pool_pb2 import PoolAnswer, PoolQuestion
 from baton.pool_terms import PoolHit
-from kv_pool.attachment import MISS
-from kv_pool.line import Line
-from kv_pool.terms import LOAD_PATIENCE
+from kv_pool.attachment import POOL_MISS
+from kv_pool.line import PoolConnection
+from kv_pool.terms import MAX_LOAD_WAIT_SECONDS
 
-_Answer = asyncio.Future[PoolAnswer]
+_AnswerFuture = asyncio.Future[PoolAnswer]
 
 
-class Lookup:
+class PrefixLookup:
     """`then` is called once, on the loop. If more is on its way to the pool's memory, that is waited for as long as it
     pays; after that, what was found at first counts. What comes later is released at once. `count` counts by metric;
     `patience`: seconds for the first answer."""
 
     def __init__(
         self,
-        line: Line,
+        line: PoolConnection,
         question: PoolQuestion,
         then: Callable[[PoolHit], None],
         count: Callable[[str], None],
         patience: float,
     ) -> None:
-        self._line = line
-        self._then = then
+        self._connection = line
+        self._on_result = then
         self._count = count
-        self._open = True
-        self._first = MISS  # what is there, while more is waited for
+        self._is_open = True
+        self._first_hit = POOL_MISS  # what is there, while more is waited for
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(patience, self._expire, "baton_pool_lookups_late_total")
-        more: _Answer = self._loop.create_future()
-        more.add_done_callback(self._came)
-        line.session.ask(question, more).add_done_callback(self._answered)
+        self._timer = self._loop.call_later(patience, self._on_timeout, "baton_pool_lookups_late_total")
+        more: _AnswerFuture = self._loop.create_future()
+        more.add_done_callback(self._on_second_answer)
+        line.stream.send_question(question, more).add_done_callback(self._on_first_answer)
 
-    def _answered(self, answer: _Answer) -> None:
-        hit = self._hit(answer)
+    def _on_first_answer(self, answer: _AnswerFuture) -> None:
+        hit = self._register_hit(answer)
         found = answer.result().found if answer.exception() is None else None
-        if found is None or not found.loading or not self._open:
-            self._conclude(hit)
+        if found is None or not found.loading or not self._is_open:
+            self._finish(hit)
             return
-        self._first = hit
+        self._first_hit = hit
         self._timer.cancel()
-        patience = min(found.patience, LOAD_PATIENCE)
-        self._timer = self._loop.call_later(patience, self._expire, "baton_pool_loads_late_total")
+        patience = min(found.patience, MAX_LOAD_WAIT_SECONDS)
+        self._timer = self._loop.call_later(patience, self._on_timeout, "baton_pool_loads_late_total")
 
-    def _came(self, answer: _Answer) -> None:
+    def _on_second_answer(self, answer: _AnswerFuture) -> None:
         """The second answer."""
-        hit = self._hit(answer)
-        if self._open and hit.pin is None:
-            self._conclude(self._first)
+        hit = self._register_hit(answer)
+        if self._is_open and hit.pin is None:
+            self._finish(self._first_hit)
             return
-        if self._open:
-            self._let_go(self._first)
-        self._conclude(hit)
+        if self._is_open:
+            self._release_hit(self._first_hit)
+        self._finish(hit)
 
-    def _expire(self, metric: str) -> None:
-        if self._open:
+    def _on_timeout(self, metric: str) -> None:
+        if self._is_open:
             self._count(metric)
-            self._conclude(self._first)
+            self._finish(self._first_hit)
 
-    def _conclude(self, hit: PoolHit) -> None:
-        if not self._open:
-            self._let_go(hit)
+    def _finish(self, hit: PoolHit) -> None:
+        if not self._is_open:
+            self._release_hit(hit)
             return
-        self._open = False
+        self._is_open = False
         self._timer.cancel()
-        self._then(hit)
+        self._on_result(hit)
 
-    def _hit(self, answer: _Answer) -> PoolHit:
-        return self._line.attachment.hit(answer.result().found) if answer.exception() is None else MISS
+    def _register_hit(self, answer: _AnswerFuture) -> PoolHit:
+        return self._connection.attachment.register_hit(answer.result().found) if answer.exception() is None else POOL_MISS
 
-    def _let_go(self, hit: PoolHit) -> None:
+    def _release_hit(self, hit: PoolHit) -> None:
         if hit.pin is not None:
-            self._line.release(hit.pin)
+            self._connection.release_pin(hit.pin)

@@ -1,25 +1,25 @@
 """PoolPeers: what other hosts' pools may ask of this one."""
 
 from baton import log, wire
-from baton.errors import BatonError, Stale
+from baton.errors import BatonError, StaleMessage
 from baton.pb import pool_pb2 as pb
 from baton.pb import pool_pb2_grpc
-from kv_pool.sender import Sender
+from kv_pool.sender import PromotionSender
 
 
-class PeerService(pool_pb2_grpc.PoolPeersServicer):
+class PoolPeerService(pool_pb2_grpc.PoolPeersServicer):
     """`sender` is there once the pool is open."""
 
     def __init__(self) -> None:
-        self.sender: Sender | None = None
+        self.sender: PromotionSender | None = None
 
     async def Send(self, asked: pb.SendBlocks, _: object) -> pb.BlocksSent:
         """Returns when the blocks are the other pool's, or will not be."""
         try:
             if self.sender is None:
-                raise Stale("this pool has no segment yet")
-            await self.sender.send(asked)
+                raise StaleMessage("this pool has no segment yet")
+            await self.sender.send_blocks(asked)
         except BatonError as error:
-            log.get("pool").info("blocks not sent", code=error.code, reason=error.message)
+            log.get_logger("pool").info("blocks not sent", code=error.code, reason=error.message)
             return pb.BlocksSent(error=wire.error_to_pb(error))
         return pb.BlocksSent()

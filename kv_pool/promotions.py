@@ -8,29 +8,29 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from baton.clock import Clock
-from baton.errors import BatonError, Incomplete
+from baton.errors import BatonError, IncompleteTransfer
 from baton.failpoints import FAILPOINTS
 from baton.kv_layout import KVLayout
 from baton.types import PeerAddress
-from kv_pool.arrivals import Offer, Wanted
+from kv_pool.arrivals import LoadPlan, LoadRequest
 from kv_pool.core.holders import Publication
-from kv_pool.core.peer_book import PeerBook
-from kv_pool.terms import REMOTE
+from kv_pool.core.peer_book import PeerFetchEstimator
+from kv_pool.terms import REMOTE_TIER
 
 
-class Fetcher(Protocol):
+class PeerFetcher(Protocol):
     @property
-    def joined(self) -> bool: ...
+    def is_joined(self) -> bool: ...
 
-    async def fetch(self, peer: PeerAddress, written: Publication) -> None: ...
+    async def fetch_blocks(self, peer: PeerAddress, written: Publication) -> None: ...
 
 
-class Promotions:
-    """One of the sources that `Arrivals` asks. `checksums` are those of blocks of the segment."""
+class PromotionSource:
+    """One of the sources that `BlockLoader` asks. `checksums` are those of blocks of the segment."""
 
     def __init__(
         self,
-        receiver: Fetcher,
+        receiver: PeerFetcher,
         layout: KVLayout,
         checksums: Callable[[Sequence[int]], Awaitable[Sequence[int]]],
         clock: Clock,
@@ -40,52 +40,52 @@ class Promotions:
         self._layout = layout
         self._checksums = checksums
         self._clock = clock
-        self._book = PeerBook()
-        self._under_way: list[tuple[PeerAddress, float]] = []  # from whom, and until when it is waited for
+        self._fetch_estimator = PeerFetchEstimator()
+        self._in_flight: list[tuple[PeerAddress, float]] = []  # from whom, and until when it is waited for
 
-    def offer(self, wanted: Wanted, now: float) -> Offer | None:
-        there = wanted.elsewhere
-        if there is None or not self._receiver.joined:
+    def plan_load(self, wanted: LoadRequest, now: float) -> LoadPlan | None:
+        there = wanted.remote_prefix
+        if there is None or not self._receiver.is_joined:
             return None
-        end = min(wanted.end, there.tokens // self._layout.block_size)
-        blocks = end - wanted.first
+        end = min(wanted.end_block, there.prefix_tokens // self._layout.block_size)
+        blocks = end - wanted.first_block
         if blocks <= 0:
             return None
         # The coordinator's figure is of the node that would compute, which need not be the one that asks.
-        token_seconds = there.token_seconds or wanted.token_seconds or 0.0
+        token_seconds = there.compute_seconds_per_token or wanted.compute_seconds_per_token or 0.0
         patience = token_seconds * blocks * self._layout.block_size
-        if self._book.rests(there.pool, now) or self._is_late(there.pool, now):
-            self._decline("resting")
-        elif self._book.seconds(there.pool, blocks * self._layout.block_bytes) >= patience:
-            self._decline("slower")
+        if self._fetch_estimator.is_backing_off(there.pool, now) or self._is_late(there.pool, now):
+            self._count_declined("resting")
+        elif self._fetch_estimator.predict_fetch_seconds(there.pool, blocks * self._layout.block_bytes) >= patience:
+            self._count_declined("slower")
         else:
-            return Offer(REMOTE, end, patience, lambda written: self._fetch(there.pool, written, now + patience))
+            return LoadPlan(REMOTE_TIER, end, patience, lambda written: self._fetch(there.pool, written, now + patience))
         return None
 
     def _is_late(self, peer: PeerAddress, now: float) -> bool:
-        return any(whom == peer and now >= until for whom, until in self._under_way)
+        return any(whom == peer and now >= until for whom, until in self._in_flight)
 
     async def _fetch(self, peer: PeerAddress, written: Publication, until: float) -> Sequence[int]:
         started, size = self._clock(), len(written.blocks) * self._layout.block_bytes
         self._count("baton_pool_promotions_started_total")
-        self._under_way.append((peer, until))
+        self._in_flight.append((peer, until))
         try:
             FAILPOINTS.hit("pool.promote.before")
-            await self._receiver.fetch(peer, written)
+            await self._receiver.fetch_blocks(peer, written)
         except BatonError as error:
             self._count(f'baton_pool_promotions_failed_total{{reason="{error.code}"}}')
-            if not isinstance(error, Incomplete):  # then it has it no more, and that is all
-                self._book.failed(peer, self._clock())
+            if not isinstance(error, IncompleteTransfer):  # then it has it no more, and that is all
+                self._fetch_estimator.record_failure(peer, self._clock())
             raise
         finally:
-            self._under_way.remove((peer, until))
-        self._book.took(peer, size, self._clock() - started)
+            self._in_flight.remove((peer, until))
+        self._fetch_estimator.record_fetch(peer, size, self._clock() - started)
         self._count("baton_pool_promotions_done_total")
         self._count("baton_pool_promoted_blocks_total", len(written.blocks))
         self._count("baton_pool_promoted_bytes_total", size)
         return await self._checksums(written.blocks)
 
-    def _decline(self, why: str) -> None:
+    def _count_declined(self, why: str) -> None:
         self._count(f'baton_pool_promotions_declined_total{{reason="{why}"}}')
 
     def _count(self, name: str, amount: float = 1.0) -> None:

@@ -8,70 +8,70 @@ import asyncio
 from dataclasses import dataclass
 
 from baton.clock import Clock
-from kv_pool.arrivals import Arrival
-from kv_pool.core.chain import Chain
-from kv_pool.core.holders import Granted, Holder, PublicationId
-from kv_pool.terms import LATE
+from kv_pool.arrivals import PendingBlocks
+from kv_pool.core.chain import PromptChain
+from kv_pool.core.holders import PublicationGrant, PoolClientId, PublicationId
+from kv_pool.terms import LATE_PUBLICATION_SECONDS
 
-PATIENCE = LATE  # seconds
+MAX_WAIT_SECONDS = LATE_PUBLICATION_SECONDS  # seconds
 _TIER = "memory"
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
-    publisher: Holder
-    name: bytes  # of its first block
-    arrival: Arrival
+class _PendingPublication:
+    publisher: PoolClientId
+    block_hash: bytes  # of its first block
+    pending: PendingBlocks
     timer: asyncio.TimerHandle
 
 
-class Publications:
+class PendingPublications:
     """On the pool's event loop."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._under_way: dict[tuple[Holder, PublicationId], _UnderWay] = {}
-        self._by_name: dict[bytes, _UnderWay] = {}
+        self._by_publication: dict[tuple[PoolClientId, PublicationId], _PendingPublication] = {}
+        self._by_block_hash: dict[bytes, _PendingPublication] = {}
 
     def __len__(self) -> int:
-        return len(self._under_way)
+        return len(self._by_publication)
 
-    def begin(self, publisher: Holder, chain: Chain, granted: Granted) -> None:
+    def add_publication(self, publisher: PoolClientId, chain: PromptChain, granted: PublicationGrant) -> None:
         """Places have been granted, or none. Of two publications of one block the first is waited for."""
-        if granted.publication is None:
+        if granted.publication_id is None:
             return
-        name = chain.name(granted.first)
-        arrival = Arrival(_TIER, len(granted.blocks), PATIENCE, self._clock())
-        timer = asyncio.get_running_loop().call_later(PATIENCE, arrival.over.set)
-        found = _UnderWay(publisher, name, arrival, timer)
-        self._under_way[publisher, granted.publication] = found
-        self._by_name.setdefault(name, found)
+        name = chain.block_hash(granted.first_block)
+        arrival = PendingBlocks(_TIER, len(granted.blocks), MAX_WAIT_SECONDS, self._clock())
+        timer = asyncio.get_running_loop().call_later(MAX_WAIT_SECONDS, arrival.done_event.set)
+        found = _PendingPublication(publisher, name, arrival, timer)
+        self._by_publication[publisher, granted.publication_id] = found
+        self._by_block_hash.setdefault(name, found)
 
-    def expected(
-        self, reader: Holder, chain: Chain, first: int, end: int, token_seconds: float | None
-    ) -> Arrival | None:
+    def find_pending(
+        self, reader: PoolClientId, chain: PromptChain, first: int, end: int, token_seconds: float | None
+    ) -> PendingBlocks | None:
         """What brings block `first` of `chain`, if `reader` had better wait for it than compute. Its own publications
         are of blocks that it has."""
-        found = self._by_name.get(chain.name(first)) if first < end else None
-        if found is None or found.publisher == reader or found.arrival.over.is_set():
+        found = self._by_block_hash.get(chain.block_hash(first)) if first < end else None
+        if found is None or found.publisher == reader or found.pending.done_event.is_set():
             return None
-        blocks = min(found.arrival.blocks, end - first)
-        patience = PATIENCE if token_seconds is None else min(PATIENCE, token_seconds * blocks * chain.block_size)
-        left = found.arrival.since + patience - self._clock()
+        blocks = min(found.pending.num_blocks, end - first)
+        patience = MAX_WAIT_SECONDS if token_seconds is None else min(MAX_WAIT_SECONDS, token_seconds * blocks * chain.block_size)
+        left = found.pending.started_at + patience - self._clock()
         if left <= 0:
             return None
-        return Arrival(_TIER, blocks, left, found.arrival.since, found.arrival.over)
+        return PendingBlocks(_TIER, blocks, left, found.pending.started_at, found.pending.done_event)
 
-    def ended(self, publisher: Holder, publication: PublicationId) -> None:
+    def remove_publication(self, publisher: PoolClientId, publication: PublicationId) -> None:
         """Sealed or withdrawn. Idempotent."""
-        found = self._under_way.pop((publisher, publication), None)
+        found = self._by_publication.pop((publisher, publication), None)
         if found is not None:
             found.timer.cancel()
-            found.arrival.over.set()
-            if self._by_name.get(found.name) is found:
-                del self._by_name[found.name]
+            found.pending.done_event.set()
+            if self._by_block_hash.get(found.block_hash) is found:
+                del self._by_block_hash[found.block_hash]
 
-    def all_ended(self, publisher: Holder) -> None:
+    def remove_publisher(self, publisher: PoolClientId) -> None:
         """Its stream has ended: nobody waits for what it was writing."""
-        for one in [key for key in self._under_way if key[0] == publisher]:
-            self.ended(*one)
+        for one in [key for key in self._by_publication if key[0] == publisher]:
+            self.remove_publication(*one)

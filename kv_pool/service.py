@@ -12,42 +12,42 @@ import grpc
 
 from baton import log, wire
 from baton.block_hash import BlockHash
-from baton.errors import BatonError, Draining, InvalidRequest
+from baton.errors import BatonError, ShuttingDown, InvalidRequest
 from baton.pb import pool_pb2 as pb
 from baton.pb import pool_pb2_grpc
-from baton.process.log_rate import RateLimitedLog
-from kv_pool.core.chain import Chain
-from kv_pool.core.holders import Found
-from kv_pool.host import Applicant, Desk, PoolHost, Question
+from baton.process.log_rate import RateLimitedLogger
+from kv_pool.core.chain import PromptChain
+from kv_pool.core.holders import PoolMatch
+from kv_pool.host import AttachRequest, PoolClientSession, PoolManager, PrefixQuery
 
-_FIRST_TIMEOUT = 5.0  # seconds until the first question
-_LAST_WORDS = 2.0  # seconds that a node has to take the last answers of a pool that stops
-_UNREAD = 4096  # answers; a node that leaves so many unread is given up
-_SLOW = 256  # answers that wait for something; a look-up that comes then waits for nothing
+_ATTACH_TIMEOUT_SECONDS = 5.0  # seconds until the first question
+_FLUSH_TIMEOUT_SECONDS = 2.0  # seconds that a node has to take the last answers of a pool that stops
+_MAX_UNREAD_ANSWERS = 4096  # answers; a node that leaves so many unread is given up
+_MAX_SLOW_ANSWERS = 256  # answers that wait for something; a look-up that comes then waits for nothing
 
-_limited = RateLimitedLog()
+_limited = RateLimitedLogger()
 
-Context = Any  # grpc.aio.ServicerContext, which ships without types
+GrpcContext = Any  # grpc.aio.ServicerContext, which ships without types
 
 
-class PoolService(pool_pb2_grpc.PoolLinkServicer):
-    def __init__(self, host: PoolHost) -> None:
-        self._host = host
-        self._streams: set[_Stream] = set()
+class PoolLinkService(pool_pb2_grpc.PoolLinkServicer):
+    def __init__(self, host: PoolManager) -> None:
+        self._manager = host
+        self._streams: set[_ClientStream] = set()
         self._closing = False
 
-    async def Attach(self, _: object, context: Context) -> None:
+    async def Attach(self, _: object, context: GrpcContext) -> None:
         """One node's stream, from AttachPool to its end."""
-        first = await _first(context)
+        first = await _read_attach(context)
         try:
             if self._closing:
-                raise Draining("the pool is stopping")
-            desk = await self._host.attach(_applicant(first.attach))
+                raise ShuttingDown("the pool is stopping")
+            desk = await self._manager.attach_client(_attach_request_from_pb(first.attach))
         except BatonError as error:
-            _limited.write(log.get("pool").warning, "attach refused", node=first.attach.node, reason=error.message)
+            _limited.log_event(log.get_logger("pool").warning, "attach refused", node=first.attach.node, reason=error.message)
             await context.write(pb.PoolAnswer(id=first.id, error=wire.error_to_pb(error)))
             return
-        stream = _Stream(self._host, desk, context)
+        stream = _ClientStream(self._manager, desk, context)
         self._streams.add(stream)
         try:
             await stream.run(first.id)
@@ -55,7 +55,7 @@ class PoolService(pool_pb2_grpc.PoolLinkServicer):
             pass
         finally:
             self._streams.discard(stream)
-            self._host.ended(desk)
+            self._manager.on_stream_ended(desk)
 
     async def drain(self) -> None:
         """Answer what was asked, take no more, and end the streams."""
@@ -65,41 +65,41 @@ class PoolService(pool_pb2_grpc.PoolLinkServicer):
         await asyncio.gather(*(stream.ended.wait() for stream in list(self._streams)))
 
 
-class _Stream:
-    def __init__(self, host: PoolHost, desk: Desk, context: Context) -> None:
+class _ClientStream:
+    def __init__(self, host: PoolManager, desk: PoolClientSession, context: GrpcContext) -> None:
         self.ended = asyncio.Event()
-        self._host = host
-        self._desk = desk
+        self._manager = host
+        self._session = desk
         self._context = context
-        self._stop = asyncio.Event()
-        self._answers: asyncio.Queue[pb.PoolAnswer] = asyncio.Queue(_UNREAD)
-        self._slow: set[asyncio.Task[None]] = set()  # answers that take a while
+        self._stop_requested = asyncio.Event()
+        self._answers: asyncio.Queue[pb.PoolAnswer] = asyncio.Queue(_MAX_UNREAD_ANSWERS)
+        self._slow_answers: set[asyncio.Task[None]] = set()  # answers that take a while
 
     def stop(self) -> None:
-        self._stop.set()
+        self._stop_requested.set()
 
     async def run(self, first: int) -> None:
         """Until either end ends it. Raises grpc.RpcError."""
-        host, desk = self._host, self._desk
+        host, desk = self._manager, self._session
         attached = pb.Attached(
-            segment=host.segment, blocks=host.pool.memory.total, fence=desk.fence, incarnation=host.incarnation
+            segment=host.segment_name, blocks=host.block_pool.memory.num_blocks, fence=desk.fence, incarnation=host.incarnation
         )
-        self._say(first, attached=attached)
+        self._queue_answer(first, attached=attached)
         writer = asyncio.create_task(self._write())
         reader = asyncio.create_task(self._read())
-        stopped = asyncio.create_task(self._stop.wait())
+        stopped = asyncio.create_task(self._stop_requested.wait())
         tasks: set[asyncio.Task[Any]] = {writer, reader, stopped}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if stopped.done() and not reader.done():
                 flushed = asyncio.create_task(self._flush())
                 tasks.add(flushed)
-                await asyncio.wait({flushed, writer}, timeout=_LAST_WORDS, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({flushed, writer}, timeout=_FLUSH_TIMEOUT_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             for task in (writer, reader):
                 if task.done():
                     task.result()
         finally:
-            tasks |= self._slow
+            tasks |= self._slow_answers
             for task in tasks:
                 task.cancel()
             try:
@@ -112,9 +112,9 @@ class _Stream:
             if question.HasField("goodbye"):
                 return
             try:
-                self._answer(question)
+                self._handle_question(question)
             except BatonError as error:
-                self._say(question.id, error=wire.error_to_pb(error))
+                self._queue_answer(question.id, error=wire.error_to_pb(error))
 
     async def _write(self) -> None:
         while True:
@@ -123,83 +123,83 @@ class _Stream:
             self._answers.task_done()
 
     async def _flush(self) -> None:
-        if self._slow:
-            await asyncio.wait(self._slow)
+        if self._slow_answers:
+            await asyncio.wait(self._slow_answers)
         await self._answers.join()
 
-    def _say(self, question: int, **answer: Any) -> None:
+    def _queue_answer(self, question: int, **answer: Any) -> None:
         try:
             self._answers.put_nowait(pb.PoolAnswer(id=question, **answer))
         except asyncio.QueueFull:
-            log.get("pool").error("a node reads too slowly and is given up", holder=self._desk.holder)
-            self._stop.set()
+            log.get_logger("pool").error("a node reads too slowly and is given up", holder=self._session.client_id)
+            self._stop_requested.set()
 
-    def _answer(self, question: pb.PoolQuestion) -> None:
-        host, desk = self._host, self._desk
+    def _handle_question(self, question: pb.PoolQuestion) -> None:
+        host, desk = self._manager, self._session
         match question.WhichOneof("question"):
             case "find":
-                self._find(question.id, question.find)
+                self._handle_find(question.id, question.find)
             case "release":
-                host.release(desk, question.release.pins)
+                host.release_pins(desk, question.release.pins)
             case "reserve":
-                granted, room_made = host.reserve(desk, self._chain(question.reserve.chain), question.reserve.first)
-                places = pb.Granted(publication=granted.publication or 0, first=granted.first, blocks=granted.blocks)
+                granted, room_made = host.reserve_blocks(desk, self._chain(question.reserve.chain), question.reserve.first)
+                places = pb.Granted(publication=granted.publication_id or 0, first=granted.first_block, blocks=granted.blocks)
                 if room_made is None:
-                    self._say(question.id, granted=places)
+                    self._queue_answer(question.id, granted=places)
                 else:
-                    self._take_time(self._grant(question.id, places, room_made))
+                    self._start_slow_answer(self._answer_grant(question.id, places, room_made))
             case "seal":
                 seal = question.seal
-                finding = partial(host.seal, desk, seal.publication, seal.checksums)
-                self._take_time(self._found(question.id, finding))
+                finding = partial(host.seal_publication, desk, seal.publication, seal.checksums)
+                self._start_slow_answer(self._answer_match(question.id, finding))
             case "withdraw":
-                host.withdraw(desk, question.withdraw.publication)
+                host.withdraw_publication(desk, question.withdraw.publication)
             case other:
                 raise InvalidRequest(f"question {other!r} cannot be asked here")
 
-    def _find(self, number: int, find: pb.FindPrefix) -> None:
-        elsewhere = wire.elsewhere_from_pb(find.elsewhere) if find.HasField("elsewhere") else None
+    def _handle_find(self, number: int, find: pb.FindPrefix) -> None:
+        elsewhere = wire.remote_prefix_from_pb(find.elsewhere) if find.HasField("elsewhere") else None
         token_seconds = find.token_seconds if 0 < find.token_seconds < math.inf else None
-        asked = Question(self._chain(find.chain), find.max_tokens, find.partial, token_seconds, elsewhere)
-        found, arrival = self._host.find(self._desk, asked)
-        answer = _found_pb(found)
-        if arrival is not None and len(self._slow) < _SLOW:
-            answer.loading, answer.patience = arrival.blocks, arrival.patience
-            finding = partial(self._host.find_more, self._desk, asked, arrival, len(found.blocks))
-            self._take_time(self._found(number, finding))
-        self._say(number, found=answer)
+        asked = PrefixQuery(self._chain(find.chain), find.max_tokens, find.partial, token_seconds, elsewhere)
+        found, arrival = self._manager.find_prefix(self._session, asked)
+        answer = _match_to_pb(found)
+        if arrival is not None and len(self._slow_answers) < _MAX_SLOW_ANSWERS:
+            answer.loading, answer.patience = arrival.num_blocks, arrival.max_wait_seconds
+            finding = partial(self._manager.wait_for_more, self._session, asked, arrival, len(found.blocks))
+            self._start_slow_answer(self._answer_match(number, finding))
+        self._queue_answer(number, found=answer)
 
-    def _take_time(self, answering: Coroutine[None, None, None]) -> None:
+    def _start_slow_answer(self, answering: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(answering)
-        self._slow.add(task)
-        task.add_done_callback(self._answered)
+        self._slow_answers.add(task)
+        task.add_done_callback(self._on_slow_answer_done)
 
-    def _answered(self, task: asyncio.Task[None]) -> None:
-        self._slow.discard(task)
+    def _on_slow_answer_done(self, task: asyncio.Task[None]) -> None:
+        self._slow_answers.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:  # else the node would wait for ever
-            log.get("pool").error("an answer failed", kind=type(error).__name__, places=log.places(error))
-            self._stop.set()
+            log.get_logger("pool").error("an answer failed", kind=type(error).__name__, places=log.get_traceback_places(error))
+            self._stop_requested.set()
 
-    async def _grant(self, question: int, places: pb.Granted, room_made: Awaitable[None]) -> None:
+    async def _answer_grant(self, question: int, places: pb.Granted, room_made: Awaitable[None]) -> None:
         await room_made
-        self._say(question, granted=places)
+        self._queue_answer(question, granted=places)
 
-    async def _found(self, question: int, finding: Callable[[], Awaitable[Found]]) -> None:
+    async def _answer_match(self, question: int, finding: Callable[[], Awaitable[PoolMatch]]) -> None:
         try:
             found = await finding()
         except BatonError as error:
-            self._say(question, error=wire.error_to_pb(error))
+            self._queue_answer(question, error=wire.error_to_pb(error))
         else:
-            self._say(question, found=_found_pb(found))
+            self._queue_answer(question, found=_match_to_pb(found))
 
-    def _chain(self, chain: pb.Chain) -> Chain:
+    def _chain(self, chain: pb.Chain) -> PromptChain:
         """Raises InvalidRequest."""
-        return Chain(BlockHash(chain.root), chain.names, chain.tokens, self._host.layout.block_size)
+        return PromptChain(BlockHash(chain.root), chain.names, chain.tokens, self._manager.layout.block_size)
 
 
-async def _first(context: Context) -> pb.PoolQuestion:
+async def _read_attach(context: GrpcContext) -> pb.PoolQuestion:
     try:
-        async with asyncio.timeout(_FIRST_TIMEOUT):
+        async with asyncio.timeout(_ATTACH_TIMEOUT_SECONDS):
             message = await context.read()
     except TimeoutError:
         await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no question within {_FIRST_TIMEOUT:g} s")
@@ -208,19 +208,19 @@ async def _first(context: Context) -> pb.PoolQuestion:
     return message  # type: ignore[no-any-return]
 
 
-def _applicant(attach: pb.AttachPool) -> Applicant:
-    return Applicant(
+def _attach_request_from_pb(attach: pb.AttachPool) -> AttachRequest:
+    return AttachRequest(
         protocol_version=attach.protocol_version,
         node=attach.node[:128],
-        process=attach.incarnation,
+        incarnation=attach.incarnation,
         host_id=attach.host_id,
-        digest=attach.model_digest,
+        model_digest=attach.model_digest,
         layout=wire.layout_from_pb(attach.layout),
     )
 
 
-def _found_pb(found: Found) -> pb.Found:
-    block, tokens = found.partial or (0, 0)
+def _match_to_pb(found: PoolMatch) -> pb.Found:
+    block, tokens = found.partial_block or (0, 0)
     return pb.Found(
-        pin=found.pin or 0, blocks=found.blocks, partial_block=block, partial_tokens=tokens, remote=found.remote
+        pin=found.pin_id or 0, blocks=found.blocks, partial_block=block, partial_tokens=tokens, remote=found.remote_blocks
     )

@@ -7,32 +7,32 @@ from typing import Any
 
 import grpc
 
-from baton.errors import BatonError, PeerGone
+from baton.errors import BatonError, PeerUnreachable
 from baton.pb import pool_pb2_grpc
 from baton.pb.pool_pb2 import PoolAnswer, PoolQuestion
 from baton.wire import error_from_pb
 
-_UNSENT = 256  # questions; a pool that leaves so many unread is asked no more
-_UNANSWERED = 4096
+_MAX_UNSENT = 256  # questions; a pool that leaves so many unread is asked no more
+_MAX_UNANSWERED = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
+class _PendingAnswer:
     """A question without its answer."""
 
     answer: "asyncio.Future[PoolAnswer]"
-    more: "asyncio.Future[PoolAnswer] | None"
+    second_answer: "asyncio.Future[PoolAnswer] | None"
 
 
-class Session:
+class PoolStream:
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._call: Any = pool_pb2_grpc.PoolLinkStub(channel).Attach()
         self._ids = count(1)
-        self._unsent: asyncio.Queue[PoolQuestion] = asyncio.Queue(_UNSENT)
-        self._waiting: dict[int, _Open] = {}
-        self._over = False
+        self._unsent: asyncio.Queue[PoolQuestion] = asyncio.Queue(_MAX_UNSENT)
+        self._pending: dict[int, _PendingAnswer] = {}
+        self._is_closed = False
 
-    def ask(
+    def send_question(
         self, question: PoolQuestion, more: "asyncio.Future[PoolAnswer] | None" = None
     ) -> "asyncio.Future[PoolAnswer]":
         """The answers' futures are done in the order in which the pool gave them; with PeerGone when the stream ends
@@ -40,16 +40,16 @@ class Session:
         answer, if the first one says that there will be one."""
         answer: asyncio.Future[PoolAnswer] = asyncio.get_running_loop().create_future()
         question.id = next(self._ids)
-        if self._over or len(self._waiting) >= _UNANSWERED or not self._put(question):
-            answer.set_exception(PeerGone("the pool is gone or too slow"))
+        if self._is_closed or len(self._pending) >= _MAX_UNANSWERED or not self._queue_question(question):
+            answer.set_exception(PeerUnreachable("the pool is gone or too slow"))
         else:
-            self._waiting[question.id] = _Open(answer, more)
+            self._pending[question.id] = _PendingAnswer(answer, more)
         return answer
 
-    def tell(self, question: PoolQuestion) -> None:
+    def send_oneway(self, question: PoolQuestion) -> None:
         """What has no answer. A stream that cannot take it is given up: the pool learns all from the byte then."""
         question.id = next(self._ids)
-        if not self._over and not self._put(question):
+        if not self._is_closed and not self._queue_question(question):
             self._call.cancel()
 
     async def run(self) -> None:
@@ -58,27 +58,27 @@ class Session:
         reason = "the pool is gone"
         try:
             while (answer := await self._call.read()) is not grpc.aio.EOF:
-                self._answered(answer)
+                self._on_answer(answer)
         except grpc.aio.AioRpcError as error:
             reason = f"the pool is gone ({error.code().name}: {error.details()})"
         finally:
             writer.cancel()
-            self.end(reason)
+            self.close(reason)
 
-    async def goodbye(self) -> None:
+    async def send_goodbye(self) -> None:
         """After everything that was told; returns when the pool has heard it, or the stream is broken anyway."""
-        self.tell(PoolQuestion(goodbye={}))
+        self.send_oneway(PoolQuestion(goodbye={}))
         await self._call.code()
 
-    def end(self, reason: str) -> None:
+    def close(self, reason: str) -> None:
         """Idempotent."""
-        self._over = True
+        self._is_closed = True
         self._call.cancel()
-        waiting, self._waiting = self._waiting, {}
+        waiting, self._pending = self._pending, {}
         for question in waiting.values():
-            _fail(question.answer, PeerGone(reason))
+            _fail(question.answer, PeerUnreachable(reason))
 
-    def _put(self, question: PoolQuestion) -> bool:
+    def _queue_question(self, question: PoolQuestion) -> bool:
         try:
             self._unsent.put_nowait(question)
         except asyncio.QueueFull:
@@ -93,12 +93,12 @@ class Session:
             except (asyncio.InvalidStateError, grpc.RpcError):  # the stream has ended: the reader is told how
                 return
 
-    def _answered(self, answer: PoolAnswer) -> None:
-        question = self._waiting.pop(answer.id, None)
+    def _on_answer(self, answer: PoolAnswer) -> None:
+        question = self._pending.pop(answer.id, None)
         if question is None:
             return
-        if question.more is not None and answer.found.loading:
-            self._waiting[answer.id] = _Open(question.more, None)
+        if question.second_answer is not None and answer.found.loading:
+            self._pending[answer.id] = _PendingAnswer(question.second_answer, None)
         if answer.HasField("error"):
             _fail(question.answer, error_from_pb(answer.error))
         elif not question.answer.done():

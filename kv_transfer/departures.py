@@ -8,45 +8,45 @@ from dataclasses import dataclass, field
 from typing import assert_never
 
 from baton.clock import Clock
-from baton.errors import BatonError, HandoffFailed, PeerGone, Stale
-from baton.failpoints import Action, Failpoints
+from baton.errors import BatonError, HandoffFailed, PeerUnreachable, StaleMessage
+from baton.failpoints import FailpointAction, Failpoints
 from baton.types import AttemptKey, Incarnation, Ticket, TicketId
 from kv_transfer.core import departure, frames
-from kv_transfer.core.departure import Departure, NoLock, Pace
-from kv_transfer.core.events import Aborted, Committed, LayerLanded, OutboundEvent
-from kv_transfer.core.landing import NEVER, ArenaShape, Ignored
+from kv_transfer.core.departure import OutboundHandoff, NoLock, SendSettings
+from kv_transfer.core.events import OutboundAborted, OutboundCommitted, LayerLanded, OutboundEvent
+from kv_transfer.core.landing import NEVER, ArenaShape, IgnoredInput
 from kv_transfer.peer_arena import PeerArena, PeerArenas, TicketLock
-from kv_transfer.peer_links import Peer, PeerLink, PeerLinks
+from kv_transfer.peer_links import PeerKey, PeerLink, PeerLinks
 from kv_transfer.settings import TransferSettings
-from kv_transfer.slab_mover import SlabMover, flipped
-from kv_transfer.transport import Loss, Pollable
+from kv_transfer.slab_mover import SlabCopier, flip_first_bit
+from kv_transfer.transport import LinkLoss, Pollable
 
-_ROUNDS = 4  # messages written per hand-off before links and commands get their turn again
-_BATCH = 64  # frames handled per link before writing gets its turn again
+_WRITES_PER_TURN = 4  # messages written per hand-off before links and commands get their turn again
+_FRAMES_PER_TURN = 64  # frames handled per link before writing gets its turn again
 
 
 @dataclass(slots=True)
-class Waiter:
+class LayerWaiter:
     """A thread that waits for a layer to land."""
 
     layer: int
     done: threading.Event = field(default_factory=threading.Event)
-    landed: bool = False
+    has_landed: bool = False
 
 
 @dataclass(slots=True)
-class _Handoff:
-    machine: Departure
-    peer: Peer | None = None
-    arena: PeerArena | None = None  # the peer's, if its blocks are written in place
-    waiters: list[Waiter] = field(default_factory=list)
+class _ActiveHandoff:
+    machine: OutboundHandoff
+    peer_key: PeerKey | None = None
+    peer_arena: PeerArena | None = None  # the peer's, if its blocks are written in place
+    waiters: list[LayerWaiter] = field(default_factory=list)
 
 
-class Departures:
+class SenderLoop:
     def __init__(
         self,
         *,
-        mover: SlabMover,
+        mover: SlabCopier,
         shape: ArenaShape,
         links: PeerLinks,
         arenas: PeerArenas,
@@ -58,7 +58,7 @@ class Departures:
         failpoints: Failpoints,
     ) -> None:
         self.counters: Counter[str] = Counter()  # read by any thread
-        self._mover = mover
+        self._copier = mover
         self._shape = shape
         self._links = links
         self._arenas = arenas
@@ -68,66 +68,66 @@ class Departures:
         self._emit = emit
         self._clock = clock
         self._failpoints = failpoints
-        self._pace = Pace(
-            max_payload=settings.max_payload_bytes,
+        self._send_settings = SendSettings(
+            max_payload_bytes=settings.max_payload_bytes,
             layers_per_message=settings.layers_per_message,
-            window=settings.credit_bytes,
+            window_bytes=settings.credit_bytes,
             renew_interval=settings.renew_interval,
             answer_timeout=settings.progress_timeout,
         )
-        self._handoffs: dict[AttemptKey, _Handoff] = {}
-        self._tickets: dict[TicketId, AttemptKey] = {}
-        self._more = False
+        self._handoffs: dict[AttemptKey, _ActiveHandoff] = {}
+        self._keys_by_ticket: dict[TicketId, AttemptKey] = {}
+        self._has_more_work = False
 
     # what the node wants
 
-    def open(self, key: AttemptKey, blocks: int) -> None:
+    def open_handoff(self, key: AttemptKey, blocks: int) -> None:
         if key in self._handoffs:
             self.counters["ignored_open"] += 1
             return
-        machine = Departure(key, self._incarnation, self._shape, blocks, self._pace, self._host_id)
-        self._handoffs[key] = _Handoff(machine)
+        machine = OutboundHandoff(key, self._incarnation, self._shape, blocks, self._send_settings, self._host_id)
+        self._handoffs[key] = _ActiveHandoff(machine)
         self.counters["opened"] += 1
 
-    def ticket(self, key: AttemptKey, ticket: Ticket) -> None:
+    def set_ticket(self, key: AttemptKey, ticket: Ticket) -> None:
         handoff = self._handoffs.get(key)
-        if handoff is None or handoff.peer is not None:
+        if handoff is None or handoff.peer_key is not None:
             self.counters["ignored_ticket"] += 1
             return
-        machine, endpoint = handoff.machine, ticket.decode.transfer_endpoint
+        machine, endpoint = handoff.machine, ticket.decode_peer.transfer_endpoint
         if not self._links.can_dial(endpoint):
-            self._carry_out(handoff, machine.abort(PeerGone(f"no transport dials {endpoint[:200]!r}")))
+            self._apply_outputs(handoff, machine.abort(PeerUnreachable(f"no transport dials {endpoint[:200]!r}")))
             return
-        handoff.peer = (endpoint, ticket.decode.incarnation)
-        self._leave_former_lives(handoff.peer)
+        handoff.peer_key = (endpoint, ticket.decode_peer.incarnation)
+        self._close_stale_links(handoff.peer_key)
         try:
-            self._grant(handoff, ticket, self._lock_of(handoff, ticket))
+            self._set_machine_ticket(handoff, ticket, self._writer_lock(handoff, ticket))
         except HandoffFailed as error:  # decode is told why, and may offer another transport
-            self._grant(handoff, ticket, NoLock())
-            self._carry_out(handoff, machine.abort(error))
+            self._set_machine_ticket(handoff, ticket, NoLock())
+            self._apply_outputs(handoff, machine.abort(error))
 
-    def _grant(self, handoff: _Handoff, ticket: Ticket, lock: departure.WriterLock) -> None:
-        outputs = handoff.machine.grant(ticket, lock, self._clock())
+    def _set_machine_ticket(self, handoff: _ActiveHandoff, ticket: Ticket, lock: departure.WriterLock) -> None:
+        outputs = handoff.machine.set_ticket(ticket, lock, self._clock())
         if handoff.machine.ticket is not None:  # the machine has taken it
-            self._tickets[ticket.id] = handoff.machine.key
-        self._carry_out(handoff, outputs)
+            self._keys_by_ticket[ticket.id] = handoff.machine.key
+        self._apply_outputs(handoff, outputs)
 
-    def _lock_of(self, handoff: _Handoff, ticket: Ticket) -> departure.WriterLock:
+    def _writer_lock(self, handoff: _ActiveHandoff, ticket: Ticket) -> departure.WriterLock:
         """Raises Unmappable."""
         if ticket.transport != "shm":
             return NoLock()
-        handoff.arena = self._arenas.get(ticket)
-        return TicketLock(handoff.arena, ticket)
+        handoff.peer_arena = self._arenas.get(ticket)
+        return TicketLock(handoff.peer_arena, ticket)
 
-    def tell(self, key: AttemptKey, what: Callable[[Departure], list[departure.Output]]) -> None:
+    def apply_input(self, key: AttemptKey, what: Callable[[OutboundHandoff], list[departure.OutboundOutput]]) -> None:
         """Pass an input on to the machine of `key`, if there is one."""
         handoff = self._handoffs.get(key)
         if handoff is None:
             self.counters["ignored_unknown"] += 1
             return
-        self._carry_out(handoff, what(handoff.machine))
+        self._apply_outputs(handoff, what(handoff.machine))
 
-    def wait(self, key: AttemptKey, waiter: Waiter) -> None:
+    def add_layer_waiter(self, key: AttemptKey, waiter: LayerWaiter) -> None:
         handoff = self._handoffs.get(key)
         if handoff is None:
             waiter.done.set()
@@ -135,70 +135,70 @@ class Departures:
         handoff.waiters.append(waiter)
         self._wake_waiters(handoff)
 
-    def peer_gone(self, decode: Incarnation) -> None:
-        error = PeerGone(f"decode node {decode} is gone")
+    def on_peer_gone(self, decode: Incarnation) -> None:
+        error = PeerUnreachable(f"decode node {decode} is gone")
         for handoff in list(self._handoffs.values()):
-            if handoff.peer is not None and handoff.peer[1] == decode:
-                self._carry_out(handoff, handoff.machine.abort(error))
-        for peer, _ in self._links.each():
+            if handoff.peer_key is not None and handoff.peer_key[1] == decode:
+                self._apply_outputs(handoff, handoff.machine.abort(error))
+        for peer, _ in self._links.items():
             if peer[1] == decode:
-                self._links.drop(peer)
-        self._arenas.drop(decode)
+                self._links.close_link(peer)
+        self._arenas.unmap_peer(decode)
 
     def rejoin(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation
-        self._abort_all(Stale("this node has joined anew"))
+        self._abort_all(StaleMessage("this node has joined anew"))
 
     def _abort_all(self, error: BatonError) -> None:
         for handoff in list(self._handoffs.values()):
-            self._carry_out(handoff, handoff.machine.abort(error))
+            self._apply_outputs(handoff, handoff.machine.abort(error))
 
     # the thread's turn
 
-    def turn(self) -> None:
-        self._more = False
-        for peer, link in self._links.each():
+    def poll_once(self) -> None:
+        self._has_more_work = False
+        for peer, link in self._links.items():
             self._receive(link)
             link.flush()
-            if (loss := link.loss()) is not None:
-                self._lose(peer, loss)
+            if (loss := link.get_loss()) is not None:
+                self._drop_link(peer, loss)
         for handoff in list(self._handoffs.values()):
             self._tick(handoff, self._clock())
-        for _ in range(_ROUNDS):
+        for _ in range(_WRITES_PER_TURN):
             if not any([self._write_next(handoff) for handoff in list(self._handoffs.values())]):
                 return
-        self._more = True
+        self._has_more_work = True
 
     def next_deadline(self) -> float:
-        if self._more:
+        if self._has_more_work:
             return self._clock()
         return min((handoff.machine.deadline for handoff in self._handoffs.values()), default=NEVER)
 
-    def watched(self) -> Sequence[tuple[Pollable, bool]]:
-        return self._links.watched()
+    def pollables(self) -> Sequence[tuple[Pollable, bool]]:
+        return self._links.pollables()
 
-    def say_goodbye(self) -> None:
+    def begin_close(self) -> None:
         self._abort_all(HandoffFailed("the transfer plane is closing"))
 
-    def heard_out(self) -> bool:
-        return self._links.acknowledged()
+    def is_drained(self) -> bool:
+        return self._links.has_no_unacked_aborts()
 
-    def shut(self) -> None:
+    def close(self) -> None:
         self._links.close()
         self._arenas.close()
 
     # links
 
-    def _leave_former_lives(self, peer: Peer) -> None:
+    def _close_stale_links(self, peer: PeerKey) -> None:
         """An endpoint has one incarnation at a time: close links to earlier ones, of whose end nobody may have told us
         (a coordinator that is started again does not know them), once nothing of theirs is under way."""
-        in_use = {handoff.peer for handoff in self._handoffs.values()}
-        for other, link in self._links.each():
-            if other[0] == peer[0] and other not in in_use and not link.unacknowledged:
-                self._links.drop(other)
+        in_use = {handoff.peer_key for handoff in self._handoffs.values()}
+        for other, link in self._links.items():
+            if other[0] == peer[0] and other not in in_use and not link.unacked_aborts:
+                self._links.close_link(other)
 
     def _receive(self, link: PeerLink) -> None:
-        for _ in range(_BATCH):
+        for _ in range(_FRAMES_PER_TURN):
             try:
                 frame = link.receive(self._clock())
             except frames.BadFrame:
@@ -207,140 +207,140 @@ class Departures:
             if frame is None:
                 return
             self._on_frame(frame)
-        self._more = True
+        self._has_more_work = True
 
-    def _on_frame(self, frame: frames.ToWriter) -> None:
-        key = self._tickets.get(TicketId(frame.ticket))
+    def _on_frame(self, frame: frames.FrameToWriter) -> None:
+        key = self._keys_by_ticket.get(TicketId(frame.ticket_id))
         if key is None:
             self.counters["ignored_unknown"] += 1
             return
         handoff = self._handoffs[key]
         machine, now = handoff.machine, self._clock()
         match frame:
-            case frames.Credit():
-                outputs = machine.credit(frame)
-            case frames.Landed():
-                outputs = machine.landed(frame, now)
-            case frames.Committed():
-                outputs = machine.committed(frame, now)
-            case frames.Refused():
-                outputs = machine.refused(frame)
+            case frames.CreditFrame():
+                outputs = machine.on_credit(frame)
+            case frames.LandedFrame():
+                outputs = machine.on_landed(frame, now)
+            case frames.CommittedFrame():
+                outputs = machine.on_committed(frame, now)
+            case frames.RefusedFrame():
+                outputs = machine.on_refused(frame)
             case _:
                 assert_never(frame)
-        self._carry_out(handoff, outputs)
+        self._apply_outputs(handoff, outputs)
 
-    def _tick(self, handoff: _Handoff, now: float) -> None:
+    def _tick(self, handoff: _ActiveHandoff, now: float) -> None:
         if now < handoff.machine.deadline:
             return
-        peer, unanswered = handoff.peer, handoff.machine.unanswered(now)
-        self._carry_out(handoff, handoff.machine.tick(now))
+        peer, unanswered = handoff.peer_key, handoff.machine.is_answer_overdue(now)
+        self._apply_outputs(handoff, handoff.machine.tick(now))
         link = self._links.get(peer) if unanswered and peer is not None else None
-        if link is not None and peer is not None and now - link.heard >= self._settings.progress_timeout:
+        if link is not None and peer is not None and now - link.last_heard_at >= self._settings.progress_timeout:
             # The peer may live, but this link leads nowhere: the next hand-off dials anew.
-            self._lose(peer, Loss(PeerGone(f"transfer link to {peer[0]}: silent (progress_timeout)"), was_up=True))
+            self._drop_link(peer, LinkLoss(PeerUnreachable(f"transfer link to {peer[0]}: silent (progress_timeout)"), was_up=True))
 
-    def _lose(self, peer: Peer, loss: Loss) -> None:
+    def _drop_link(self, peer: PeerKey, loss: LinkLoss) -> None:
         self.counters["links_lost"] += 1
-        self._links.drop(peer)
+        self._links.close_link(peer)
         for handoff in list(self._handoffs.values()):
-            if handoff.peer == peer:
-                self._carry_out(handoff, handoff.machine.link_lost(loss.error, loss.was_up))
-        if not any(handoff.arena and handoff.peer == peer for handoff in self._handoffs.values()):
-            self._arenas.drop(peer[1])
+            if handoff.peer_key == peer:
+                self._apply_outputs(handoff, handoff.machine.on_link_lost(loss.error, loss.was_up))
+        if not any(handoff.peer_arena and handoff.peer_key == peer for handoff in self._handoffs.values()):
+            self._arenas.unmap_peer(peer[1])
 
     # writing
 
-    def _write_next(self, handoff: _Handoff) -> bool:
+    def _write_next(self, handoff: _ActiveHandoff) -> bool:
         """Write one message's worth of what is ready, if anything; the next hand-off then has its turn."""
-        link = self._links.get(handoff.peer) if handoff.peer is not None else None
-        if link is not None and link.full:
+        link = self._links.get(handoff.peer_key) if handoff.peer_key is not None else None
+        if link is not None and link.is_full:
             return False
-        outgoing, outputs = handoff.machine.next_write()
-        self._carry_out(handoff, outputs)
+        outgoing, outputs = handoff.machine.begin_write()
+        self._apply_outputs(handoff, outputs)
         if outgoing is None:
             return False
         try:
             action = self._failpoints.hit("transfer.write.before")
-            payload, checksum = self._mover.read(outgoing, action)
-            if handoff.arena is not None and handoff.machine.ticket is not None:
-                handoff.arena.mover.place(handoff.machine.ticket, outgoing.area, payload)
+            payload, checksum = self._copier.read_slabs(outgoing, action)
+            if handoff.peer_arena is not None and handoff.machine.ticket is not None:
+                handoff.peer_arena.copier.write_slabs(handoff.machine.ticket, outgoing.slab_range, payload)
             self._failpoints.hit("transfer.write.after")
         except HandoffFailed as error:
-            self._carry_out(handoff, handoff.machine.write_failed(error))
+            self._apply_outputs(handoff, handoff.machine.fail_write(error))
             return True
         self.counters["bytes_written"] += len(payload)
-        self.counters["slabs_written"] += outgoing.area.slabs
-        inline = handoff.arena is None
-        outputs = handoff.machine.written(outgoing, checksum, inline, self._clock())
-        self._carry_out(handoff, outputs, payload if inline else None, action)
+        self.counters["slabs_written"] += outgoing.slab_range.num_slabs
+        inline = handoff.peer_arena is None
+        outputs = handoff.machine.finish_write(outgoing, checksum, inline, self._clock())
+        self._apply_outputs(handoff, outputs, payload if inline else None, action)
         return True
 
     # outputs
 
-    def _carry_out(
+    def _apply_outputs(
         self,
-        handoff: _Handoff,
-        outputs: list[departure.Output],
+        handoff: _ActiveHandoff,
+        outputs: list[departure.OutboundOutput],
         payload: memoryview | None = None,
-        action: Action | None = None,
+        action: FailpointAction | None = None,
     ) -> None:
         for output in outputs:
             match output:
-                case Ignored():
+                case IgnoredInput():
                     self.counters[f"ignored_{output.reason}"] += 1
-                case frames.Write():
+                case frames.WriteFrame():
                     self._send(handoff, output, payload, action)
-                case frames.Seal():
+                case frames.SealFrame():
                     self._send_seal(handoff, output)
                 case frames.Frame():
                     self._send(handoff, output)
                 case LayerLanded():
                     self._emit(output)
-                case Committed() | Aborted():
-                    self._end(handoff, output)
+                case OutboundCommitted() | OutboundAborted():
+                    self._finish_handoff(handoff, output)
                 case _:
                     assert_never(output)
         self._wake_waiters(handoff)
 
-    def _send_seal(self, handoff: _Handoff, frame: frames.Seal) -> None:
+    def _send_seal(self, handoff: _ActiveHandoff, frame: frames.SealFrame) -> None:
         try:
             action = self._failpoints.hit("transfer.seal.before")
             self._send(handoff, frame, None, action)
             self._failpoints.hit("transfer.seal.after")
         except HandoffFailed as error:
-            self._carry_out(handoff, handoff.machine.abort(error))
+            self._apply_outputs(handoff, handoff.machine.abort(error))
 
     def _send(
         self,
-        handoff: _Handoff,
-        frame: frames.ToDecode,
+        handoff: _ActiveHandoff,
+        frame: frames.FrameToDecode,
         payload: memoryview | None = None,
-        action: Action | None = None,
+        action: FailpointAction | None = None,
     ) -> None:
-        if action is Action.DROP:
+        if action is FailpointAction.DROP:
             return
-        assert handoff.peer is not None
-        link = self._links.to(handoff.peer, self._clock())
-        if isinstance(frame, frames.Abort):
-            link.unacknowledged.add(TicketId(frame.ticket))
-        header = frames.encode(frame)
-        if action is Action.CORRUPT and not isinstance(frame, frames.Write):  # a Write's payload was corrupted
-            header = bytes(flipped(memoryview(header)))
-        for _ in range(2 if action is Action.DUPLICATE else 1):
+        assert handoff.peer_key is not None
+        link = self._links.get_or_dial(handoff.peer_key, self._clock())
+        if isinstance(frame, frames.AbortFrame):
+            link.unacked_aborts.add(TicketId(frame.ticket_id))
+        header = frames.encode_frame(frame)
+        if action is FailpointAction.CORRUPT and not isinstance(frame, frames.WriteFrame):  # a Write's payload was corrupted
+            header = bytes(flip_first_bit(memoryview(header)))
+        for _ in range(2 if action is FailpointAction.DUPLICATE else 1):
             link.send(header, payload)
 
-    def _end(self, handoff: _Handoff, event: Committed | Aborted) -> None:
+    def _finish_handoff(self, handoff: _ActiveHandoff, event: OutboundCommitted | OutboundAborted) -> None:
         machine = handoff.machine
         del self._handoffs[machine.key]
         if machine.ticket is not None:
-            self._tickets.pop(machine.ticket.id, None)
-        self.counters["committed" if isinstance(event, Committed) else f"aborted_{event.error.code}"] += 1
+            self._keys_by_ticket.pop(machine.ticket.id, None)
+        self.counters["committed" if isinstance(event, OutboundCommitted) else f"aborted_{event.error.code}"] += 1
         self._emit(event)
 
-    def _wake_waiters(self, handoff: _Handoff) -> None:
-        ended = handoff.machine.state in departure.ENDED
+    def _wake_waiters(self, handoff: _ActiveHandoff) -> None:
+        ended = handoff.machine.state in departure.TERMINAL_STATES
         for waiter in list(handoff.waiters):
-            waiter.landed = not ended and handoff.machine.layer_has_landed(waiter.layer)
-            if waiter.landed or ended:
+            waiter.has_landed = not ended and handoff.machine.has_layer_landed(waiter.layer)
+            if waiter.has_landed or ended:
                 handoff.waiters.remove(waiter)
                 waiter.done.set()

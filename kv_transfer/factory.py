@@ -8,29 +8,29 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from baton.clock import Clock, steady
+from baton.clock import Clock, monotonic_clock
 from baton.config import Config
-from baton.exposure import host_part, require_key
+from baton.exposure import get_endpoint_host, require_key_unless_loopback
 from baton.failpoints import FAILPOINTS, Failpoints
 from baton.fence import ArenaFences
 from baton.kv_layout import KVLayout
 from baton.segment import Segment
-from baton.segment import host_id as host_of
+from baton.segment import compute_host_id as host_of
 from baton.types import Incarnation
 from kv_transfer.core.events import InboundEvent, OutboundEvent
 from kv_transfer.grpc_decode_link import GrpcDecodeLink
 from kv_transfer.grpc_terms import SCHEME
 from kv_transfer.grpc_writer_link import GrpcDialer
-from kv_transfer.inbound_plane import InboundTransfer
+from kv_transfer.inbound_plane import KVReceiver
 from kv_transfer.memory_link import MemoryDecodeLink, MemoryDialer
-from kv_transfer.outbound_plane import OutboundTransfer
+from kv_transfer.outbound_plane import KVSender
 from kv_transfer.plane import InboundPlane, OutboundPlane
-from kv_transfer.security import derive_keys
+from kv_transfer.security import derive_curve_keys
 from kv_transfer.settings import TransferSettings
-from kv_transfer.transport import DecodeLink, Dialer
+from kv_transfer.transport import DecodeLink, TransferDialer
 from kv_transfer.zmq_link import ZmqDecodeLink, ZmqDialer
 
-_RENEWALS = 10  # of a ticket in its time to live
+_RENEWALS_PER_TTL = 10  # of a ticket in its time to live
 NOT_JOINED = Incarnation("")
 
 
@@ -39,7 +39,7 @@ class _HasLayout(Protocol):
     def layout(self) -> KVLayout: ...
 
 
-class PlaneParts(Protocol):
+class PlaneContext(Protocol):
     """The part of a node's parts that a plane needs."""
 
     @property
@@ -51,14 +51,14 @@ class PlaneParts(Protocol):
     @property
     def arena(self) -> Segment: ...
     @property
-    def reach(self) -> memoryview: ...
+    def block_memory(self) -> memoryview: ...
     @property
     def clock(self) -> Clock: ...
     @property
     def emit(self) -> Callable[[Any], None]: ...
 
 
-def settings_from(config: Config) -> TransferSettings:
+def settings_from_config(config: Config) -> TransferSettings:
     return TransferSettings(
         transport=config.transport,
         listen=config.listen,
@@ -67,43 +67,43 @@ def settings_from(config: Config) -> TransferSettings:
         segment_folder=Path(config.segment_dir),
         ticket_ttl=config.ticket_ttl,
         progress_timeout=config.progress_timeout,
-        renew_interval=config.ticket_ttl / _RENEWALS,
+        renew_interval=config.ticket_ttl / _RENEWALS_PER_TTL,
         link_timeout=config.silence,
         layers_per_message=config.layers_per_message,
         max_connections_per_address=config.max_connections_per_address,
     )
 
 
-def inbound_plane(parts: PlaneParts) -> InboundPlane:
+def make_inbound_plane(parts: PlaneContext) -> InboundPlane:
     """Decode's plane over the node's arena, with a fence file beside it. It has no incarnation until `rejoin`."""
-    return build_inbound(
+    return build_kv_receiver(
         arena=parts.arena.view,
         layout=parts.engine.layout,
         incarnation=NOT_JOINED,
         token=parts.config.cluster_token,
         fences=ArenaFences(parts.arena.path),
         emit=parts.emit,
-        settings=settings_from(parts.config),
+        settings=settings_from_config(parts.config),
         host_id=parts.host_id,
         clock=parts.clock,
     )
 
 
-def outbound_plane(parts: PlaneParts) -> OutboundPlane:
+def make_outbound_plane(parts: PlaneContext) -> OutboundPlane:
     """Prefill's plane over every block that the node can read. It has no incarnation until `rejoin`."""
-    return build_outbound(
-        arena=parts.reach,
+    return build_kv_sender(
+        arena=parts.block_memory,
         layout=parts.engine.layout,
         incarnation=NOT_JOINED,
         token=parts.config.cluster_token,
         emit=parts.emit,
-        settings=settings_from(parts.config),
+        settings=settings_from_config(parts.config),
         host_id=parts.host_id,
         clock=parts.clock,
     )
 
 
-def build_inbound(
+def build_kv_receiver(
     *,
     arena: memoryview,
     layout: KVLayout,
@@ -113,9 +113,9 @@ def build_inbound(
     emit: Callable[[InboundEvent], None],
     settings: TransferSettings | None = None,
     host_id: str = "",
-    clock: Clock = steady,
+    clock: Clock = monotonic_clock,
     failpoints: Failpoints = FAILPOINTS,
-) -> InboundTransfer:
+) -> KVReceiver:
     """Decode's plane over the blocks in `arena`. `fences` are those of the arena's segment, None if it is none; the
     plane closes them. `token` is the cluster token; `host_id` is that of the segment folder by default."""
     settings = settings or TransferSettings()
@@ -123,10 +123,10 @@ def build_inbound(
     if settings.transport == "memory":
         link = MemoryDecodeLink()
     else:
-        require_key("--listen", host_part(settings.listen), "cluster_token", token, insecure=settings.insecure)
+        require_key_unless_loopback("--listen", get_endpoint_host(settings.listen), "cluster_token", token, insecure=settings.insecure)
         grpc = settings.transport == "grpc"
-        link = GrpcDecodeLink(token, settings) if grpc else ZmqDecodeLink(derive_keys(token), settings)
-    return InboundTransfer(
+        link = GrpcDecodeLink(token, settings) if grpc else ZmqDecodeLink(derive_curve_keys(token), settings)
+    return KVReceiver(
         arena=arena,
         layout=layout,
         incarnation=incarnation,
@@ -140,7 +140,7 @@ def build_inbound(
     )
 
 
-def build_outbound(
+def build_kv_sender(
     *,
     arena: memoryview,
     layout: KVLayout,
@@ -149,17 +149,17 @@ def build_outbound(
     emit: Callable[[OutboundEvent], None],
     settings: TransferSettings | None = None,
     host_id: str = "",
-    clock: Clock = steady,
+    clock: Clock = monotonic_clock,
     failpoints: Failpoints = FAILPOINTS,
-) -> OutboundTransfer:
+) -> KVSender:
     """Prefill's plane over the blocks in `arena`. It dials whatever backend a ticket names."""
     settings = settings or TransferSettings()
-    dialers: dict[str, Dialer] = {
+    dialers: dict[str, TransferDialer] = {
         "memory": MemoryDialer(),
-        "tcp": ZmqDialer(derive_keys(token), settings),
+        "tcp": ZmqDialer(derive_curve_keys(token), settings),
         SCHEME: GrpcDialer(token, settings),
     }
-    return OutboundTransfer(
+    return KVSender(
         arena=arena,
         layout=layout,
         incarnation=incarnation,

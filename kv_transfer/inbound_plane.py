@@ -1,23 +1,23 @@
-"""Decode's side of the transfer plane, as the node calls it. The work is done on a thread of its own, by `Landings`."""
+"""Decode's side of the transfer plane, as the node calls it. The work is done on a thread of its own, by `ReceiverLoop`."""
 
 from collections.abc import Callable
 
-from baton.clock import Clock, steady
+from baton.clock import Clock, monotonic_clock
 from baton.errors import BatonError, HandoffFailed
 from baton.failpoints import FAILPOINTS, Failpoints
 from baton.fence import ArenaFences
 from baton.kv_layout import KVLayout
 from baton.types import Incarnation, Ticket, TicketId
-from kv_transfer.core.events import InboundEvent, Lost
+from kv_transfer.core.events import InboundEvent, InboundLost
 from kv_transfer.core.landing import ArenaShape
-from kv_transfer.landings import Landings
-from kv_transfer.plane_thread import PlaneThread, end_process
+from kv_transfer.landings import ReceiverLoop
+from kv_transfer.plane_thread import PlaneThread, exit_process
 from kv_transfer.settings import TransferSettings
-from kv_transfer.slab_mover import SlabMover
+from kv_transfer.slab_mover import SlabCopier
 from kv_transfer.transport import DecodeLink
 
 
-class InboundTransfer:
+class KVReceiver:
     """Implements plane.InboundPlane."""
 
     def __init__(
@@ -31,20 +31,20 @@ class InboundTransfer:
         host_id: str,
         settings: TransferSettings,
         emit: Callable[[InboundEvent], None],
-        clock: Clock = steady,
+        clock: Clock = monotonic_clock,
         failpoints: Failpoints = FAILPOINTS,
-        on_defect: Callable[[], None] = end_process,
+        on_defect: Callable[[], None] = exit_process,
     ) -> None:
         """`fences` are the arena's, None if it is no segment: then no writer may be one-sided. Link and fences are the
         plane's own from now on."""
-        self._mover = SlabMover(arena, layout)
+        self._copier = SlabCopier(arena, layout)
         self._link = link
         self._fences = fences
         self._host_id = host_id
         self._settings = settings
         self._emit = emit
-        self._landings = Landings(
-            mover=self._mover,
+        self._loop = ReceiverLoop(
+            mover=self._copier,
             shape=ArenaShape(layout.num_layers, layout.num_kv_heads, layout.slab_bytes),
             link=link,
             fences=fences,
@@ -54,8 +54,8 @@ class InboundTransfer:
             clock=clock,
             failpoints=failpoints,
         )
-        self._thread = PlaneThread("transfer-inbound", self._landings, clock, settings.close_timeout, on_defect)
-        self._landings.catch_up = self._thread.run_posted
+        self._thread = PlaneThread("transfer-inbound", self._loop, clock, settings.close_timeout, on_defect)
+        self._loop.run_posted_commands = self._thread.run_posted_commands
         self._thread.start()
 
     @property
@@ -63,36 +63,36 @@ class InboundTransfer:
         return self._link.endpoint
 
     def rejoin(self, incarnation: Incarnation) -> None:
-        self._thread.post(lambda: self._landings.rejoin(incarnation))
+        self._thread.post_command(lambda: self._loop.rejoin(incarnation))
 
     def choose_transport(self, writer_host_id: str) -> str:
         if self._settings.transport != "auto":
             return self._settings.transport
-        same_host = writer_host_id == self._host_id and writer_host_id not in self._landings.unmappable_hosts
+        same_host = writer_host_id == self._host_id and writer_host_id not in self._loop.unmappable_hosts
         return "shm" if same_host and self._fences is not None else "zmq"
 
-    def mint_fence(self) -> int:
-        return self._fences.mint() if self._fences is not None else 0
+    def allocate_fence_byte(self) -> int:
+        return self._fences.allocate_byte() if self._fences is not None else 0
 
-    def grant(self, ticket: Ticket) -> None:
+    def grant_ticket(self, ticket: Ticket) -> None:
         """Raises ValueError for offsets that are no blocks of the arena."""
         two_sided = ticket.transport != "shm"
-        if not self._mover.holds(ticket) or not (two_sided or self._fences):
+        if not self._copier.has_blocks_of(ticket) or not (two_sided or self._fences):
             raise ValueError(f"ticket {ticket.id} ({ticket.transport}) names what are no blocks of this arena")
-        if not self._thread.post(lambda: self._landings.grant(ticket)):
-            self._emit(Lost(ticket.id, HandoffFailed("the transfer plane is closed"), fenced=two_sided))
+        if not self._thread.post_command(lambda: self._loop.grant_ticket(ticket)):
+            self._emit(InboundLost(ticket.id, HandoffFailed("the transfer plane is closed"), is_fenced=two_sided))
 
-    def commit(self, ticket: TicketId) -> None:
-        self._thread.post(lambda: self._landings.commit(ticket))
+    def commit_ticket(self, ticket: TicketId) -> None:
+        self._thread.post_command(lambda: self._loop.commit_ticket(ticket))
 
-    def revoke(self, ticket: TicketId, error: BatonError) -> None:
-        self._thread.post(lambda: self._landings.revoke(ticket, error))
+    def revoke_ticket(self, ticket: TicketId, error: BatonError) -> None:
+        self._thread.post_command(lambda: self._loop.revoke_ticket(ticket, error))
 
-    def peer_gone(self, writer: Incarnation) -> None:
-        self._thread.post(lambda: self._landings.peer_gone(writer))
+    def on_peer_gone(self, writer: Incarnation) -> None:
+        self._thread.post_command(lambda: self._loop.on_peer_gone(writer))
 
     def counters(self) -> dict[str, float]:
-        return {**self._landings.counters, **self._link.counters()}
+        return {**self._loop.counters, **self._link.counters()}
 
     def close(self) -> None:
         self._thread.close()

@@ -7,34 +7,34 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from baton.clock import Clock
-from baton.errors import BatonError, HandoffFailed, PeerGone, Stale, Unmappable
-from baton.failpoints import Action, Failpoints
+from baton.errors import BatonError, HandoffFailed, PeerUnreachable, StaleMessage, UnmappableSegment
+from baton.failpoints import FailpointAction, Failpoints
 from baton.fence import ArenaFences
 from baton.types import Incarnation, Ticket, TicketId
 from kv_transfer.core import frames, landing
-from kv_transfer.core.events import Fenced, InboundEvent, Lost
-from kv_transfer.core.landing import ArenaShape, Ignored, Landing
-from kv_transfer.core.leases import Leases
+from kv_transfer.core.events import InboundFenced, InboundEvent, InboundLost
+from kv_transfer.core.landing import ArenaShape, IgnoredInput, InboundHandoff
+from kv_transfer.core.leases import LeaseTable
 from kv_transfer.settings import TransferSettings
-from kv_transfer.slab_mover import SlabMover, flipped
-from kv_transfer.transport import DecodeLink, Message, Pollable
+from kv_transfer.slab_mover import SlabCopier, flip_first_bit
+from kv_transfer.transport import DecodeLink, LinkMessage, Pollable
 
-_BATCH = 64  # messages handled before commands and timers get their turn again
-_REMEMBERED = 1024  # ended tickets whose late frames still get the right answer
+_MESSAGES_PER_TURN = 64  # messages handled before commands and timers get their turn again
+_MAX_ENDED_TICKETS = 1024  # ended tickets whose late frames still get the right answer
 
 
 @dataclass(slots=True)
-class _Granted:
-    machine: Landing
-    route: bytes | None = None  # of the link that its writer was last heard on
-    host: str = ""
+class _GrantedTicket:
+    machine: InboundHandoff
+    reply_route: bytes | None = None  # of the link that its writer was last heard on
+    host_id: str = ""
 
 
-class Landings:
+class ReceiverLoop:
     def __init__(
         self,
         *,
-        mover: SlabMover,
+        mover: SlabCopier,
         shape: ArenaShape,
         link: DecodeLink,
         fences: ArenaFences | None,
@@ -46,8 +46,8 @@ class Landings:
     ) -> None:
         self.counters: Counter[str] = Counter()  # read by any thread
         self.unmappable_hosts: set[str] = set()  # read by any thread
-        self.catch_up: Callable[[], None] = lambda: None  # run what was posted to this thread meanwhile
-        self._mover = mover
+        self.run_posted_commands: Callable[[], None] = lambda: None  # run what was posted to this thread meanwhile
+        self._copier = mover
         self._shape = shape
         self._link = link
         self._fences = fences
@@ -56,239 +56,239 @@ class Landings:
         self._emit = emit
         self._clock = clock
         self._failpoints = failpoints
-        self._granted: dict[TicketId, _Granted] = {}
-        self._ended: OrderedDict[TicketId, Landing] = OrderedDict()
-        self._timers: Leases[TicketId] = Leases()
-        self._more = False
+        self._granted: dict[TicketId, _GrantedTicket] = {}
+        self._ended_handoffs: OrderedDict[TicketId, InboundHandoff] = OrderedDict()
+        self._timers: LeaseTable[TicketId] = LeaseTable()
+        self._has_more_work = False
 
     # what the node wants
 
-    def grant(self, ticket: Ticket) -> None:
-        machine = Landing(
+    def grant_ticket(self, ticket: Ticket) -> None:
+        machine = InboundHandoff(
             ticket=ticket,
             shape=self._shape,
-            fence=self._fence_of(ticket),
-            credit=self._settings.credit_bytes,
+            try_fence=self._fence_callable(ticket),
+            credit_bytes=self._settings.credit_bytes,
             progress_timeout=self._settings.progress_timeout,
-            lease=self._clock() + ticket.ttl,
+            lease_deadline=self._clock() + ticket.ttl_seconds,
         )
-        self._granted[ticket.id] = _Granted(machine)
+        self._granted[ticket.id] = _GrantedTicket(machine)
         self.counters["granted"] += 1
-        self._arm(machine)
-        if ticket.decode.incarnation != self._incarnation:
-            self.revoke(ticket.id, Stale("decode has joined anew"))
+        self._update_timer(machine)
+        if ticket.decode_peer.incarnation != self._incarnation:
+            self.revoke_ticket(ticket.id, StaleMessage("decode has joined anew"))
 
-    def _fence_of(self, ticket: Ticket) -> Callable[[], bool]:
+    def _fence_callable(self, ticket: Ticket) -> Callable[[], bool]:
         """Two-sided: bytes land on this very thread, so none can land while it decides."""
         fences = self._fences
         if ticket.transport != "shm":
             return lambda: True
         assert fences is not None, "a one-sided ticket for an arena without a fence file"
-        byte = ticket.fence
-        return lambda: fences.close_off(byte)
+        byte = ticket.fence_byte
+        return lambda: fences.try_close_byte(byte)
 
-    def commit(self, ticket: TicketId) -> None:
+    def commit_ticket(self, ticket: TicketId) -> None:
         granted = self._granted.get(ticket)
         if granted is None:
             self.counters["ignored_commit"] += 1
             return
-        action = self._hit("transfer.commit.before")
-        self._carry_out(granted.machine, granted.machine.commit(), granted.route, action)
-        self._hit("transfer.commit.after")
+        action = self._hit_failpoint("transfer.commit.before")
+        self._apply_outputs(granted.machine, granted.machine.commit(), granted.reply_route, action)
+        self._hit_failpoint("transfer.commit.after")
 
-    def revoke(self, ticket: TicketId, error: BatonError) -> None:
+    def revoke_ticket(self, ticket: TicketId, error: BatonError) -> None:
         granted = self._granted.get(ticket)
         if granted is None:
             self.counters["ignored_revoke"] += 1
             return
-        self._carry_out(granted.machine, granted.machine.revoke(error), granted.route)
+        self._apply_outputs(granted.machine, granted.machine.revoke(error), granted.reply_route)
 
-    def peer_gone(self, writer: Incarnation) -> None:
-        for machine in self._machines(landing.IN_DOUBT):
-            if machine.ticket.writer == writer:
-                self.revoke(machine.ticket.id, PeerGone(f"writer {writer} is gone"))
+    def on_peer_gone(self, writer: Incarnation) -> None:
+        for machine in self._machines(landing.UNSEALED_STATES):
+            if machine.ticket.writer_incarnation == writer:
+                self.revoke_ticket(machine.ticket.id, PeerUnreachable(f"writer {writer} is gone"))
 
     def rejoin(self, incarnation: Incarnation) -> None:
         self._incarnation = incarnation
-        self._revoke_all(Stale("decode has joined anew"))
+        self._revoke_all(StaleMessage("decode has joined anew"))
 
     def _revoke_all(self, error: BatonError) -> None:
-        for machine in self._machines(landing.LIVE):
-            self.revoke(machine.ticket.id, error)
+        for machine in self._machines(landing.LIVE_STATES):
+            self.revoke_ticket(machine.ticket.id, error)
 
-    def _machines(self, states: frozenset[landing.LandingState]) -> list[Landing]:
+    def _machines(self, states: frozenset[landing.InboundState]) -> list[InboundHandoff]:
         return [granted.machine for granted in self._granted.values() if granted.machine.state in states]
 
     # the thread's turn
 
-    def turn(self) -> None:
-        self._more = False
-        for _ in range(_BATCH):
+    def poll_once(self) -> None:
+        self._has_more_work = False
+        for _ in range(_MESSAGES_PER_TURN):
             message = self._link.receive()
             if message is None:
                 break
             self._on_message(message)
         else:
-            self._more = True
+            self._has_more_work = True
         now = self._clock()
-        for ticket in self._timers.expire(now):
+        for ticket in self._timers.pop_expired(now):
             granted = self._granted[ticket]
-            if granted.machine.state in landing.AWAITING_FENCE:
+            if granted.machine.state in landing.AWAITING_FENCE_STATES:
                 self.counters["fence_retries"] += 1
-            self._carry_out(granted.machine, granted.machine.tick(now), granted.route)
+            self._apply_outputs(granted.machine, granted.machine.tick(now), granted.reply_route)
 
     def next_deadline(self) -> float:
-        if self._more:
+        if self._has_more_work:
             return self._clock()
         deadline = self._timers.next_deadline()
         return landing.NEVER if deadline is None else deadline
 
-    def watched(self) -> Sequence[tuple[Pollable, bool]]:
-        return [(pollable, False) for pollable in self._link.readable()]
+    def pollables(self) -> Sequence[tuple[Pollable, bool]]:
+        return [(pollable, False) for pollable in self._link.read_pollables()]
 
-    def say_goodbye(self) -> None:
+    def begin_close(self) -> None:
         self._revoke_all(HandoffFailed("the transfer plane is closing"))
 
-    def heard_out(self) -> bool:
+    def is_drained(self) -> bool:
         """A writer that misses the news finds its link gone."""
         return True
 
-    def shut(self) -> None:
+    def close(self) -> None:
         self._link.close()
         if self._fences is not None:
             self._fences.close()
 
     # frames
 
-    def _on_message(self, message: Message) -> None:
+    def _on_message(self, message: LinkMessage) -> None:
         try:
-            frame = frames.decode_to_decode(message.header)
+            frame = frames.parse_frame_to_decode(message.header)
         except frames.BadFrame:
             self.counters["bad_frames"] += 1
             return
-        ticket = TicketId(frame.ticket)
+        ticket = TicketId(frame.ticket_id)
         if ticket not in self._granted:
-            self.catch_up()  # its grant was posted before the ticket left, perhaps during this very turn
+            self.run_posted_commands()  # its grant was posted before the ticket left, perhaps during this very turn
         granted = self._granted.get(ticket)
-        machine = granted.machine if granted else self._ended.get(ticket)
+        machine = granted.machine if granted else self._ended_handoffs.get(ticket)
         if machine is None:
-            self._refuse_unknown(frame, message.route)
+            self._refuse_unknown(frame, message.reply_route)
             return
-        if granted and machine.is_ours(frame):
-            granted.route = message.route
-            self._note_host(granted, frame)
-        self._carry_out(machine, self._handle(machine, frame, message.payload), message.route)
+        if granted and machine.is_current_frame(frame):
+            granted.reply_route = message.reply_route
+            self._remember_host(granted, frame)
+        self._apply_outputs(machine, self._dispatch_frame(machine, frame, message.payload), message.reply_route)
 
-    def _refuse_unknown(self, frame: frames.ToDecode, route: bytes) -> None:
+    def _refuse_unknown(self, frame: frames.FrameToDecode, route: bytes) -> None:
         self.counters["ignored_unknown"] += 1
-        ids = (frame.ticket, frame.attempt, frame.writer, frame.decode)
-        self._link.send(route, frames.encode(frames.Refused(*ids, Stale.code, "there is no such ticket")))
+        ids = (frame.ticket_id, frame.attempt, frame.writer_incarnation, frame.decode_incarnation)
+        self._link.send(route, frames.encode_frame(frames.RefusedFrame(*ids, StaleMessage.code, "there is no such ticket")))
 
-    def _note_host(self, granted: _Granted, frame: frames.ToDecode) -> None:
+    def _remember_host(self, granted: _GrantedTicket, frame: frames.FrameToDecode) -> None:
         """Remember hosts that look like ours and are not, so that the next ticket for them goes over the network."""
-        if isinstance(frame, frames.Open):
-            granted.host = frame.host
-        elif isinstance(frame, frames.Abort) and frame.code == Unmappable.code:
-            self.unmappable_hosts.add(granted.host)
+        if isinstance(frame, frames.OpenFrame):
+            granted.host_id = frame.host_id
+        elif isinstance(frame, frames.AbortFrame) and frame.code == UnmappableSegment.code:
+            self.unmappable_hosts.add(granted.host_id)
 
-    def _handle(self, machine: Landing, frame: frames.ToDecode, payload: memoryview | None) -> list[landing.Output]:
+    def _dispatch_frame(self, machine: InboundHandoff, frame: frames.FrameToDecode, payload: memoryview | None) -> list[landing.InboundOutput]:
         now = self._clock()
         match frame:
-            case frames.Write():
+            case frames.WriteFrame():
                 return self._on_write(machine, frame, payload)
-            case frames.Open():
-                return machine.open(frame, now)
-            case frames.Seal():
-                return machine.seal(frame, now)
-            case frames.Abort():
-                return machine.abort(frame)
-            case frames.Renew():
-                return machine.renew(frame, now)
+            case frames.OpenFrame():
+                return machine.on_open(frame, now)
+            case frames.SealFrame():
+                return machine.on_seal(frame, now)
+            case frames.AbortFrame():
+                return machine.on_abort(frame)
+            case frames.RenewFrame():
+                return machine.on_renew(frame, now)
             case _:
                 assert_never(frame)
 
-    def _on_write(self, machine: Landing, frame: frames.Write, payload: memoryview | None) -> list[landing.Output]:
-        admitted, outputs = machine.admit(frame, self._clock())
+    def _on_write(self, machine: InboundHandoff, frame: frames.WriteFrame, payload: memoryview | None) -> list[landing.InboundOutput]:
+        admitted, outputs = machine.check_write(frame, self._clock())
         if not admitted:
             return outputs
         try:
             action = self._failpoints.hit("transfer.land.before")
-            if action is Action.DROP:
+            if action is FailpointAction.DROP:
                 return []
-            right = self._mover.land(machine.ticket, frame, payload, action)
-            outputs = machine.landed(frame, right, self._clock())
+            right = self._copier.receive_write(machine.ticket, frame, payload, action)
+            outputs = machine.finish_write(frame, right, self._clock())
             self._failpoints.hit("transfer.land.after")
         except HandoffFailed as error:
             return [*outputs, *machine.revoke(error)]
         if right:
-            self.counters["bytes_landed"] += frame.size
-            self.counters["slabs_landed"] += frame.area.slabs
-        if action is Action.DUPLICATE:
+            self.counters["bytes_landed"] += frame.payload_bytes
+            self.counters["slabs_landed"] += frame.slab_range.num_slabs
+        if action is FailpointAction.DUPLICATE:
             outputs += self._on_write(machine, frame, payload)
         return outputs
 
     # outputs
 
-    def _carry_out(
+    def _apply_outputs(
         self,
-        machine: Landing,
-        outputs: list[landing.Output],
+        machine: InboundHandoff,
+        outputs: list[landing.InboundOutput],
         route: bytes | None,
-        action: Action | None = None,
+        action: FailpointAction | None = None,
     ) -> None:
         for output in outputs:
             match output:
-                case Ignored():
+                case IgnoredInput():
                     self.counters[f"ignored_{output.reason}"] += 1
                 case frames.Frame():
-                    if isinstance(output, frames.Refused):
+                    if isinstance(output, frames.RefusedFrame):
                         self.counters[f"refused_{output.code}"] += 1
                     self._send(output, route, action)
                 case _:
-                    if isinstance(output, Lost):
+                    if isinstance(output, InboundLost):
                         self.counters["lost"] += 1
-                        self.counters["quarantines"] += not output.fenced
-                    elif isinstance(output, Fenced):
+                        self.counters["quarantines"] += not output.is_fenced
+                    elif isinstance(output, InboundFenced):
                         self.counters["quarantines_released"] += 1
                     self._emit(output)
-        self._arm(machine)
+        self._update_timer(machine)
 
-    def _send(self, frame: frames.ToWriter, route: bytes | None, action: Action | None) -> None:
-        if route is None or action is Action.DROP:
+    def _send(self, frame: frames.FrameToWriter, route: bytes | None, action: FailpointAction | None) -> None:
+        if route is None or action is FailpointAction.DROP:
             return
-        header = frames.encode(frame)
-        if action is Action.CORRUPT:
-            header = bytes(flipped(memoryview(header)))
-        for _ in range(2 if action is Action.DUPLICATE else 1):
+        header = frames.encode_frame(frame)
+        if action is FailpointAction.CORRUPT:
+            header = bytes(flip_first_bit(memoryview(header)))
+        for _ in range(2 if action is FailpointAction.DUPLICATE else 1):
             self._link.send(route, header)
 
-    def _arm(self, machine: Landing) -> None:
+    def _update_timer(self, machine: InboundHandoff) -> None:
         """Set the ticket's timer to its next deadline, or retire it."""
         ticket = machine.ticket.id
-        if machine.state in landing.ENDED:
+        if machine.state in landing.TERMINAL_STATES:
             self._retire(machine)
             return
         deadline = machine.deadline
-        if machine.state in landing.AWAITING_FENCE:
-            deadline = min(deadline, self._clock() + self._settings.fence_retry)
+        if machine.state in landing.AWAITING_FENCE_STATES:
+            deadline = min(deadline, self._clock() + self._settings.fence_retry_interval)
         if deadline < landing.NEVER:
-            self._timers.set(ticket, deadline)
+            self._timers.set_deadline(ticket, deadline)
         else:
-            self._timers.drop(ticket)
+            self._timers.remove_lease(ticket)
 
-    def _retire(self, machine: Landing) -> None:
+    def _retire(self, machine: InboundHandoff) -> None:
         ticket = machine.ticket.id
         if self._granted.pop(ticket, None) is None:
             return
-        self._timers.drop(ticket)
-        machine.forget_slabs()
-        self._ended[ticket] = machine
-        if len(self._ended) > _REMEMBERED:
-            self._ended.popitem(last=False)
+        self._timers.remove_lease(ticket)
+        machine.discard_slabs()
+        self._ended_handoffs[ticket] = machine
+        if len(self._ended_handoffs) > _MAX_ENDED_TICKETS:
+            self._ended_handoffs.popitem(last=False)
 
-    def _hit(self, name: str) -> Action | None:
+    def _hit_failpoint(self, name: str) -> FailpointAction | None:
         """A failpoint of a frame whose hand-off is decided: an error there loses the frame."""
         try:
             return self._failpoints.hit(name)
         except HandoffFailed:
-            return Action.DROP
+            return FailpointAction.DROP

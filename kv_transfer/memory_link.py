@@ -7,22 +7,22 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.errors import PeerGone
-from kv_transfer.transport import Loss, Message, Pollable
-from kv_transfer.wake import Wake
+from baton.errors import PeerUnreachable
+from kv_transfer.transport import LinkLoss, LinkMessage, Pollable
+from kv_transfer.wake import EventFd
 
 _CAPACITY = 256  # messages per direction and link
 
 
 @dataclass(eq=False)
-class _Pipe:
+class _MemoryPipe:
     """Both directions of one link. Appending to and popping from a deque are atomic."""
 
     to_decode: deque[tuple[bytes, bytes | None]] = field(default_factory=deque)
     to_writer: deque[bytes] = field(default_factory=deque)
-    writer_wake: Wake = field(default_factory=Wake)
-    writer_open: bool = True
-    decode_open: bool = True
+    writer_wakeup: EventFd = field(default_factory=EventFd)
+    is_writer_open: bool = True
+    is_decode_open: bool = True
 
 
 _listening: dict[str, "MemoryDecodeLink"] = {}
@@ -32,8 +32,8 @@ _lock = threading.Lock()  # guards _listening and every link's table of pipes
 class MemoryDecodeLink:
     def __init__(self) -> None:
         self._endpoint = f"memory://{secrets.token_hex(8)}"
-        self._pipes: dict[bytes, _Pipe] = {}
-        self.wake = Wake()
+        self._pipes: dict[bytes, _MemoryPipe] = {}
+        self.wakeup = EventFd()
         with _lock:
             _listening[self._endpoint] = self
 
@@ -41,21 +41,21 @@ class MemoryDecodeLink:
     def endpoint(self) -> str:
         return self._endpoint
 
-    def accept(self, pipe: _Pipe) -> None:
+    def accept_pipe(self, pipe: _MemoryPipe) -> None:
         """Called by the writer's thread, with `_lock` held."""
         self._pipes[secrets.token_bytes(8)] = pipe
 
-    def receive(self) -> Message | None:
-        self.wake.clear()
+    def receive(self) -> LinkMessage | None:
+        self.wakeup.clear()
         with _lock:
             pipes = list(self._pipes.items())
         for route, pipe in pipes:
             if pipe.to_decode:
                 header, payload = pipe.to_decode.popleft()
-                self.wake.set()  # there may be more
-                pipe.writer_wake.set()
-                return Message(route, header, None if payload is None else memoryview(payload))
-            if not pipe.writer_open:
+                self.wakeup.set()  # there may be more
+                pipe.writer_wakeup.set()
+                return LinkMessage(route, header, None if payload is None else memoryview(payload))
+            if not pipe.is_writer_open:
                 with _lock:
                     del self._pipes[route]
         return None
@@ -66,11 +66,11 @@ class MemoryDecodeLink:
         if pipe is None or len(pipe.to_writer) >= _CAPACITY:
             return False
         pipe.to_writer.append(header)
-        pipe.writer_wake.set()
+        pipe.writer_wakeup.set()
         return True
 
-    def readable(self) -> Sequence[Pollable]:
-        return (self.wake.fd,)
+    def read_pollables(self) -> Sequence[Pollable]:
+        return (self.wakeup.fd,)
 
     def counters(self) -> dict[str, float]:
         return {}
@@ -80,52 +80,52 @@ class MemoryDecodeLink:
             del _listening[self._endpoint]
             pipes = list(self._pipes.values())
         for pipe in pipes:
-            pipe.decode_open = False
-            pipe.writer_wake.set()
-        self.wake.close()
+            pipe.is_decode_open = False
+            pipe.writer_wakeup.set()
+        self.wakeup.close()
 
 
 class MemoryWriterLink:
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
-        self._pipe = _Pipe()
+        self._pipe = _MemoryPipe()
         with _lock:
             self._peer = _listening.get(endpoint)
             if self._peer is not None:
-                self._peer.accept(self._pipe)
+                self._peer.accept_pipe(self._pipe)
 
     def send(self, header: bytes, payload: memoryview | None = None) -> bool:
         if self._peer is None or len(self._pipe.to_decode) >= _CAPACITY:
             return False
         self._pipe.to_decode.append((header, None if payload is None else bytes(payload)))
-        self._peer.wake.set()
+        self._peer.wakeup.set()
         return True
 
     def receive(self) -> bytes | None:
-        self._pipe.writer_wake.clear()
+        self._pipe.writer_wakeup.clear()
         try:
             header = self._pipe.to_writer.popleft()
         except IndexError:
             return None
-        self._pipe.writer_wake.set()
+        self._pipe.writer_wakeup.set()
         return header
 
-    def loss(self) -> Loss | None:
-        if self._peer is not None and self._pipe.decode_open:
+    def get_loss(self) -> LinkLoss | None:
+        if self._peer is not None and self._pipe.is_decode_open:
             return None
-        return Loss(PeerGone(f"nothing listens at {self._endpoint}"), was_up=self._peer is not None)
+        return LinkLoss(PeerUnreachable(f"nothing listens at {self._endpoint}"), was_up=self._peer is not None)
 
-    def readable(self) -> Sequence[Pollable]:
-        return (self._pipe.writer_wake.fd,)
+    def read_pollables(self) -> Sequence[Pollable]:
+        return (self._pipe.writer_wakeup.fd,)
 
-    def writable(self) -> Pollable | None:
+    def write_pollable(self) -> Pollable | None:
         return None
 
     def close(self) -> None:
-        self._pipe.writer_open = False
-        self._pipe.writer_wake.close()
+        self._pipe.is_writer_open = False
+        self._pipe.writer_wakeup.close()
         if self._peer is not None:
-            self._peer.wake.set()
+            self._peer.wakeup.set()
 
 
 class MemoryDialer:

@@ -21,33 +21,33 @@ from typing import Protocol
 from baton.errors import BatonError
 from baton.types import AttemptKey, BlockIndex, Incarnation, Ticket, TicketId
 from kv_transfer.core.events import (
-    Aborted,
-    Committed,
-    Fenced,
+    OutboundAborted,
+    OutboundCommitted,
+    InboundFenced,
     InboundEvent,
     LayerLanded,
-    Lost,
+    InboundLost,
     OutboundEvent,
-    OutboundReport,
-    Sealed,
+    HandoffStats,
+    InboundSealed,
     SealInfo,
-    Started,
+    InboundStarted,
 )
 
 __all__ = [
-    "Aborted",
-    "Committed",
-    "Fenced",
+    "OutboundAborted",
+    "OutboundCommitted",
+    "InboundFenced",
     "InboundEvent",
     "InboundPlane",
     "LayerLanded",
-    "Lost",
+    "InboundLost",
     "OutboundEvent",
     "OutboundPlane",
-    "OutboundReport",
+    "HandoffStats",
     "SealInfo",
-    "Sealed",
-    "Started",
+    "InboundSealed",
+    "InboundStarted",
 ]
 
 
@@ -67,25 +67,25 @@ class InboundPlane(Protocol):
         """The backend for a writer on that host, by configuration and proof of the same host."""
         ...
 
-    def mint_fence(self) -> int:
+    def allocate_fence_byte(self) -> int:
         """A fence byte for a new ticket; never reused in the life of this arena."""
         ...
 
-    def grant(self, ticket: Ticket) -> None:
+    def grant_ticket(self, ticket: Ticket) -> None:
         """Accept writes under `ticket` from now on. Called before the ticket leaves the node."""
         ...
 
-    def commit(self, ticket: TicketId) -> None:
+    def commit_ticket(self, ticket: TicketId) -> None:
         """After Sealed: the blocks are in use; tell the writer."""
         ...
 
-    def revoke(self, ticket: TicketId, error: BatonError) -> None:
+    def revoke_ticket(self, ticket: TicketId, error: BatonError) -> None:
         """Stop accepting; ends in Lost. Unknown or ended tickets are a counted no-op."""
         ...
 
-    def peer_gone(self, writer: Incarnation) -> None:
+    def on_peer_gone(self, writer: Incarnation) -> None:
         """The coordinator says that this incarnation is no more: its tickets are lost, but for those that are Sealed,
-        which wait for `commit` or `revoke`."""
+        which wait for `commit_ticket` or `revoke_ticket`."""
         ...
 
     def counters(self) -> dict[str, float]: ...
@@ -105,34 +105,34 @@ class OutboundPlane(Protocol):
         """A new incarnation of this node: every open hand-off is Aborted (Stale)."""
         ...
 
-    def open(self, key: AttemptKey, num_tokens: int) -> None:
+    def open_handoff(self, key: AttemptKey, num_tokens: int) -> None:
         """Begin a hand-off of `num_tokens` tokens of KV, perhaps before its ticket is known. The caller holds a
         reference on every source block until Committed or Aborted."""
         ...
 
-    def ticket(self, key: AttemptKey, ticket: Ticket) -> None:
+    def set_ticket(self, key: AttemptKey, ticket: Ticket) -> None:
         """The destination is known; slabs that are ready begin to flow. Unknown keys are a counted no-op."""
         ...
 
-    def layer_ready(self, key: AttemptKey, layer: int, first: int, source: Sequence[BlockIndex]) -> None:
+    def announce_layer(self, key: AttemptKey, layer: int, first: int, source: Sequence[BlockIndex]) -> None:
         """Layer `layer` of logical blocks first .. first + len(source) is final in the arena's blocks `source`. Called
         from the forward pass, between layers: it only enqueues."""
         ...
 
-    def seal(self, key: AttemptKey, info: SealInfo) -> None:
+    def seal_handoff(self, key: AttemptKey, info: SealInfo) -> None:
         """Everything was announced by layer_ready. Sealing more or less than num_tokens of blocks is a programming
         error and aborts the hand-off with Incomplete."""
         ...
 
-    def abort(self, key: AttemptKey, error: BatonError) -> None:
+    def abort_handoff(self, key: AttemptKey, error: BatonError) -> None:
         """Give up; ends in Aborted. Unknown or ended keys are a counted no-op."""
         ...
 
-    def peer_gone(self, decode: Incarnation) -> None:
+    def on_peer_gone(self, decode: Incarnation) -> None:
         """The coordinator says that this incarnation is no more: hand-offs to it are aborted."""
         ...
 
-    def wait_landed(self, key: AttemptKey, layer: int, timeout: float) -> bool:
+    def wait_for_layer(self, key: AttemptKey, layer: int, timeout: float) -> bool:
         """Block until every announced slab of `layer` has landed (a failpoint uses it to prove layer streaming).
         False when `timeout` seconds passed or the hand-off ended first."""
         ...

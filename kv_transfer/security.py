@@ -16,24 +16,24 @@ from baton.cluster_secret import derive_secret
 
 
 @dataclass(frozen=True, slots=True)
-class KeyPair:
+class CurveKeyPair:
     public: bytes  # Z85, 40 characters
     secret: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterKeys:
-    decode: KeyPair
-    writer: KeyPair
+class CurveKeys:
+    decode: CurveKeyPair
+    writer: CurveKeyPair
 
 
 @lru_cache(maxsize=8)
-def derive_keys(token: str) -> ClusterKeys:
+def derive_curve_keys(token: str) -> CurveKeys:
     """Key pairs of a cluster."""
     seed = derive_secret(token, b"baton transfer plane v1", 64)
-    return ClusterKeys(decode=_pair(seed[:32]), writer=_pair(seed[32:]))
+    return CurveKeys(decode=_pair(seed[:32]), writer=_pair(seed[32:]))
 
 
-def _pair(secret: bytes) -> KeyPair:
+def _pair(secret: bytes) -> CurveKeyPair:
     encoded = z85.encode(secret)
-    return KeyPair(public=zmq.curve_public(encoded), secret=encoded)
+    return CurveKeyPair(public=zmq.curve_public(encoded), secret=encoded)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.connection_limits import PortLimit, port_limit
-from baton.descriptors import descriptor_limit
-from baton.segment import DEFAULT_FOLDER
+from baton.connection_limits import PortLimit, compute_port_limit
+from baton.descriptors import get_descriptor_limit
+from baton.segment import DEFAULT_SEGMENT_FOLDER
 
 MIB = 1 << 20
 
@@ -18,11 +18,11 @@ class TransferSettings:
     listen: str = "127.0.0.1:0"  # where decode's transfer socket binds; port 0 is an ephemeral one
     insecure: bool = False  # may listen beyond loopback without a cluster token
     advertise: str = ""  # HOST or HOST:PORT that writers dial, if it is not the one bound
-    segment_folder: Path = DEFAULT_FOLDER
+    segment_folder: Path = DEFAULT_SEGMENT_FOLDER
     ticket_ttl: float = 10.0  # a ticket that is not renewed for so long is lost
     progress_timeout: float = 10.0  # a started hand-off in which nothing moves for so long is lost
     renew_interval: float = 1.0  # how often a writer renews each ticket
-    fence_retry: float = 0.2  # how often decode tries again to fence a quarantined ticket
+    fence_retry_interval: float = 0.2  # how often decode tries again to fence a quarantined ticket
     credit_bytes: int = 32 * MIB  # sent and not yet landed, per hand-off
     max_payload_bytes: int = MIB  # per message
     layers_per_message: int = 0  # 0: as many layers as are ready and fit
@@ -33,4 +33,4 @@ class TransferSettings:
 
     def port_limit(self) -> PortLimit:
         """Of decode's transfer socket, by what this process may open now."""
-        return port_limit("transfer", descriptor_limit(), per_address=self.max_connections_per_address)
+        return compute_port_limit("transfer", get_descriptor_limit(), per_address=self.max_connections_per_address)

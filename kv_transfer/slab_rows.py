@@ -9,45 +9,45 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.kv_layout import KVLayout
-from kv_transfer.core.slabs import Rectangle
+from kv_transfer.core.slabs import SlabRange
 
-Rows = NDArray[np.intp]
+RowIndices = NDArray[np.intp]
 
 
-class SlabRows:
+class ArenaSlabs:
     def __init__(self, arena: memoryview, layout: KVLayout) -> None:
         """`arena` is at least one block long; a tail shorter than a block is left alone."""
         self.block_bytes = layout.block_bytes
         self.num_blocks = len(arena) // layout.block_bytes
         self._block_bytes = layout.block_bytes
-        self._layers = layout.num_layers
+        self._num_layers = layout.num_layers
         self._slab_bytes = layout.slab_bytes
-        self.size = self.num_blocks * layout.block_bytes
-        self._rows = np.frombuffer(arena, dtype=np.uint8, count=self.size).reshape(-1, layout.slab_bytes)
+        self.usable_bytes = self.num_blocks * layout.block_bytes
+        self._rows = np.frombuffer(arena, dtype=np.uint8, count=self.usable_bytes).reshape(-1, layout.slab_bytes)
 
-    def holds_blocks_at(self, offsets: Sequence[int]) -> bool:
+    def has_blocks_at(self, offsets: Sequence[int]) -> bool:
         """Whether all byte offsets are those of blocks of this arena."""
-        return all(offset % self._block_bytes == 0 and 0 <= offset < self.size for offset in offsets)
+        return all(offset % self._block_bytes == 0 and 0 <= offset < self.usable_bytes for offset in offsets)
 
-    def rows(self, area: Rectangle, blocks: Sequence[int]) -> Rows:
+    def slab_rows(self, area: SlabRange, blocks: Sequence[int]) -> RowIndices:
         """Rows of the layers of `area` of the arena's `blocks`, layer-major. Raises IndexError for a block
         that the arena does not have."""
         wanted = np.asarray(blocks, dtype=np.intp)
         if len(wanted) and not 0 <= int(wanted.min()) <= int(wanted.max()) < self.num_blocks:
             raise IndexError(f"blocks {wanted.min()}..{wanted.max()} of an arena of {self.num_blocks}")
-        layers = np.arange(area.layer, area.last_layer, dtype=np.intp)
-        return (wanted * self._layers + layers[:, None]).reshape(-1)
+        layers = np.arange(area.first_layer, area.end_layer, dtype=np.intp)
+        return (wanted * self._num_layers + layers[:, None]).reshape(-1)
 
-    def gather(self, rows: Rows) -> memoryview:
+    def gather_slabs(self, rows: RowIndices) -> memoryview:
         """A contiguous copy of the slabs."""
         out = np.empty((len(rows), self._slab_bytes), dtype=np.uint8)
         np.take(self._rows, rows, axis=0, out=out, mode="clip")  # "raise" would copy twice; rows() has checked
         return out.reshape(-1).data
 
-    def scatter(self, rows: Rows, data: memoryview) -> None:
+    def scatter_slabs(self, rows: RowIndices, data: memoryview) -> None:
         """Copy contiguous slabs to their places. `data` is len(rows) slabs long."""
         self._rows[rows] = np.frombuffer(data, dtype=np.uint8).reshape(len(rows), self._slab_bytes)
 
-    def flip_bit(self, rows: Rows) -> None:
+    def flip_bit(self, rows: RowIndices) -> None:
         """Damage the first slab: the `corrupt` failpoint."""
         self._rows[rows[0], 0] ^= 1

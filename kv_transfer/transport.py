@@ -22,16 +22,16 @@ Pollable = Any  # a zmq socket or a file descriptor: what zmq.Poller.register ta
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
-    """A message as decode receives it. `route` names the link that an answer goes back on."""
+class LinkMessage:
+    """A message as decode receives it. `reply_route` names the link that an answer goes back on."""
 
-    route: bytes
+    reply_route: bytes
     header: bytes
     payload: memoryview | None
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class LinkLoss:
     """Why a link is lost; `was_up` says whether the peer had ever answered on it."""
 
     error: BatonError
@@ -50,13 +50,13 @@ class WriterLink(Protocol):
         """The next message, None when there is none now."""
         ...
 
-    def loss(self) -> Loss | None:
+    def get_loss(self) -> LinkLoss | None:
         """Whether the link is lost, once and for all."""
         ...
 
-    def readable(self) -> Sequence[Pollable]: ...
-    def writable(self) -> Pollable | None:
-        """What to poll for room after `send` said False; None if `readable` covers it."""
+    def read_pollables(self) -> Sequence[Pollable]: ...
+    def write_pollable(self) -> Pollable | None:
+        """What to poll for room after `send` said False; None if `read_pollables` covers it."""
         ...
 
     def close(self) -> None: ...
@@ -68,7 +68,7 @@ class DecodeLink(Protocol):
     @property
     def endpoint(self) -> str: ...
 
-    def receive(self) -> Message | None:
+    def receive(self) -> LinkMessage | None:
         """The next message of any writer, None when there is none now."""
         ...
 
@@ -77,12 +77,12 @@ class DecodeLink(Protocol):
         out."""
         ...
 
-    def readable(self) -> Sequence[Pollable]: ...
+    def read_pollables(self) -> Sequence[Pollable]: ...
     def counters(self) -> dict[str, float]: ...
     def close(self) -> None: ...
 
 
-class Dialer(Protocol):
+class TransferDialer(Protocol):
     """Makes links to endpoints of one backend."""
 
     def dial(self, endpoint: str) -> WriterLink: ...

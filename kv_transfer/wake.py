@@ -4,18 +4,18 @@ import os
 import threading
 
 
-class Wake:
+class EventFd:
     """An eventfd that any thread may set, at any time, even after `close`; one thread polls `fd` and clears
     it."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._lock = threading.Lock()
-        self._open = True
+        self._is_open = True
 
     def set(self) -> None:
         with self._lock:
-            if self._open:
+            if self._is_open:
                 os.eventfd_write(self.fd, 1)
 
     def clear(self) -> None:
@@ -26,6 +26,6 @@ class Wake:
 
     def close(self) -> None:
         with self._lock:
-            if self._open:
-                self._open = False
+            if self._is_open:
+                self._is_open = False
                 os.close(self.fd)

@@ -17,28 +17,28 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from baton.connection_guard import ConnectionGuard
-from baton.errors import ConfigError, PeerGone
-from kv_transfer.advertised import dialled
+from baton.errors import ConfigError, PeerUnreachable
+from kv_transfer.advertised import address_to_dial
 from kv_transfer.core.frames import MAX_HEADER_BYTES
-from kv_transfer.security import ClusterKeys
+from kv_transfer.security import CurveKeys
 from kv_transfer.settings import TransferSettings
-from kv_transfer.transport import Loss, Message, Pollable
+from kv_transfer.transport import LinkLoss, LinkMessage, Pollable
 
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"  # fixed by the ZAP specification (ZeroMQ RFC 27)
 _ZAP_DOMAIN = b"baton"
 _HANDSHAKE_FAILED = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-_ANSWERS = 1 << 16  # answers of some 100 bytes that may queue: more than the credit of a link can make outstanding
+_MAX_QUEUED_ANSWERS = 1 << 16  # answers of some 100 bytes that may queue: more than the credit of a link can make outstanding
 _REDIAL_MS = 100
 _LINGER_MS = 200  # for decode's last answers; a writer that misses one sees the link go
-_REFUSALS = 3  # connections refused in a row before a link that never was up is given up
+_MAX_REFUSED_DIALS = 3  # connections refused in a row before a link that never was up is given up
 
-Socket = zmq.Socket[bytes]
-Context = zmq.Context[Socket]
+ZmqSocket = zmq.Socket[bytes]
+ZmqContext = zmq.Context[ZmqSocket]
 
 
-def _configure(socket: Socket, settings: TransferSettings) -> None:
+def _configure(socket: ZmqSocket, settings: TransferSettings) -> None:
     timeout_ms = int(settings.link_timeout * 1000)
     socket.linger = 0
     socket.maxmsgsize = max(settings.max_payload_bytes, MAX_HEADER_BYTES)
@@ -51,11 +51,11 @@ def _configure(socket: Socket, settings: TransferSettings) -> None:
 
 
 class ZmqWriterLink:
-    def __init__(self, context: Context, endpoint: str, keys: ClusterKeys, settings: TransferSettings) -> None:
+    def __init__(self, context: ZmqContext, endpoint: str, keys: CurveKeys, settings: TransferSettings) -> None:
         self._endpoint = endpoint
         self._socket = context.socket(zmq.DEALER)
         _configure(self._socket, settings)
-        self._socket.sndhwm, self._socket.rcvhwm = settings.max_queued_messages, _ANSWERS
+        self._socket.sndhwm, self._socket.rcvhwm = settings.max_queued_messages, _MAX_QUEUED_ANSWERS
         self._socket.setsockopt(zmq.RECONNECT_IVL, _REDIAL_MS)
         self._socket.setsockopt(zmq.CONNECT_TIMEOUT, int(settings.link_timeout * 1000))
         self._socket.curve_serverkey = keys.decode.public
@@ -64,13 +64,13 @@ class ZmqWriterLink:
         self._monitor = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED | _HANDSHAKE_FAILED
         )
-        self._up = False
+        self._is_up = False
         self._refusals = 0
-        self._loss: Loss | None = None
+        self._loss: LinkLoss | None = None
         try:
             self._socket.connect(endpoint)
         except zmq.ZMQError as error:
-            self._loss = Loss(PeerGone(f"transfer endpoint {endpoint[:200]!r}: {error.strerror}"), False)
+            self._loss = LinkLoss(PeerUnreachable(f"transfer endpoint {endpoint[:200]!r}: {error.strerror}"), False)
 
     def send(self, header: bytes, payload: memoryview | None = None) -> bool:
         parts: list[Any] = [header] if payload is None else [header, payload]
@@ -87,30 +87,30 @@ class ZmqWriterLink:
             return None
         return parts[0]
 
-    def loss(self) -> Loss | None:
+    def get_loss(self) -> LinkLoss | None:
         while self._loss is None and self._monitor.poll(0):
-            self._note(recv_monitor_message(self._monitor)["event"])
+            self._on_monitor_event(recv_monitor_message(self._monitor)["event"])
         return self._loss
 
-    def _note(self, event: int) -> None:
+    def _on_monitor_event(self, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._up = True
+            self._is_up = True
         elif event & _HANDSHAKE_FAILED:
-            self._lose("refused the handshake: is the cluster token the same?")
+            self._set_loss("refused the handshake: is the cluster token the same?")
         elif event == zmq.EVENT_DISCONNECTED:
-            self._lose("the connection was lost" if self._up else "closed the connection during the handshake")
+            self._set_loss("the connection was lost" if self._is_up else "closed the connection during the handshake")
         else:
             self._refusals += 1
-            if self._refusals >= _REFUSALS:
-                self._lose("does not accept connections")
+            if self._refusals >= _MAX_REFUSED_DIALS:
+                self._set_loss("does not accept connections")
 
-    def _lose(self, what: str) -> None:
-        self._loss = Loss(PeerGone(f"transfer link to {self._endpoint}: {what}"), self._up)
+    def _set_loss(self, what: str) -> None:
+        self._loss = LinkLoss(PeerUnreachable(f"transfer link to {self._endpoint}: {what}"), self._is_up)
 
-    def readable(self) -> Sequence[Pollable]:
+    def read_pollables(self) -> Sequence[Pollable]:
         return (self._socket, self._monitor)
 
-    def writable(self) -> Pollable | None:
+    def write_pollable(self) -> Pollable | None:
         return self._socket
 
     def close(self) -> None:
@@ -120,8 +120,8 @@ class ZmqWriterLink:
 
 
 class ZmqDialer:
-    def __init__(self, keys: ClusterKeys, settings: TransferSettings) -> None:
-        self._context: Context = zmq.Context()
+    def __init__(self, keys: CurveKeys, settings: TransferSettings) -> None:
+        self._context: ZmqContext = zmq.Context()
         self._keys = keys
         self._settings = settings
 
@@ -134,17 +134,17 @@ class ZmqDialer:
 
 
 class ZmqDecodeLink:
-    def __init__(self, keys: ClusterKeys, settings: TransferSettings) -> None:
+    def __init__(self, keys: CurveKeys, settings: TransferSettings) -> None:
         """Raises ConfigError when `settings.listen` cannot be bound."""
         self._counters: Counter[str] = Counter()
         self._keys = keys
-        self._context: Context = zmq.Context()
+        self._context: ZmqContext = zmq.Context()
         self._zap = self._context.socket(zmq.REP)
         self._zap.linger = 0
         self._zap.bind(_ZAP_ENDPOINT)
         self._socket = self._context.socket(zmq.ROUTER)
         _configure(self._socket, settings)
-        self._socket.sndhwm, self._socket.rcvhwm = _ANSWERS, settings.max_queued_messages
+        self._socket.sndhwm, self._socket.rcvhwm = _MAX_QUEUED_ANSWERS, settings.max_queued_messages
         self._socket.router_mandatory = True
         self._socket.zap_domain = _ZAP_DOMAIN
         self._socket.curve_server = True
@@ -160,20 +160,20 @@ class ZmqDecodeLink:
             raise ConfigError(f"transfer socket cannot listen on {settings.listen}: {error.strerror}") from error
         bound = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         port = bound.rpartition(":")[2]
-        self._guard.watch("transfer", int(port), settings.port_limit())
+        self._guard.watch_port("transfer", int(port), settings.port_limit())
         self._endpoint = f"tcp://{dialled(settings.advertise, port)}" if settings.advertise else bound
 
     @property
     def endpoint(self) -> str:
         return self._endpoint
 
-    def receive(self) -> Message | None:
-        self._authenticate()
+    def receive(self) -> LinkMessage | None:
+        self._serve_authentication()
         try:
             route, header, *rest = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)  # a DEALER sends at least one
         except zmq.Again:
             return None
-        return Message(route.bytes, header.bytes, rest[0].buffer if rest else None)
+        return LinkMessage(route.bytes, header.bytes, rest[0].buffer if rest else None)
 
     def send(self, route: bytes, header: bytes) -> bool:
         try:
@@ -183,12 +183,12 @@ class ZmqDecodeLink:
             return False
         return True
 
-    def _authenticate(self) -> None:
+    def _serve_authentication(self) -> None:
         """Answer libzmq's questions whether a client key may come in, and count those that failed before. libzmq
         accepts without bound: so that there are not too many for long, the guard looks when one has come."""
         while self._monitor.poll(0):
             if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_ACCEPTED:
-                self._guard.look_soon()
+                self._guard.check_soon()
             else:
                 self._counters["auth_failures"] += 1
         while self._zap.poll(0):
@@ -197,11 +197,11 @@ class ZmqDecodeLink:
             status = (b"200", b"OK", b"writer") if allowed else (b"400", b"not a writer of this cluster", b"")
             self._zap.send_multipart([version, request_id, *status, b""])
 
-    def readable(self) -> Sequence[Pollable]:
+    def read_pollables(self) -> Sequence[Pollable]:
         return (self._socket, self._zap, self._monitor)
 
     def counters(self) -> dict[str, float]:
-        return {**self._counters, "connections_refused": self._guard.refused().get("transfer", 0)}
+        return {**self._counters, "connections_refused": self._guard.get_refused_counts().get("transfer", 0)}
 
     def close(self) -> None:
         self._guard.close()

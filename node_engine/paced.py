@@ -28,12 +28,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from baton.clock import Clock, steady
+from baton.clock import Clock, monotonic_clock
 from baton.errors import ConfigError
 from baton.kv_layout import KVLayout
-from baton.model_identity import PACED, UNQUANTIZED, ModelIdentity
-from baton.types import TokenScore
-from node_engine.core.step import Computed, OnLayer, SampleSpec, ScoreSpec, SequenceId, Slice, StepBatch
+from baton.model_identity import PACED_IMPLEMENTATION, UNQUANTIZED, ModelIdentity
+from baton.types import TokenLogprobs
+from node_engine.core.step import SliceResult, LayerCallback, SampleSpec, PromptLogprobsSpec, SequenceId, SequenceSlice, StepBatch
 
 PACED_LAYOUT = KVLayout(num_layers=4, num_kv_heads=1, head_dim=8, block_size=16, dtype="float32")
 
@@ -48,25 +48,25 @@ class PacedCosts:
     """How long a step takes, in microseconds. A slice of one token that samples counts as decode, any other as
     prefill; *resident* and *cached* tokens are those whose KV the slice finds in the arena."""
 
-    step_base: float = 0.0
-    prefill_per_token: float = 20.0
-    prefill_per_cached_token: float = 0.01
-    decode_base: float = 2000.0  # once per step that decodes
-    decode_per_sequence: float = 20.0
-    decode_per_resident_token: float = 0.05
+    step_base_us: float = 0.0
+    prefill_us_per_token: float = 20.0
+    prefill_us_per_cached_token: float = 0.01
+    decode_base_us: float = 2000.0  # once per step that decodes
+    decode_us_per_sequence: float = 20.0
+    decode_us_per_context_token: float = 0.05
 
-    def seconds(self, batch: StepBatch) -> float:
-        micros, decoding = self.step_base, False
+    def compute_step_seconds(self, batch: StepBatch) -> float:
+        micros, decoding = self.step_base_us, False
         for piece in batch.slices:
-            if len(piece.tokens) == 1 and piece.sample is not None:
+            if len(piece.token_ids) == 1 and piece.sample_spec is not None:
                 decoding = True
-                micros += self.decode_per_sequence + self.decode_per_resident_token * piece.start
+                micros += self.decode_us_per_sequence + self.decode_us_per_context_token * piece.start
             else:
-                micros += self.prefill_per_token * len(piece.tokens) + self.prefill_per_cached_token * piece.start
-        return (micros + (self.decode_base if decoding else 0.0)) * 1e-6
+                micros += self.prefill_us_per_token * len(piece.token_ids) + self.prefill_us_per_cached_token * piece.start
+        return (micros + (self.decode_base_us if decoding else 0.0)) * 1e-6
 
 
-FREE_OF_COST = PacedCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+ZERO_COSTS = PacedCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class PacedEngine:
@@ -83,7 +83,7 @@ class PacedEngine:
         eos_probability: float = 0.0,
         max_model_len: int = 8192,
         reread: bool = False,
-        clock: Clock = steady,
+        clock: Clock = monotonic_clock,
         wait: Callable[[float], None] | None = None,
     ) -> None:
         if layout.dtype != "float32" or layout.head_dim < 4:
@@ -97,10 +97,10 @@ class PacedEngine:
         self._reread = reread
         self._clock = clock
         self._wait = wait if wait is not None else _wait
-        self._site = _site_words(layout)
+        self._pattern_words = _pattern_words(layout)
         self._kv: _Words = np.zeros(0, np.uint32)
-        self._seen: OrderedDict[SequenceId, int] = OrderedDict()  # position after the last slice
-        self._seen_limit = 0
+        self._next_positions: OrderedDict[SequenceId, int] = OrderedDict()  # position after the last slice
+        self._max_sequences = 0
 
     @property
     def layout(self) -> KVLayout:
@@ -124,35 +124,35 @@ class PacedEngine:
         return hashlib.sha256(spelled.encode()).digest()
 
     @property
-    def identity(self) -> ModelIdentity:
+    def model_identity(self) -> ModelIdentity:
         digest, layout = self.model_digest.hex(), self._layout
-        return ModelIdentity(PACED, digest, layout.dtype, UNQUANTIZED, layout, self._vocab_size, self._eos)
+        return ModelIdentity(PACED_IMPLEMENTATION, digest, layout.dtype, UNQUANTIZED, layout, self._vocab_size, self._eos)
 
     @property
-    def reads_in_place(self) -> bool:
+    def can_read_pool_in_place(self) -> bool:
         return True
 
-    def bind(self, arena: memoryview, num_blocks: int) -> None:
+    def bind_cache(self, arena: memoryview, num_blocks: int) -> None:
         """The arena, and what follows it, as words [block][layer][k|v][kv_head][token][word]."""
         layout = self._layout
         reach = max(num_blocks, arena.nbytes // layout.block_bytes)
         shape = (reach, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         self._kv = np.frombuffer(arena, np.uint32, reach * layout.block_bytes // 4).reshape(shape)
-        self._seen_limit = num_blocks  # a live sequence has at least one block
-        self._seen.clear()
+        self._max_sequences = num_blocks  # a live sequence has at least one block
+        self._next_positions.clear()
 
     def warm_up(self, max_batched_tokens: int, wanted: Callable[[], bool] = lambda: True) -> None:
         """Its first step takes no longer than the others."""
 
-    def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[Computed, ...]:
-        began, seconds = self._clock(), self._costs.seconds(batch)
-        for source, destination in batch.copies:
+    def run(self, batch: StepBatch, on_layer: LayerCallback | None = None) -> tuple[SliceResult, ...]:
+        began, seconds = self._clock(), self._costs.compute_step_seconds(batch)
+        for source, destination in batch.block_copies:
             self._kv[destination] = self._kv[source]
-        before = self._read_contexts(batch.slices)
-        new = self._places(batch.slices, [(each.start, each.start + len(each.tokens)) for each in batch.slices])
-        tokens = np.array([token for each in batch.slices for token in each.tokens], np.uint64)
-        digests = before[new.owner] + new.sums(_mix_tokens(tokens, new.positions))
-        records = self._records(tokens, digests)
+        before = self._read_context_digests(batch.slices)
+        new = self._locate_tokens(batch.slices, [(each.start, each.start + len(each.token_ids)) for each in batch.slices])
+        tokens = np.array([token for each in batch.slices for token in each.token_ids], np.uint64)
+        digests = before[new.slice_indices] + new.running_sums(_mix_tokens(tokens, new.positions))
+        records = self._build_records(tokens, digests)
         for layer in range(self._layout.num_layers):
             self._kv[:, layer][new.blocks, :, :, new.offsets] = records[:, layer]
             left = began + seconds * (layer + 1) / self._layout.num_layers - self._clock()
@@ -161,77 +161,77 @@ class PacedEngine:
             if on_layer is not None:
                 on_layer(layer)
         last = digests[new.ends - 1].tolist()
-        computed = [self._drawn(digest, each.sample) for digest, each in zip(last, batch.slices, strict=True)]
+        computed = [self._build_result(digest, each.sample_spec) for digest, each in zip(last, batch.slices, strict=True)]
         for place, each in enumerate(batch.slices):
-            if each.scoring is not None:
+            if each.logprobs_spec is not None:
                 after = digests[new.starts[place] : new.ends[place]].tolist()
-                computed[place] = computed[place]._replace(prompt_scores=self._scores(after, each.start, each.scoring))
+                computed[place] = computed[place]._replace(prompt_logprobs=self._compute_logprobs_of_targets(after, each.start, each.logprobs_spec))
         return tuple(computed)
 
-    def _drawn(self, digest: int, sample: SampleSpec | None) -> Computed:
+    def _build_result(self, digest: int, sample: SampleSpec | None) -> SliceResult:
         if sample is None:
-            return Computed()
-        token, top = self._draw(digest, sample.position, sample.forbidden), sample.params.logprobs
-        return Computed(token, None if top is None else self._score(digest, sample.position, token, top))
+            return SliceResult()
+        token, top = self._draw_token(digest, sample.position, sample.forbidden_token_ids), sample.params.logprobs
+        return SliceResult(token, None if top is None else self._token_logprobs(digest, sample.position, token, top))
 
-    def _scores(self, digests: Sequence[int], start: int, scoring: ScoreSpec) -> tuple[TokenScore, ...]:
+    def _compute_logprobs_of_targets(self, digests: Sequence[int], start: int, scoring: PromptLogprobsSpec) -> tuple[TokenLogprobs, ...]:
         """`digests` are those after the tokens at positions `start` ..; of the last there may be none to score."""
         return tuple(
-            self._score(digest, position, token, scoring.top)
-            for position, (digest, token) in enumerate(zip(digests, scoring.targets, strict=False), start + 1)
+            self._token_logprobs(digest, position, token, scoring.top_logprobs)
+            for position, (digest, token) in enumerate(zip(digests, scoring.target_token_ids, strict=False), start + 1)
         )
 
-    def _draw(self, digest: int, position: int, forbidden: Sequence[int] = ()) -> int:
-        return _draw(digest, position, self._vocab_size, self._eos, self._eos_probability, forbidden)
+    def _draw_token(self, digest: int, position: int, forbidden: Sequence[int] = ()) -> int:
+        return _draw_token(digest, position, self._vocab_size, self._eos, self._eos_probability, forbidden)
 
-    def _score(self, digest: int, position: int, token: int, top: int) -> TokenScore:
-        return _score(digest, self._draw(digest, position), token, top, self._vocab_size)
+    def _token_logprobs(self, digest: int, position: int, token: int, top: int) -> TokenLogprobs:
+        return _token_logprobs(digest, self._draw_token(digest, position), token, top, self._vocab_size)
 
     # KV
 
-    def _read_contexts(self, slices: Sequence[Slice]) -> _Longs:
+    def _read_context_digests(self, slices: Sequence[SequenceSlice]) -> _Longs:
         """Per slice, the digest of the tokens before it as the arena has it; another number if anything that was read
         is not as it should be, so that all that is written from now on is wrong as well."""
         before = np.zeros(len(slices), np.uint64)
-        old = self._places(slices, [(self._unread(each), each.start) for each in slices])
+        old = self._locate_tokens(slices, [(self._first_unread_position(each), each.start) for each in slices])
         read = old.ends > old.starts
         if not read.any():
             return before
         records = self._kv[old.blocks, :, :, :, old.offsets]
         tokens = records[:, 0, 0, 0, 0].astype(np.uint64)
         digests = records[:, 0, 0, 0, 1].astype(np.uint64) | records[:, 0, 0, 0, 2].astype(np.uint64) << np.uint64(32)
-        pattern = ((records ^ self._records(tokens, digests)) * self._site).sum((1, 2, 3, 4), np.uint64)
+        pattern = ((records ^ self._build_records(tokens, digests)) * self._pattern_words).sum((1, 2, 3, 4), np.uint64)
         previous = np.roll(digests, 1)
         previous[old.starts[read]] = 0
         chain = digests - previous - _mix_tokens(tokens, old.positions)
         begun = old.starts[read]
         chain[begun[old.positions[begun] > 0]] = 0  # what precedes was read in an earlier step
         wrong = pattern + chain
-        damage = old.sums(np.where(wrong == 0, np.uint64(0), _mix(wrong)))
+        damage = old.running_sums(np.where(wrong == 0, np.uint64(0), _mix(wrong)))
         before[read] = (digests + damage)[old.ends[read] - 1]
         return before
 
-    def _unread(self, piece: Slice) -> int:
+    def _first_unread_position(self, piece: SequenceSlice) -> int:
         """Where to begin reading: at its last block if the sequence goes on where it stopped, else at 0."""
-        known = self._seen.get(piece.sequence) == piece.start > 0
+        known = self._next_positions.get(piece.sequence_id) == piece.start > 0
         if self._reread and piece.start % self._layout.block_size == 0:
             known = False
-        self._seen[piece.sequence] = piece.start + len(piece.tokens)
-        self._seen.move_to_end(piece.sequence)
-        if len(self._seen) > self._seen_limit:
-            self._seen.popitem(last=False)
+        self._next_positions[piece.sequence_id] = piece.start + len(piece.token_ids)
+        self._next_positions.move_to_end(piece.sequence_id)
+        if len(self._next_positions) > self._max_sequences:
+            self._next_positions.popitem(last=False)
         return (piece.start - 1) // self._layout.block_size * self._layout.block_size if known else 0
 
-    def _records(self, tokens: _Longs, digests: _Longs) -> _Words:
+    def _build_records(self, tokens: _Longs, digests: _Longs) -> _Words:
         """What belongs in the arena for these tokens: [token][layer][k|v][kv_head][word]."""
         base = _mix(digests ^ _mix(tokens))
-        records = ((base[:, None, None, None, None] ^ self._site) * self._site >> np.uint64(32)).astype(np.uint32)
+        records = ((base[:, None, None, None, None] ^ self._pattern_words) * self._pattern_words >> np.uint64(32)).astype(np.uint32)
         records[..., 0] = tokens.astype(np.uint32)[:, None, None, None]
         records[..., 1] = digests.astype(np.uint32)[:, None, None, None]
         records[..., 2] = (digests >> np.uint64(32)).astype(np.uint32)[:, None, None, None]
         return records
 
-    def _places(self, slices: Sequence[Slice], spans: Sequence[tuple[int, int]]) -> "_Places":
+    def _locate_tokens(self, slices: Sequence[SequenceSlice], spans: Sequence[tuple[int, int]]) -> "_Places":
         """Where the tokens at positions [begin, end) of each slice's sequence live; one span per slice."""
         size = self._layout.block_size
         positions = [np.arange(begin, end) for begin, end in spans]
@@ -243,29 +243,29 @@ class PacedEngine:
         flat = np.concatenate(positions)
         ends = np.cumsum(lengths)
         owner = np.repeat(np.arange(len(spans)), lengths)
-        return _Places(owner, flat, np.concatenate(blocks), flat % size, ends - lengths, ends)
+        return _TokenPlaces(owner, flat, np.concatenate(blocks), flat % size, ends - lengths, ends)
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
+class _TokenPlaces:
     """Tokens of several slices in one row. Per token: the slice, the position, its block and its offset in the block;
     per slice: where its tokens begin and end in the row."""
 
-    owner: _Ints
+    slice_indices: _Ints
     positions: _Ints
     blocks: _Ints
     offsets: _Ints
     starts: _Ints
     ends: _Ints
 
-    def sums(self, values: _Longs) -> _Longs:
+    def running_sums(self, values: _Longs) -> _Longs:
         """Running sums of `values`, one per token, that start anew with each slice."""
         total = np.concatenate((np.zeros(1, np.uint64), np.cumsum(values, dtype=np.uint64)))
-        sums: _Longs = total[1:] - total[self.starts][self.owner]
+        sums: _Longs = total[1:] - total[self.starts][self.slice_indices]
         return sums
 
 
-def paced_reference(
+def paced_reference_tokens(
     prompt: Sequence[int],
     n: int,
     vocab_size: int = 32000,
@@ -278,41 +278,41 @@ def paced_reference(
     tokens = list(prompt)
     digest = int(_mix_tokens(np.array(tokens, np.uint64), np.arange(len(tokens))).sum(dtype=np.uint64))
     for position in range(len(prompt), len(prompt) + n):
-        token = _draw(digest, position, vocab_size, eos_token_ids, eos_probability, ())
+        token = _draw_token(digest, position, vocab_size, eos_token_ids, eos_probability, ())
         digest = (digest + _mix_int(token + (position << 32))) & _MASK
         tokens.append(token)
     return tokens[len(prompt) :]
 
 
-def paced_scores(
+def paced_reference_logprobs(
     tokens: Sequence[int],
     top: int,
     vocab_size: int = 32000,
     *,
     eos_token_ids: tuple[int, ...] = (0,),
     eos_probability: float = 0.0,
-) -> list[TokenScore]:
+) -> list[TokenLogprobs]:
     """The scores that a PacedEngine of that vocabulary gives `tokens[1:]`, prompt or output, each after all tokens
     before it."""
     digest, found = 0, []
     for position in range(1, len(tokens)):
         digest = (digest + _mix_int(tokens[position - 1] + (position - 1 << 32))) & _MASK
-        best = _draw(digest, position, vocab_size, eos_token_ids, eos_probability, ())
-        found.append(_score(digest, best, tokens[position], top, vocab_size))
+        best = _draw_token(digest, position, vocab_size, eos_token_ids, eos_probability, ())
+        found.append(_token_logprobs(digest, best, tokens[position], top, vocab_size))
     return found
 
 
-def _score(digest: int, best: int, token: int, top: int, vocab_size: int) -> TokenScore:
+def _token_logprobs(digest: int, best: int, token: int, top: int, vocab_size: int) -> TokenLogprobs:
     """Made up (see the module), in numbers that float32 has."""
 
     def logprob(rank: int) -> float:
         return -(rank + 1 + (digest & 15) / 16) / 8
 
     likely = (((best + rank) % vocab_size, logprob(rank)) for rank in range(min(top, vocab_size)))
-    return TokenScore(logprob((token - best) % vocab_size), tuple(likely))
+    return TokenLogprobs(logprob((token - best) % vocab_size), tuple(likely))
 
 
-def _draw(
+def _draw_token(
     digest: int, position: int, vocab_size: int, eos: Sequence[int], eos_probability: float, forbidden: Sequence[int]
 ) -> int:
     """The token at `position` after a context with that digest. EOS comes by its probability only."""
@@ -351,7 +351,7 @@ def _mix_tokens(tokens: _Longs, positions: _Ints) -> _Longs:
     return _mix(tokens + (positions.astype(np.uint64) << np.uint64(32)))
 
 
-def _site_words(layout: KVLayout) -> _Longs:
+def _pattern_words(layout: KVLayout) -> _Longs:
     """A random odd number for each place of a token's record: [layer][k|v][kv_head][word]."""
     shape = (layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
     return _mix(np.arange(np.prod(shape), dtype=np.uint64)).reshape(shape) | np.uint64(1)

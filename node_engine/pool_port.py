@@ -4,25 +4,25 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.addressing import AddressSpace
+from baton.addressing import BlockAddressSpace
 from baton.block_hash import BlockHash
 from baton.config import Config
 from baton.kv_layout import KVLayout
-from baton.pool_terms import Elsewhere, PoolHit, PoolPin, Publish
+from baton.pool_terms import RemotePrefix, PoolHit, PoolPin, PublishRequest
 
 
-class PoolPort(Protocol):
+class SharedPoolClient(Protocol):
     """All but `run` may be called from any thread, return at once and raise nothing for what the pool does. Callbacks
     run on the event loop, in the order in which the pool answered."""
 
     @property
-    def attached(self) -> bool: ...
+    def is_attached(self) -> bool: ...
 
     async def run(self) -> None:
         """Be attached to the pool, again and again, until cancelled."""
         ...
 
-    def find(
+    def find_prefix(
         self,
         root: BlockHash,
         names: bytes,
@@ -31,18 +31,18 @@ class PoolPort(Protocol):
         then: Callable[[PoolHit], None],
         *,
         token_seconds: float | None = None,
-        elsewhere: Elsewhere | None = None,
+        elsewhere: RemotePrefix | None = None,
     ) -> None:
         """The longest prefix of a chain that the pool has, at most `max_tokens` long. `then` is called once, within a
         set time: too slow an answer, or no pool, is a miss. If the pool is loading more of it, that is waited for while
         computing it would take longer, `token_seconds` a token."""
         ...
 
-    def release(self, pin: PoolPin) -> None:
+    def release_pin(self, pin: PoolPin) -> None:
         """Nothing reads any more what was found under `pin`. Once for each pin."""
         ...
 
-    def publish(self, job: Publish) -> bool:
+    def publish_blocks(self, job: PublishRequest) -> bool:
         """Copy blocks into the pool, some time. False: not taken, and `job.then` will not be called."""
         ...
 
@@ -50,8 +50,8 @@ class PoolPort(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class PoolParts:
-    """What a client is made of. In `space` the pool's segment is to be mapped, beside `own`, the node's arena, which
+class PoolClientContext:
+    """What a client is made of. In `address_space` the pool's segment is to be mapped, beside `own_arena`, the node's arena, which
     is mapped there already and whose blocks publications are copied from."""
 
     config: Config
@@ -59,8 +59,8 @@ class PoolParts:
     host_id: str
     model_digest: bytes
     layout: KVLayout
-    space: AddressSpace
-    own: memoryview
+    address_space: BlockAddressSpace
+    own_arena: memoryview
 
 
-MakePool = Callable[[PoolParts], PoolPort]
+PoolClientFactory = Callable[[PoolClientContext], SharedPoolClient]

@@ -13,7 +13,7 @@ from typing import Any
 from baton.errors import ConfigError
 
 
-def libraries() -> dict[str, Any]:
+def probe_libraries() -> dict[str, Any]:
     """Versions, or why a library cannot be loaded; the GPUs that torch sees."""
     found: dict[str, Any] = {"gpus": []}
     for name in ("torch", "triton"):
@@ -29,16 +29,16 @@ def libraries() -> dict[str, Any]:
     return found
 
 
-def model(folder: str, *, weights: bool) -> str:
+def check_model_folder(folder: str, *, weights: bool) -> str:
     """What is wrong with a model folder, "" if nothing is. `weights`: open them as well."""
     from node_engine.model.checkpoint import Checkpoint
-    from node_engine.model.config import load_config
+    from node_engine.model.config import load_model_config
 
     try:
-        load_config(Path(folder))
+        load_model_config(Path(folder))
         if weights:
             with Checkpoint(Path(folder)) as checkpoint:
-                return "" if checkpoint.names else f"{folder}: the weights hold no tensor: download them again"
+                return "" if checkpoint.tensor_names else f"{folder}: the weights hold no tensor: download them again"
     except ConfigError as error:
         return error.message
     return ""
@@ -46,9 +46,9 @@ def model(folder: str, *, weights: bool) -> str:
 
 def main(arguments: Sequence[str]) -> int:
     """`arguments`: nothing, or a model folder, and then `config` to leave its weights alone."""
-    found = libraries()
+    found = probe_libraries()
     if arguments and "version" in found["torch"]:
-        found["model"] = model(arguments[0], weights="config" not in arguments[1:])
+        found["model"] = check_model_folder(arguments[0], weights="config" not in arguments[1:])
     print(json.dumps(found))  # noqa: T201
     return 0
 

@@ -4,51 +4,51 @@ stamped with the incarnation under which its work was given, so that a late one 
 from collections.abc import Callable, Iterable, Sequence
 
 from baton import wire
-from baton.cache_journal import CacheChange
+from baton.cache_journal import CacheEventBatch
 from baton.errors import BatonError
 from baton.pb import cluster_pb2, common_pb2
-from baton.types import AttemptKey, Incarnation, Ticket, TokenEvent, TokenScore
-from node_engine.core.ledger import Ledger
+from baton.types import AttemptKey, Incarnation, Ticket, TokenEvent, TokenLogprobs
+from node_engine.core.ledger import BlockLedger
 
-_SCORES_PER_MESSAGE = 4096  # about 1 MiB with 20 alternatives each
+_LOGPROBS_PER_MESSAGE = 4096  # about 1 MiB with 20 alternatives each
 
 
-class Reporter:
+class CoordinatorReporter:
     def __init__(self, name: str, send: Callable[[cluster_pb2.NodeMessage], None]) -> None:
         self._name = name
         self._send = send
         self.incarnation = Incarnation("")
 
-    def reserved(self, key: AttemptKey, ticket: Ticket | None, held_tokens: int) -> None:
-        message = cluster_pb2.Reserved(key=wire.key_to_pb(key), held_tokens=held_tokens)
+    def report_reserved(self, key: AttemptKey, ticket: Ticket | None, held_tokens: int) -> None:
+        message = cluster_pb2.Reserved(key=wire.attempt_key_to_pb(key), held_tokens=held_tokens)
         if ticket is not None:
             message.ticket.CopyFrom(wire.ticket_to_pb(ticket))
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, reserved=message))
 
-    def refused(self, key: AttemptKey, needed: int, free: int) -> None:
-        message = cluster_pb2.Refused(key=wire.key_to_pb(key), needed=needed, free=free)
+    def report_refused(self, key: AttemptKey, needed: int, free: int) -> None:
+        message = cluster_pb2.Refused(key=wire.attempt_key_to_pb(key), needed=needed, free=free)
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, refused=message))
 
-    def tokens(self, events: Sequence[TokenEvent]) -> None:
-        message = cluster_pb2.Tokens(tokens=[wire.token_to_pb(event) for event in events])
+    def report_tokens(self, events: Sequence[TokenEvent]) -> None:
+        message = cluster_pb2.Tokens(tokens=[wire.token_event_to_pb(event) for event in events])
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, tokens=message))
 
-    def prompt_scores(self, key: AttemptKey, first: int, scores: Sequence[TokenScore]) -> None:
+    def report_prompt_logprobs(self, key: AttemptKey, first: int, scores: Sequence[TokenLogprobs]) -> None:
         """Of the prompt's tokens `first` .. `first + len(scores)`."""
-        for begin in range(0, len(scores), _SCORES_PER_MESSAGE):
+        for begin in range(0, len(scores), _LOGPROBS_PER_MESSAGE):
             message = cluster_pb2.PromptScores(
-                key=wire.key_to_pb(key),
+                key=wire.attempt_key_to_pb(key),
                 first=first + begin,
-                scores=[wire.score_to_pb(score) for score in scores[begin : begin + _SCORES_PER_MESSAGE]],
+                scores=[wire.logprobs_to_pb(score) for score in scores[begin : begin + _LOGPROBS_PER_MESSAGE]],
             )
             self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, prompt_scores=message))
 
-    def failed(self, key: AttemptKey, error: BatonError, caused_by: str = "") -> None:
+    def report_failed(self, key: AttemptKey, error: BatonError, caused_by: str = "") -> None:
         """`caused_by`: of a preemption, the class that took the blocks."""
-        message = cluster_pb2.AttemptFailed(key=wire.key_to_pb(key), error=wire.error_to_pb(error), caused_by=caused_by)
+        message = cluster_pb2.AttemptFailed(key=wire.attempt_key_to_pb(key), error=wire.error_to_pb(error), caused_by=caused_by)
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, failed=message))
 
-    def prefill_ended(
+    def report_prefill_ended(
         self,
         key: AttemptKey,
         computed: int,
@@ -61,7 +61,7 @@ class Reporter:
     ) -> None:
         """`pooled` of the `cached` tokens came from the shared pool, and to it `remote` of them from another host's."""
         message = cluster_pb2.PrefillEnded(
-            key=wire.key_to_pb(key),
+            key=wire.attempt_key_to_pb(key),
             computed_tokens=computed,
             cached_tokens=cached,
             pooled_tokens=pooled,
@@ -71,11 +71,11 @@ class Reporter:
         )
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, prefill_ended=message))
 
-    def handed_off(self, key: AttemptKey, report: common_pb2.HandoffReport) -> None:
-        message = cluster_pb2.HandedOff(key=wire.key_to_pb(key), report=report)
+    def report_handed_off(self, key: AttemptKey, report: common_pb2.HandoffReport) -> None:
+        message = cluster_pb2.HandedOff(key=wire.attempt_key_to_pb(key), report=report)
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, handed_off=message))
 
-    def admitted(
+    def report_admitted(
         self,
         key: AttemptKey,
         *,
@@ -88,7 +88,7 @@ class Reporter:
     ) -> None:
         """`pooled` of the `cached` tokens came from the shared pool, and to it `remote` of them from another host's."""
         message = cluster_pb2.Admitted(
-            key=wire.key_to_pb(key),
+            key=wire.attempt_key_to_pb(key),
             computed_tokens=computed,
             cached_tokens=cached,
             pooled_tokens=pooled,
@@ -98,11 +98,11 @@ class Reporter:
         )
         self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, admitted=message))
 
-    def cache(self, changes: Iterable[CacheChange]) -> None:
+    def report_cache_changes(self, changes: Iterable[CacheEventBatch]) -> None:
         for change in changes:
-            self._send(wire.cache_to_pb(change, self.incarnation))
+            self._send(wire.cache_events_to_pb(change, self.incarnation))
 
-    def ledger(self, query: int, snapshot: Ledger) -> None:
+    def report_ledger(self, query: int, snapshot: BlockLedger) -> None:
         counts = {state.value: count for state, count in snapshot.counts.items()}
-        owners = ((one.owner, one.state.value, one.blocks, one.age) for one in snapshot.entries)
-        self._send(wire.ledger_to_pb(query, self._name, self.incarnation, snapshot.total, counts, owners))
+        owners = ((one.owner, one.state.value, one.num_blocks, one.age_seconds) for one in snapshot.entries)
+        self._send(wire.ledger_to_pb(query, self._name, self.incarnation, snapshot.num_blocks, counts, owners))

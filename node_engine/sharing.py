@@ -11,36 +11,36 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
-from baton.pool_terms import PoolHit, PoolPin, Publish
+from baton.pool_terms import PoolHit, PoolPin, PublishRequest
 from baton.types import BlockIndex
 from node_engine.core.block_pool import BlockPool, PartialHit
-from node_engine.core.copy_worth import CopyWorth
-from node_engine.core.pooled import Pooled, PoolHold
+from node_engine.core.copy_worth import CopyCostModel
+from node_engine.core.pooled import PoolPrefix, RefCountedPin
 from node_engine.core.scheduler import Scheduler
 from node_engine.core.sequence import Sequence, SequenceState
-from node_engine.pool_port import PoolPort
+from node_engine.pool_port import SharedPoolClient
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """A publication of `sequence` has ended: `hit`, pinned, is what the pool has of its tokens, None if it failed."""
+class PublicationEnded:
+    """A publication of `sequence` has ended: `pool_hit`, pinned, is what the pool has of its tokens, None if it failed."""
 
     sequence: Sequence
-    label: str
-    sources: tuple[BlockIndex, ...]
-    holds: tuple[PoolHold, ...]  # what precedes the sources stays in the pool
-    paced: bool
-    hit: PoolHit | None
+    owner_label: str
+    source_blocks: tuple[BlockIndex, ...]
+    pool_pins: tuple[RefCountedPin, ...]  # what precedes the sources stays in the pool
+    is_rate_limited: bool
+    pool_hit: PoolHit | None
 
 
-class Sharing:
+class PoolConnector:
     """`emit` puts a Published on the compute thread's inbox. `in_place`: the engine reads the pool's blocks where they
-    are; otherwise they are copied, and nothing is re-pointed. Called on the compute thread only, but for `epoch` and
+    are; otherwise they are copied, and nothing is re-pointed. Called on the compute thread only, but for `publication_epoch` and
     `counters`."""
 
     def __init__(
         self,
-        port: PoolPort | None,
+        port: SharedPoolClient | None,
         pool: BlockPool,
         scheduler: Scheduler,
         emit: Callable[[object], None],
@@ -48,76 +48,76 @@ class Sharing:
         in_place: bool = True,
         copy_seconds: float = 0.0,
     ) -> None:
-        self._port = port
-        self._pool = pool
+        self._pool_client = port
+        self._block_pool = pool
         self._scheduler = scheduler
         self._emit = emit
-        self._in_place = in_place
-        self.worth = CopyWorth(copy_seconds)
-        self._numbers = count(1)
-        self._repointed = 0
-        self.epoch = 0  # of the event loop's: how many publications have been put on the inbox
+        self._can_read_in_place = in_place
+        self.copy_cost_model = CopyCostModel(copy_seconds)
+        self._publication_numbers = count(1)
+        self._num_deduped_blocks = 0
+        self.publication_epoch = 0  # of the event loop's: how many publications have been put on the inbox
 
     def counters(self) -> dict[str, float]:
-        return {"baton_pool_repointed_blocks_total": float(self._repointed)} if self._port else {}
+        return {"baton_pool_repointed_blocks_total": float(self._num_deduped_blocks)} if self._pool_client else {}
 
-    def pooled(self, hit: PoolHit | None) -> Pooled | None:
+    def build_pool_prefix(self, hit: PoolHit | None) -> PoolPrefix | None:
         """What an order may start with. Whoever gets it owns its pin."""
         if hit is None or hit.pin is None:
             return None
-        partial = PartialHit(*hit.partial) if hit.partial and self.worth.pays(hit.partial[1]) else None
-        return Pooled(hit.blocks, partial, self._hold(hit.pin), hit.remote)
+        partial = PartialHit(*hit.partial_block) if hit.partial_block and self.copy_cost_model.is_copy_worthwhile(hit.partial_block[1]) else None
+        return PoolPrefix(hit.blocks, partial, self._build_pin(hit.pin), hit.remote_blocks)
 
-    def publish(self, sequence: Sequence, *, paced: bool = False) -> None:
+    def publish_sequence(self, sequence: Sequence, *, paced: bool = False) -> None:
         """Give the pool the full blocks that this node has computed or received for `sequence`, which may have ended.
         One publication of a sequence is under way at a time; what fills meanwhile follows it."""
-        if self._port is None or not self._port.attached or sequence.publishing:
+        if self._pool_client is None or not self._pool_client.is_attached or sequence.is_publishing:
             return
-        end = sequence.num_shared = sequence.num_sealed
-        sources = self._pool.own_run(sequence.chain, end)
+        end = sequence.num_published_blocks = sequence.num_indexed_blocks
+        sources = self._block_pool.find_own_suffix(sequence.chain, end)
         if not sources:
             return
         label = f"publication {next(self._numbers)}"
-        names, tokens = sequence.chain.joined(end)
+        names, tokens = sequence.chain.packed_prefix(end)
 
         def then(hit: PoolHit | None) -> None:
-            self.epoch += 1
-            self._emit(Published(sequence, label, sources, holds, paced, hit))
+            self.publication_epoch += 1
+            self._emit(PublicationEnded(sequence, label, sources, holds, paced, hit))
 
-        holds = tuple(hold.take() for hold in sequence.holds)
-        self._pool.share(sources, label)
-        sequence.publishing = True
+        holds = tuple(hold.acquire() for hold in sequence.pool_pins)
+        self._block_pool.share_blocks(sources, label)
+        sequence.is_publishing = True
         first = end - len(sources)
-        if not self._port.publish(Publish(sequence.chain.root, names, tokens, first, sources, then, paced)):
-            self._end(Published(sequence, label, sources, holds, paced, None))
+        if not self._pool_client.publish_blocks(PublishRequest(sequence.chain.root_hash, names, tokens, first, sources, then, paced)):
+            self._end_publication(PublicationEnded(sequence, label, sources, holds, paced, None))
 
-    def filled(self, sequence: Sequence) -> None:
+    def publish_filled_blocks(self, sequence: Sequence) -> None:
         """Decode: publish if a block has filled here since the last time, or the sequence has ended."""
-        known = sequence.num_shared
+        known = sequence.num_published_blocks
         if sequence.state is not SequenceState.FINISHED:  # the context is published by whoever computed it
-            known = max(known, sequence.context_len // self._pool.block_size)
-        if sequence.num_sealed > known:
-            self.publish(sequence, paced=True)
+            known = max(known, sequence.context_len // self._block_pool.block_size)
+        if sequence.num_indexed_blocks > known:
+            self.publish_sequence(sequence, paced=True)
 
-    def published(self, done: Published) -> None:
+    def on_publication_ended(self, done: PublicationEnded) -> None:
         """Between two steps."""
-        hit = done.hit
+        hit = done.pool_hit
         if hit is not None and hit.pin is not None:
-            hold = self._hold(hit.pin)
-            if self._in_place:
-                self._repointed += self._scheduler.repoint(done.sequence.chain, hit.blocks, hold)
-            hold.drop()
-        self._end(done)
-        if hit is not None and done.paced:
-            self.filled(done.sequence)
+            hold = self._build_pin(hit.pin)
+            if self._can_read_in_place:
+                self._num_deduped_blocks += self._scheduler.dedup_to_shared_pool(done.sequence.chain, hit.blocks, hold)
+            hold.release()
+        self._end_publication(done)
+        if hit is not None and done.is_rate_limited:
+            self.publish_filled_blocks(done.sequence)
 
-    def _end(self, done: Published) -> None:
-        done.sequence.publishing = False
-        self._pool.release(done.sources, done.label)
-        for hold in done.holds:
-            hold.drop()
+    def _end_publication(self, done: PublicationEnded) -> None:
+        done.sequence.is_publishing = False
+        self._block_pool.release_blocks(done.source_blocks, done.owner_label)
+        for hold in done.pool_pins:
+            hold.release()
 
-    def _hold(self, pin: PoolPin) -> PoolHold:
-        port = self._port
+    def _build_pin(self, pin: PoolPin) -> RefCountedPin:
+        port = self._pool_client
         assert port is not None, "a pin without a pool"
-        return PoolHold(lambda: port.release(pin))
+        return RefCountedPin(lambda: port.release_pin(pin))

@@ -4,10 +4,10 @@ prefill_node/role.py and decode_node/role.py."""
 import sys
 
 from baton.types import Role
-from decode_node.make import make_decode
-from kv_pool.client_factory import pool_client
-from node_engine.host.launch import launch
-from prefill_node.make import make_prefill
+from decode_node.make import make_decode_role
+from kv_pool.client_factory import make_pool_client
+from node_engine.host.launch import launch_node
+from prefill_node.make import make_prefill_role
 
 if __name__ == "__main__":
-    sys.exit(launch(Role.PREFILL, {Role.PREFILL: make_prefill, Role.DECODE: make_decode}, pool_client))
+    sys.exit(launch_node(Role.PREFILL, {Role.PREFILL: make_prefill_role, Role.DECODE: make_decode_role}, make_pool_client))

@@ -20,71 +20,71 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from baton.block_hash import root_hash
-from baton.errors import BatonError, Cancelled, HandoffFailed, NodeFailed, Preempted, Stale, TooLong
+from baton.errors import BatonError, Cancelled, HandoffFailed, NodeFailed, Preempted, StaleMessage, ContextLengthExceeded
 from baton.failpoints import FAILPOINTS
 from baton.pb.common_pb2 import HandoffReport
 from baton.pool_terms import PoolHit
-from baton.types import AttemptKey, BlockIndex, Incarnation, Work
-from kv_transfer.plane import Aborted, Committed, LayerLanded, OutboundPlane, OutboundReport, SealInfo
-from node_engine.core.messages import Cancel, Command, CoordinatorLost, GiveTicket, Joined, PeerGone, Prefill
-from node_engine.core.outcome import Dropped, Emitted, Failed, Outcome, PrefillCompleted, PromptScored
-from node_engine.core.pooled import Pooled, PoolHold
-from node_engine.core.sequence import Sequence, pin_label
-from node_engine.core.step import OnLayer, StepBatch
-from node_engine.role import NodeParts, check_work, refuse_too_long
+from baton.types import AttemptKey, BlockIndex, Incarnation, AttemptSpec
+from kv_transfer.plane import OutboundAborted, OutboundCommitted, LayerLanded, OutboundPlane, HandoffStats, SealInfo
+from node_engine.core.messages import CancelCommand, NodeCommand, CoordinatorLost, TicketCommand, NodeJoined, PeerLostCommand, PrefillCommand
+from node_engine.core.outcome import PrefillRequeued, TokenEmitted, SequenceFailed, SequenceOutcome, PrefillCompleted, PromptLogprobsComputed
+from node_engine.core.pooled import PoolPrefix, RefCountedPin
+from node_engine.core.sequence import Sequence, handoff_owner_label
+from node_engine.core.step import LayerCallback, StepBatch
+from node_engine.role import RoleContext, check_work, report_too_long
 
 
 @dataclass(slots=True, eq=False)
-class _Handoff:
+class _PrefillAttempt:
     """What this role knows of one attempt, from Prefill to Committed or Aborted."""
 
-    work: Work
-    alone: bool
-    pinned: list[BlockIndex] = field(default_factory=list)  # logical blocks 0 .. of the context
-    holds: list[PoolHold] = field(default_factory=list)  # under which those of the shared pool are read
+    work: AttemptSpec
+    needs_no_decode: bool
+    pinned_blocks: list[BlockIndex] = field(default_factory=list)  # logical blocks 0 .. of the context
+    pool_pins: list[RefCountedPin] = field(default_factory=list)  # under which those of the shared pool are read
     compute_seconds: float = 0.0
     share_seconds: float = 0.0
     computed_tokens: int = 0
     cached_tokens: int = 0
-    over: bool = False  # the coordinator knows how this attempt ended, or asked for its end itself
-    ticketed: bool = False  # the decode node has looked up what is cached, and promised room for the rest
-    unpublished: Sequence | None = None  # computed, and not given to the shared pool before the ticket is here
+    is_over: bool = False  # the coordinator knows how this attempt ended, or asked for its end itself
+    has_ticket: bool = False  # the decode node has looked up what is cached, and promised room for the rest
+    unpublished_sequence: Sequence | None = None  # computed, and not given to the shared pool before the ticket is here
 
     @property
-    def pin(self) -> str:
-        return pin_label(self.work.key)
+    def owner_label(self) -> str:
+        return handoff_owner_label(self.work.key)
 
 
 @dataclass(frozen=True, slots=True)
-class _Announcement:
+class _LayerAnnouncement:
     """Blocks that a step makes final, layer by layer."""
 
     key: AttemptKey
-    first: int
+    first_block: int
     blocks: tuple[BlockIndex, ...]
 
 
 class PrefillRole:
-    def __init__(self, parts: NodeParts, plane: OutboundPlane) -> None:
-        self._parts = parts
+    def __init__(self, parts: RoleContext, plane: OutboundPlane) -> None:
+        self._context = parts
         self._plane = plane
         self._scheduler = parts.scheduler
-        self._pool = parts.pool
-        self._report = parts.report
-        self._sharing = parts.sharing
+        self._block_pool = parts.block_pool
+        self._reporter = parts.reporter
+        self._pool_connector = parts.pool_connector
         self._layout = parts.engine.layout
-        self._handoffs: dict[AttemptKey, _Handoff] = {}
+        self._attempts: dict[AttemptKey, _PrefillAttempt] = {}
         self._aborted_early: dict[AttemptKey, BatonError] = {}
-        self._step: list[_Announcement] = []  # what the step in progress makes final
-        self._computing: list[tuple[_Handoff, int]] = []  # and how many tokens it computes for whom
+        self._step_announcements: list[_LayerAnnouncement] = []  # what the step in progress makes final
+        self._step_attempts: list[tuple[_PrefillAttempt, int]] = []  # and how many tokens it computes for whom
 
     @property
     def transfer_endpoint(self) -> str:
         return self._plane.endpoint
 
     @property
-    def holding(self) -> int:
-        return len(self._handoffs)
+    def num_held_attempts(self) -> int:
+        return len(self._attempts)
 
     def counters(self) -> dict[str, float]:
         return {f"baton_transfer_{name}_total": value for name, value in self._plane.counters().items()}
@@ -94,243 +94,243 @@ class PrefillRole:
 
     # on the event loop, in the order of the stream, before the compute thread sees the command
 
-    def preview(self, command: Command) -> None:
+    def preview_command(self, command: NodeCommand) -> None:
         """The plane need not wait for the step in progress: it learns of destinations and of ends at once."""
         match command:
-            case Joined(incarnation):
+            case NodeJoined(incarnation):
                 self._plane.rejoin(incarnation)
-            case Prefill(work, alone):
+            case PrefillCommand(work, alone):
                 if not alone:
-                    self._plane.open(work.key, len(work.context))
-            case GiveTicket(ticket):
-                self._plane.ticket(ticket.key, ticket)
-            case Cancel(key, reason):
-                self._plane.abort(key, reason)
-            case PeerGone(incarnation):
-                self._plane.peer_gone(incarnation)
+                    self._plane.open_handoff(work.key, len(work.context_token_ids))
+            case TicketCommand(ticket):
+                self._plane.set_ticket(ticket.key, ticket)
+            case CancelCommand(key, reason):
+                self._plane.abort_handoff(key, reason)
+            case PeerLostCommand(incarnation):
+                self._plane.on_peer_gone(incarnation)
             case _:
                 pass
 
     # on the compute thread
 
-    def handle(self, item: Command | object) -> None:
+    def handle_item(self, item: NodeCommand | object) -> None:
         match item:
-            case Joined(incarnation):
-                self._drop_everything(incarnation)
+            case NodeJoined(incarnation):
+                self._drop_all_attempts(incarnation)
             case CoordinatorLost():
-                self._drop_everything(None)
-            case Prefill(work, alone, hit):
-                self._begin(work, alone, hit)
-            case GiveTicket(ticket):
-                self._ticketed(ticket.key)
-            case Cancel(key, reason):
-                self._end(key, reason, tell=False)
-            case Committed(key, report):
-                self._committed(key, report)
-            case Aborted(key, error):
-                self._aborted(key, error)
-            case PeerGone() | LayerLanded():
+                self._drop_all_attempts(None)
+            case PrefillCommand(work, alone, hit):
+                self._begin_attempt(work, alone, hit)
+            case TicketCommand(ticket):
+                self._on_ticket(ticket.key)
+            case CancelCommand(key, reason):
+                self._end_attempt(key, reason, tell=False)
+            case OutboundCommitted(key, report):
+                self._on_committed(key, report)
+            case OutboundAborted(key, error):
+                self._on_aborted(key, error)
+            case PeerLostCommand() | LayerLanded():
                 pass
             case _:
                 raise TypeError(f"a prefill node got {item!r}")
 
-    def before_step(self, batch: StepBatch) -> OnLayer | None:
-        self._step, self._computing = [], []
+    def before_step(self, batch: StepBatch) -> LayerCallback | None:
+        self._step_announcements, self._step_attempts = [], []
         for piece in batch.slices:
-            sequence = self._scheduler.computing(piece.sequence)
-            handoff = self._handoffs[sequence.key]
-            self._computing.append((handoff, len(piece.tokens)))
-            if handoff.alone:
+            sequence = self._scheduler.get_sequence_in_flight(piece.sequence_id)
+            handoff = self._attempts[sequence.key]
+            self._step_attempts.append((handoff, len(piece.token_ids)))
+            if handoff.needs_no_decode:
                 continue
             first = piece.start // self._layout.block_size
-            last = self._layout.blocks_for(piece.start + len(piece.tokens))
-            if first > len(handoff.pinned):  # a prefix that was in the cache: every layer of it is final already
-                cached = self._pin(handoff, sequence, first)
+            last = self._layout.count_blocks(piece.start + len(piece.token_ids))
+            if first > len(handoff.pinned_blocks):  # a prefix that was in the cache: every layer of it is final already
+                cached = self._pin_blocks(handoff, sequence, first)
                 for layer in range(self._layout.num_layers):
-                    self._plane.layer_ready(sequence.key, layer, cached.first, cached.blocks)
-            self._step.append(self._pin(handoff, sequence, last))
-        return self._announce_layer if self._step else None
+                    self._plane.announce_layer(sequence.key, layer, cached.first_block, cached.blocks)
+            self._step_announcements.append(self._pin_blocks(handoff, sequence, last))
+        return self._announce_layer if self._step_announcements else None
 
     def _announce_layer(self, layer: int) -> None:
         FAILPOINTS.hit("prefill.layer.before")
-        for made in self._step:
-            self._plane.layer_ready(made.key, layer, made.first, made.blocks)
+        for made in self._step_announcements:
+            self._plane.announce_layer(made.key, layer, made.first_block, made.blocks)
         FAILPOINTS.hit("prefill.layer.after")
-        patience = FAILPOINTS.argument("prefill.layer.landed")
+        patience = FAILPOINTS.get_argument("prefill.layer.landed")
         if patience is not None:
-            for made in self._step:
-                if not self._plane.wait_landed(made.key, layer, patience):
+            for made in self._step_announcements:
+                if not self._plane.wait_for_layer(made.key, layer, patience):
                     raise HandoffFailed(f"layer {layer} of {made.key} did not land within {patience} s")
 
-    def after_step(self, batch: StepBatch, outcomes: Iterable[Outcome], seconds: float) -> None:
-        for handoff, tokens in self._computing:
+    def after_step(self, batch: StepBatch, outcomes: Iterable[SequenceOutcome], seconds: float) -> None:
+        for handoff, tokens in self._step_attempts:
             handoff.compute_seconds += seconds
             handoff.share_seconds += seconds * tokens / batch.num_tokens
             handoff.computed_tokens += tokens
-        self.deliver(outcomes)
+        self.deliver_outcomes(outcomes)
 
-    def deliver(self, outcomes: Iterable[Outcome]) -> None:
+    def deliver_outcomes(self, outcomes: Iterable[SequenceOutcome]) -> None:
         for outcome in outcomes:
             match outcome:
-                case PromptScored(sequence, first, scores):
-                    self._report.prompt_scores(sequence.key, first, scores)
+                case PromptLogprobsComputed(sequence, first, scores):
+                    self._reporter.report_prompt_logprobs(sequence.key, first, scores)
                 case PrefillCompleted(sequence, _):
-                    self._prefilled(sequence, outcome)
-                case Dropped(sequence):
-                    self._end(sequence.key, Preempted("speculative prefill gave way to one with a ticket"), tell=True)
-                case Failed(sequence, error):
-                    self._end(sequence.key, error, tell=True)
-                case Emitted(sequence, _):
+                    self._on_prefill_completed(sequence, outcome)
+                case PrefillRequeued(sequence):
+                    self._end_attempt(sequence.key, Preempted("speculative prefill gave way to one with a ticket"), tell=True)
+                case SequenceFailed(sequence, error):
+                    self._end_attempt(sequence.key, error, tell=True)
+                case TokenEmitted(sequence, _):
                     raise TypeError(f"{sequence.key} is decoding on a prefill node")
 
-    def step_failed(self, batch: StepBatch, error: Exception) -> None:
+    def on_step_failed(self, batch: StepBatch, error: Exception) -> None:
         reason = error if isinstance(error, BatonError) else NodeFailed(f"{type(error).__name__} in the forward pass")
-        failed = [self._scheduler.computing(piece.sequence).key for piece in batch.slices]
-        self._scheduler.abandon(batch)
+        failed = [self._scheduler.get_sequence_in_flight(piece.sequence_id).key for piece in batch.slices]
+        self._scheduler.abandon_step(batch)
         for key in failed:
-            self._end(key, reason, tell=True)
+            self._end_attempt(key, reason, tell=True)
 
     # the life of one attempt
 
-    def _begin(self, work: Work, alone: bool, hit: PoolHit | None) -> None:
-        pooled = self._sharing.pooled(hit)
-        if work.key not in self._handoffs:  # else the message came twice
-            self._begin_with(work, alone, pooled)
+    def _begin_attempt(self, work: AttemptSpec, alone: bool, hit: PoolHit | None) -> None:
+        pooled = self._pool_connector.build_pool_prefix(hit)
+        if work.key not in self._attempts:  # else the message came twice
+            self._begin_with_prefix(work, alone, pooled)
         if pooled is not None:
-            pooled.done()
+            pooled.release()
 
-    def _begin_with(self, work: Work, alone: bool, pooled: Pooled | None) -> None:
-        handoff = self._handoffs[work.key] = _Handoff(work, alone)
+    def _begin_with_prefix(self, work: AttemptSpec, alone: bool, pooled: PoolPrefix | None) -> None:
+        handoff = self._attempts[work.key] = _PrefillAttempt(work, alone)
         early = self._aborted_early.pop(work.key, None)
         try:
             if early is not None:
                 raise early
             FAILPOINTS.hit("prefill.allocate.before")
-            engine = self._parts.engine
+            engine = self._context.engine
             check_work(work, engine, context_only=not alone)
             root = root_hash(engine.model_digest, self._layout, work.request.cache_salt)
-            self._scheduler.add(work, root, hand_off=True, pooled=pooled)
+            self._scheduler.add_sequence(work, root, hand_off=True, pooled=pooled)
             if alone:
-                self._scheduler.ticket_arrived(work.key)
+                self._scheduler.mark_ticketed(work.key)
             FAILPOINTS.hit("prefill.allocate.after")
         except BatonError as error:
             if early is not None or alone:
-                self._forget(handoff)
-            too_long = isinstance(error, TooLong)
+                self._forget_attempt(handoff)
+            too_long = isinstance(error, ContextLengthExceeded)
             if too_long:
-                refuse_too_long(work, self._pool, self._report)
-            self._end_known(handoff, error, tell=not too_long)
+                report_too_long(work, self._block_pool, self._reporter)
+            self._end_known_attempt(handoff, error, tell=not too_long)
 
-    def _ticketed(self, key: AttemptKey) -> None:
-        if self._scheduler.get(key) is not None:
-            self._scheduler.ticket_arrived(key)
-        handoff = self._handoffs.get(key)
+    def _on_ticket(self, key: AttemptKey) -> None:
+        if self._scheduler.get_sequence(key) is not None:
+            self._scheduler.mark_ticketed(key)
+        handoff = self._attempts.get(key)
         if handoff is not None:
-            handoff.ticketed = True
-            self._publish(handoff)
+            handoff.has_ticket = True
+            self._publish_pending(handoff)
 
-    def _publish(self, handoff: _Handoff) -> None:
+    def _publish_pending(self, handoff: _PrefillAttempt) -> None:
         """Give the shared pool what was computed, if that is still to be done."""
-        sequence, handoff.unpublished = handoff.unpublished, None
+        sequence, handoff.unpublished_sequence = handoff.unpublished_sequence, None
         if sequence is not None:
-            self._sharing.publish(sequence)
+            self._pool_connector.publish_sequence(sequence)
 
-    def _prefilled(self, sequence: Sequence, outcome: PrefillCompleted) -> None:
-        handoff = self._handoffs.get(sequence.key)
-        if handoff is None or handoff.over:
-            self._scheduler.cancel(sequence.key)
+    def _on_prefill_completed(self, sequence: Sequence, outcome: PrefillCompleted) -> None:
+        handoff = self._attempts.get(sequence.key)
+        if handoff is None or handoff.is_over:
+            self._scheduler.cancel_sequence(sequence.key)
             return
-        handoff.cached_tokens = sequence.num_cached
-        self._report.prefill_ended(
+        handoff.cached_tokens = sequence.num_cached_tokens
+        self._reporter.report_prefill_ended(
             sequence.key,
             handoff.computed_tokens,
-            sequence.num_cached,
+            sequence.num_cached_tokens,
             handoff.compute_seconds,
             handoff.share_seconds,
-            pooled=sequence.num_pooled,
-            remote=sequence.num_remote,
+            pooled=sequence.num_pool_tokens,
+            remote=sequence.num_remote_pool_tokens,
         )
-        if handoff.alone or outcome.event.finish is not None:
-            self._report.tokens([outcome.event])
-            self._sharing.publish(sequence)
-            self._end(sequence.key, Cancelled("the first token ends the request"), tell=False)
+        if handoff.needs_no_decode or outcome.event.finish_reason is not None:
+            self._reporter.report_tokens([outcome.event])
+            self._pool_connector.publish_sequence(sequence)
+            self._end_attempt(sequence.key, Cancelled("the first token ends the request"), tell=False)
             return
         try:
             FAILPOINTS.hit("prefill.seal.before")
-            self._plane.seal(sequence.key, SealInfo(sequence.output, outcome.event.score))
+            self._plane.seal_handoff(sequence.key, SealInfo(sequence.output_token_ids, outcome.event.logprobs))
             FAILPOINTS.hit("prefill.seal.after")
         except BatonError as error:
-            self._end(sequence.key, error, tell=True)
+            self._end_attempt(sequence.key, error, tell=True)
             return
-        handoff.unpublished = sequence
-        if handoff.ticketed:
-            self._publish(handoff)
-        self._scheduler.release(sequence.key)  # the pins hold what the plane still reads
+        handoff.unpublished_sequence = sequence
+        if handoff.has_ticket:
+            self._publish_pending(handoff)
+        self._scheduler.finish_handoff(sequence.key)  # the pins hold what the plane still reads
 
-    def _committed(self, key: AttemptKey, report: OutboundReport) -> None:
-        handoff = self._handoffs.get(key)
+    def _on_committed(self, key: AttemptKey, report: HandoffStats) -> None:
+        handoff = self._attempts.get(key)
         if handoff is None:
             return
-        self._forget(handoff)
-        if not handoff.over:
-            self._report.handed_off(key, _report_to_pb(handoff, report))
+        self._forget_attempt(handoff)
+        if not handoff.is_over:
+            self._reporter.report_handed_off(key, _report_to_pb(handoff, report))
 
-    def _aborted(self, key: AttemptKey, error: BatonError) -> None:
-        handoff = self._handoffs.get(key)
+    def _on_aborted(self, key: AttemptKey, error: BatonError) -> None:
+        handoff = self._attempts.get(key)
         if handoff is None:  # it was over before its Prefill was taken up
             self._aborted_early[key] = error
             return
-        self._forget(handoff)
-        self._end_known(handoff, error, tell=True)
+        self._forget_attempt(handoff)
+        self._end_known_attempt(handoff, error, tell=True)
 
-    def _end(self, key: AttemptKey, error: BatonError, *, tell: bool) -> None:
-        handoff = self._handoffs.get(key)
+    def _end_attempt(self, key: AttemptKey, error: BatonError, *, tell: bool) -> None:
+        handoff = self._attempts.get(key)
         if handoff is not None:
-            self._end_known(handoff, error, tell=tell)
+            self._end_known_attempt(handoff, error, tell=tell)
 
-    def _end_known(self, handoff: _Handoff, error: BatonError, *, tell: bool) -> None:
+    def _end_known_attempt(self, handoff: _PrefillAttempt, error: BatonError, *, tell: bool) -> None:
         """Stop computing, have the plane let go, and tell the coordinator once. Idempotent. The pins stay until the
         plane has answered."""
         key = handoff.work.key
-        self._scheduler.cancel(key)
-        if key in self._handoffs:
-            if handoff.alone:
-                self._forget(handoff)
+        self._scheduler.cancel_sequence(key)
+        if key in self._attempts:
+            if handoff.needs_no_decode:
+                self._forget_attempt(handoff)
             else:
-                self._plane.abort(key, error)
-        if tell and not handoff.over:
-            self._report.failed(key, error)
-        handoff.over = True
+                self._plane.abort_handoff(key, error)
+        if tell and not handoff.is_over:
+            self._reporter.report_failed(key, error)
+        handoff.is_over = True
 
-    def _pin(self, handoff: _Handoff, sequence: Sequence, last: int) -> _Announcement:
+    def _pin_blocks(self, handoff: _PrefillAttempt, sequence: Sequence, last: int) -> _LayerAnnouncement:
         """Take the hand-off's own reference on the logical blocks up to `last`."""
-        first = len(handoff.pinned)
+        first = len(handoff.pinned_blocks)
         blocks = tuple(sequence.block_table[first:last])
-        self._pool.share(blocks, handoff.pin)
-        handoff.pinned.extend(blocks)
-        handoff.holds.extend(hold.take() for hold in sequence.holds if hold not in handoff.holds)
-        return _Announcement(sequence.key, first, blocks)
+        self._block_pool.share_blocks(blocks, handoff.owner_label)
+        handoff.pinned_blocks.extend(blocks)
+        handoff.pool_pins.extend(hold.acquire() for hold in sequence.pool_pins if hold not in handoff.pool_pins)
+        return _LayerAnnouncement(sequence.key, first, blocks)
 
-    def _forget(self, handoff: _Handoff) -> None:
+    def _forget_attempt(self, handoff: _PrefillAttempt) -> None:
         FAILPOINTS.hit("prefill.free.before")
-        del self._handoffs[handoff.work.key]
-        self._publish(handoff)
-        self._pool.release(handoff.pinned, handoff.pin)
-        handoff.pinned.clear()
-        for hold in handoff.holds:
-            hold.drop()
-        handoff.holds.clear()
+        del self._attempts[handoff.work.key]
+        self._publish_pending(handoff)
+        self._block_pool.release_blocks(handoff.pinned_blocks, handoff.owner_label)
+        handoff.pinned_blocks.clear()
+        for hold in handoff.pool_pins:
+            hold.release()
+        handoff.pool_pins.clear()
         FAILPOINTS.hit("prefill.free.after")
 
-    def _drop_everything(self, incarnation: Incarnation | None) -> None:
+    def _drop_all_attempts(self, incarnation: Incarnation | None) -> None:
         """The coordinator that gave us this work is gone or knows us no more: keep the cache, drop the rest."""
-        for key in tuple(self._handoffs):
-            self._end(key, Stale("this node has joined anew"), tell=False)
+        for key in tuple(self._attempts):
+            self._end_attempt(key, StaleMessage("this node has joined anew"), tell=False)
         if incarnation is not None:
-            self._report.incarnation = incarnation
+            self._reporter.incarnation = incarnation
 
 
-def _report_to_pb(handoff: _Handoff, report: OutboundReport) -> HandoffReport:
+def _report_to_pb(handoff: _PrefillAttempt, report: HandoffStats) -> HandoffReport:
     return HandoffReport(
         transport=report.transport,
         bytes=report.bytes_sent,

@@ -3,8 +3,8 @@
 import os
 from pathlib import Path
 
-_SHOWN = 1 << 16  # bytes
-_REMEMBERED = 20  # lines
+_TAIL_BYTES = 1 << 16  # bytes
+_TAIL_LINES = 20  # lines
 
 
 class ChildLogs:
@@ -12,30 +12,30 @@ class ChildLogs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._open: dict[str, int] = {}
+        self._descriptors: dict[str, int] = {}
         folder.mkdir(parents=True, exist_ok=True)
 
-    def path(self, name: str) -> Path:
+    def log_path(self, name: str) -> Path:
         return self.folder / f"{name}.log"
 
-    def target(self, name: str) -> int:
+    def open_log(self, name: str) -> int:
         """What the process gets as standard output and error."""
-        if name not in self._open:
+        if name not in self._descriptors:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-            self._open[name] = os.open(self.path(name), flags, 0o600)
-        return self._open[name]
+            self._descriptors[name] = os.open(self.log_path(name), flags, 0o600)
+        return self._descriptors[name]
 
-    def redirect(self, name: str, descriptor: int) -> None:
+    def redirect_output(self, name: str, descriptor: int) -> None:
         """From now on a process of this name is started with this descriptor instead of a file. It is ours to close."""
-        self._open[name] = descriptor
+        self._descriptors[name] = descriptor
 
-    def last_words(self, name: str) -> list[str]:
-        if not self.path(name).exists():  # redirected
+    def last_lines(self, name: str) -> list[str]:
+        if not self.log_path(name).exists():  # redirected
             return []
-        with self.path(name).open("rb") as file:
-            file.seek(-min(_SHOWN, os.fstat(file.fileno()).st_size), os.SEEK_END)
-            return file.read().decode(errors="replace").splitlines()[-_REMEMBERED:]
+        with self.log_path(name).open("rb") as file:
+            file.seek(-min(_TAIL_BYTES, os.fstat(file.fileno()).st_size), os.SEEK_END)
+            return file.read().decode(errors="replace").splitlines()[-_TAIL_LINES:]
 
     def close(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])

@@ -28,17 +28,17 @@ from pathlib import Path
 from typing import Any, Self
 
 from baton.cli import health, plan
-from baton.cli.ledger_check import OWNED, faults
-from baton.cli.ports import Endpoints, endpoints, hold_all
+from baton.cli.ledger_check import OWNED_STATES, find_ledger_faults
+from baton.cli.ports import Endpoints, cluster_endpoints, reserve_ports
 from baton.config import Config
 from baton.pb import cluster_pb2
-from tests.answers import Answer, Call, cluster_call, collect, streaming
+from tests.answers import GenerateAnswer, GenerateCall, call_cluster_service, collect_answer, stream_generate
 from tests.child_logs import ChildLogs
 from tests.fork_server import ForkedProcess, start_process
-from tests.processes import before_any_ends, environ_of, module_of, pids_with, wait_for_end
+from tests.processes import await_unless_exit, read_environ, read_module, find_pids, wait_for_exit
 
-UP = "up"  # the supervisor's name in pids() and logs
-DEFAULTS: dict[str, Any] = {
+SUPERVISOR = "up"  # the supervisor's name in pids() and logs
+DEFAULT_SETTINGS: dict[str, Any] = {
     "port": 0,
     "grpc_port": 0,
     "admin_port": 0,
@@ -49,7 +49,7 @@ DEFAULTS: dict[str, Any] = {
     "core_dumps": os.getuid() != 0,  # the environment of a process that cannot be dumped is root's to read
 }
 _SHM = Path("/dev/shm")
-_END_PATIENCE = 30.0  # seconds from SIGTERM to SIGKILL
+_EXIT_TIMEOUT_SECONDS = 30.0  # seconds from SIGTERM to SIGKILL
 
 
 class Cluster:
@@ -81,39 +81,39 @@ class Cluster:
         self.per_node = dict(per_node or {})
         self._held_back = held_back
         self._environ = {**os.environ, **(environ or {})}
-        self._also = dict(also or {})
+        self._extra_processes = dict(also or {})
         self._wait_ready = wait_ready
         self._start_timeout = start_timeout
         self._open_files = open_files  # of each process, soft and hard
         self._specs: dict[str, plan.ChildSpec] = {}
         self._processes: dict[str, subprocess.Popen[bytes] | ForkedProcess] = {}
-        self.where: Endpoints
-        self.left_processes: dict[int, str] = {}
-        self.left_segments: list[str] = []
-        self.outlived_sigterm: list[str] = []
+        self.endpoints: Endpoints
+        self.leaked_processes: dict[int, str] = {}
+        self.leaked_segments: list[str] = []
+        self.ignored_sigterm: list[str] = []
 
     # life
 
     async def __aenter__(self) -> Self:
-        self.config, self._held_ports = hold_all(plan.complete(self.config)[0])
-        self.where = endpoints(self.config)
-        specs = plan.children(
+        self.config, self._held_ports = reserve_ports(plan.complete_config(self.config)[0])
+        self.endpoints = cluster_endpoints(self.config)
+        specs = plan.make_child_specs(
             self.config,
-            self.where,
+            self.endpoints,
             environ=self._environ,
             cores=len(os.sched_getaffinity(0)),
             supervisor=os.getpid(),
         )
         self._specs = {spec.name: spec for spec in specs}
-        for name, like in self._also.items():
+        for name, like in self._extra_processes.items():
             spec = self._specs[like]
             self._specs[name] = dataclasses.replace(spec, name=name, environ={**spec.environ, "BATON_NAME": name})
         try:
             started = [name for name in self._specs if name not in self._held_back]
-            for name in [UP] if self._supervised else started:
+            for name in [SUPERVISOR] if self._supervised else started:
                 self.start(name)
             if self._wait_ready:
-                await self.ready(self._start_timeout)
+                await self.wait_ready(self._start_timeout)
                 nodes = sum(name != plan.COORDINATOR for name in started)  # it is ready before the last has joined
                 await self.wait_status(lambda status: len(status.nodes) >= nodes, self._start_timeout)
         except BaseException as error:
@@ -128,23 +128,23 @@ class Cluster:
             held.close()
         if error is not None:
             self.print_logs()
-        self.left_processes = {pid: _name_of(pid) for pid in self._all_pids()} | {
+        self.leaked_processes = {pid: _process_name(pid) for pid in self._all_pids()} | {
             process.pid: name for name, process in self._processes.items() if process.poll() is None
         }
-        for pid in self.left_processes:
+        for pid in self.leaked_processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.left_segments = sorted(path.name for path in self.segment_dir.rglob("baton-*"))
+        self.leaked_segments = sorted(path.name for path in self.segment_dir.rglob("baton-*"))
         shutil.rmtree(self.segment_dir, ignore_errors=True)
 
     def assert_clean(self) -> None:
         """After the block: no process of ours runs, no segment is left, and whoever was asked to end did so well."""
-        assert self.left_segments == []
-        assert self.left_processes == {}
-        assert self.outlived_sigterm == []
+        assert self.leaked_segments == []
+        assert self.leaked_processes == {}
+        assert self.ignored_sigterm == []
         codes = {name: process.returncode for name, process in self._processes.items()}
         unclean = {name: code for name, code in codes.items() if code not in (0, -signal.SIGKILL)}
-        assert unclean == {}, self.tail(next(iter(unclean)))
+        assert unclean == {}, self.log_tail(next(iter(unclean)))
 
     # processes
 
@@ -152,96 +152,96 @@ class Cluster:
         """Start a process that does not run: again after a kill, or for the first time if it was held back."""
         process = self._processes.get(name)
         assert process is None or process.poll() is not None, f"{name} runs already"
-        if name != UP:
-            module, environ = self._child(name)
+        if name != SUPERVISOR:
+            module, environ = self._child_command(name)
             self._processes[name] = start_process(
-                module, environ, self.logs.target(name), open_files=self._open_files
+                module, environ, self.logs.open_log(name), open_files=self._open_files
             )
             return
         self._processes[name] = subprocess.Popen(
             [sys.executable, "-m", "baton.cli", "up"],
             env=self._up_environ(),
             stdin=subprocess.DEVNULL,
-            stdout=self.logs.target(name),
+            stdout=self.logs.open_log(name),
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
 
-    def pids(self) -> dict[str, int]:
+    def get_pids(self) -> dict[str, int]:
         """Pid by name of the processes that run at this moment."""
         if self._supervised:
-            return {name: pid for pid in self._all_pids() if (name := _name_of(pid))}
+            return {name: pid for pid in self._all_pids() if (name := _process_name(pid))}
         return {name: process.pid for name, process in self._processes.items() if process.poll() is None}
 
-    def signal(self, name: str, number: signal.Signals) -> None:
-        os.kill(self.pids()[name], number)
+    def send_signal(self, name: str, number: signal.Signals) -> None:
+        os.kill(self.get_pids()[name], number)
 
     def kill(self, name: str) -> None:
         """SIGKILL, and wait until it is gone (a supervised one may then be started again)."""
-        pid = self.pids()[name]
+        pid = self.get_pids()[name]
         handle = os.pidfd_open(pid)
         os.kill(pid, signal.SIGKILL)
-        assert wait_for_end(handle, _END_PATIENCE), f"{name} outlived SIGKILL"
+        assert wait_for_exit(handle, _EXIT_TIMEOUT_SECONDS), f"{name} outlived SIGKILL"
         if name in self._processes:
             self._processes[name].wait()
 
     def terminate(self, name: str) -> None:
-        self.signal(name, signal.SIGTERM)
+        self.send_signal(name, signal.SIGTERM)
 
-    def stop(self, name: str) -> None:
+    def freeze(self, name: str) -> None:
         """SIGSTOP: it is there, and does nothing."""
-        self.signal(name, signal.SIGSTOP)
+        self.send_signal(name, signal.SIGSTOP)
 
-    def cont(self, name: str) -> None:
-        self.signal(name, signal.SIGCONT)
+    def resume(self, name: str) -> None:
+        self.send_signal(name, signal.SIGCONT)
 
-    async def ended(self, name: str, within: float = _END_PATIENCE) -> int:
+    async def wait_for_exit(self, name: str, within: float = _EXIT_TIMEOUT_SECONDS) -> int:
         """Exit code of a process started here, once it has ended; negative for a signal."""
         return await asyncio.to_thread(self._processes[name].wait, within)
 
     # calls
 
     @property
-    def http(self) -> str:
+    def http_url(self) -> str:
         return f"http://{self.where.http}"
 
     @property
-    def admin(self) -> str:
+    def admin_url(self) -> str:
         return f"http://{self.where.admin}"
 
     @property
-    def grpc(self) -> str:
-        return self.where.grpc
+    def grpc_address(self) -> str:
+        return self.endpoints.grpc
 
-    async def ready(self, within: float = 100.0) -> None:
+    async def wait_ready(self, within: float = 100.0) -> None:
         """Wait until the coordinator serves. Fails at once when a process started here ended instead."""
         pids = {process.pid: name for name, process in self._processes.items() if process.poll() is None}
         async with asyncio.timeout(within):
-            ended = await before_any_ends(health.serving(self.grpc), pids)
+            ended = await await_unless_exit(health.wait_until_serving(self.grpc_address), pids)
         assert ended is None, f"{pids[ended]} ended before the cluster was ready"
 
-    async def generate(self, prompt: Sequence[int] | str, **fields: Any) -> Answer:
+    async def generate(self, prompt: Sequence[int] | str, **fields: Any) -> GenerateAnswer:
         """One request by gRPC, streamed. `fields` are those of GenerateRequest, `deadline` in seconds, and
         `api_key` if it is not the cluster's."""
-        async with self.streaming(prompt, **fields) as call:
-            return await collect(call)
+        async with self.stream_generate(prompt, **fields) as call:
+            return await collect_answer(call)
 
-    def streaming(self, prompt: Sequence[int] | str, **fields: Any) -> AbstractAsyncContextManager[Call]:
+    def stream_generate(self, prompt: Sequence[int] | str, **fields: Any) -> AbstractAsyncContextManager[GenerateCall]:
         """The call of one request: iterate over its responses, or `cancel()` it."""
-        return streaming(self.grpc, prompt, **{"api_key": self.config.api_key, **fields})
+        return stream_generate(self.grpc_address, prompt, **{"api_key": self.config.api_key, **fields})
 
-    async def status(self) -> cluster_pb2.StatusResponse:
-        answer: cluster_pb2.StatusResponse = await self._call("Status", cluster_pb2.StatusRequest())
+    async def get_status(self) -> cluster_pb2.StatusResponse:
+        answer: cluster_pb2.StatusResponse = await self._call_cluster_service("Status", cluster_pb2.StatusRequest())
         return answer
 
-    async def ledgers(self) -> cluster_pb2.LedgerResponse:
-        answer: cluster_pb2.LedgerResponse = await self._call("Ledger", cluster_pb2.LedgerRequest())
+    async def get_ledgers(self) -> cluster_pb2.LedgerResponse:
+        answer: cluster_pb2.LedgerResponse = await self._call_cluster_service("Ledger", cluster_pb2.LedgerRequest())
         return answer
 
-    async def arm(self, node: str, spec: str) -> None:
+    async def arm_failpoints(self, node: str, spec: str) -> None:
         """Arm failpoints on the processes whose name begins with `node`; an empty spec disarms."""
         request = cluster_pb2.ArmFailpointsRequest(node=node, spec=spec)
-        answer = await self._call("ArmFailpoints", request)
+        answer = await self._call_cluster_service("ArmFailpoints", request)
         assert answer.nodes >= 1, f"no node is called {node}"
 
     async def wait_status(
@@ -250,19 +250,19 @@ class Cluster:
         """Wait until the coordinator's status has a property; also through a restart of the coordinator."""
         deadline = time.monotonic() + within
         while True:
-            answer = await self.status()
+            answer = await self.get_status()
             if holds(answer):
                 return answer
             assert time.monotonic() < deadline, f"not so after {within:g} s: {answer}"
             await asyncio.sleep(0.05)
 
-    async def wait_quiet(self, within: float = 60.0) -> cluster_pb2.LedgerResponse:
+    async def wait_idle(self, within: float = 60.0) -> cluster_pb2.LedgerResponse:
         """Wait until every node answers, every ledger balances, and nothing is held anywhere. Returns the ledgers; a
         cluster that stays busy is an AssertionError that quotes them."""
         deadline = time.monotonic() + within
         while True:
-            answer = await self.ledgers()
-            busy = _busy(answer)
+            answer = await self.get_ledgers()
+            busy = _find_busy(answer)
             if not busy:
                 return answer
             assert time.monotonic() < deadline, f"still busy after {within:g} s: {busy}"
@@ -270,9 +270,9 @@ class Cluster:
 
     # logs
 
-    def tail(self, name: str) -> str:
+    def log_tail(self, name: str) -> str:
         """The end of a process's log."""
-        return "\n".join(self.logs.last_words(name)) if self.logs.path(name).exists() else ""
+        return "\n".join(self.logs.last_lines(name)) if self.logs.log_path(name).exists() else ""
 
     def print_logs(self) -> None:
         for path in sorted(self.logs.folder.glob("*.log")):
@@ -280,12 +280,12 @@ class Cluster:
 
     # inside
 
-    def _child(self, name: str) -> tuple[str, dict[str, str]]:
+    def _child_command(self, name: str) -> tuple[str, dict[str, str]]:
         spec = self._specs[name]
-        own = {key if key.isupper() else f"BATON_{key.upper()}": str(value) for key, value in self._own(name)}
+        own = {key if key.isupper() else f"BATON_{key.upper()}": str(value) for key, value in self._process_variables(name)}
         return spec.module, {**spec.environ, **own}
 
-    def _own(self, name: str) -> Iterable[tuple[str, object]]:
+    def _process_variables(self, name: str) -> Iterable[tuple[str, object]]:
         return self.per_node.get(name, {}).items()
 
     def _up_environ(self) -> dict[str, str]:
@@ -294,44 +294,44 @@ class Cluster:
         return {key: value for key, value in environ.items() if key not in ("BATON_SUPERVISOR_PID", "OMP_NUM_THREADS")}
 
     def _all_pids(self) -> list[int]:
-        return pids_with("BATON_STATE_DIR", self.config.state_dir)
+        return find_pids("BATON_STATE_DIR", self.config.state_dir)
 
     def _stop_all(self) -> None:
         """The coordinator (or the supervisor) first, as `up` does it."""
-        for names in ([UP, plan.COORDINATOR], list(self._processes)):
+        for names in ([SUPERVISOR, plan.COORDINATOR], list(self._processes)):
             running = {name: p for name in names if (p := self._processes.get(name)) and p.poll() is None}
             for process in running.values():
                 process.send_signal(signal.SIGCONT)
                 process.terminate()
             for name, process in running.items():
                 try:
-                    process.wait(self.config.drain_timeout + _END_PATIENCE)
+                    process.wait(self.config.drain_timeout + _EXIT_TIMEOUT_SECONDS)
                 except subprocess.TimeoutExpired:
-                    self.outlived_sigterm.append(name)
+                    self.ignored_sigterm.append(name)
                     process.kill()
                     process.wait()
 
-    async def _call(self, method: str, request: Any) -> Any:
-        return await cluster_call(self.grpc, method, request, admin_token=self.config.admin_token)
+    async def _call_cluster_service(self, method: str, request: Any) -> Any:
+        return await call_cluster_service(self.grpc_address, method, request, admin_token=self.config.admin_token)
 
 
 def _config(settings: Mapping[str, Any], folder: Path, segment_dir: Path) -> Config:
     own = {"state_dir": str(folder), "segment_dir": str(segment_dir)}
-    return Config(**{**DEFAULTS, **own, **settings})
+    return Config(**{**DEFAULT_SETTINGS, **own, **settings})
 
 
-def _name_of(pid: int) -> str:
+def _process_name(pid: int) -> str:
     """The name of a process of a cluster, "" for any other."""
-    module = module_of(pid)
-    return {"coordinator": plan.COORDINATOR, "baton.cli": UP}.get(module) or environ_of(pid).get("BATON_NAME", "")
+    module = read_module(pid)
+    return {"coordinator": plan.COORDINATOR, "baton.cli": SUPERVISOR}.get(module) or read_environ(pid).get("BATON_NAME", "")
 
 
-def _busy(answer: cluster_pb2.LedgerResponse) -> list[str]:
+def _find_busy(answer: cluster_pb2.LedgerResponse) -> list[str]:
     """What is not at rest: faults, and every owner of a block."""
     owners = [
         f"{ledger.node}: {owner.owner} {owner.state} {owner.blocks} blocks for {owner.age_seconds:.1f} s"
         for ledger in answer.ledgers
         for owner in ledger.owners
-        if owner.state in OWNED
+        if owner.state in OWNED_STATES
     ]
-    return faults(answer.ledgers, answer.silent) + owners
+    return find_ledger_faults(answer.ledgers, answer.silent) + owners

@@ -28,15 +28,15 @@ class Mount:
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
+class ComposeService:
     """One service, resolved. `raw` is its mapping after interpolation."""
 
     name: str
     command: tuple[str, ...]
     environ: Mapping[str, str]
-    probe: tuple[str, ...]
+    healthcheck_command: tuple[str, ...]
     replicas: int
-    stop_grace: float  # seconds
+    stop_grace_seconds: float  # seconds
     profiles: frozenset[str]
     depends_on: frozenset[str]
     mounts: tuple[Mount, ...]
@@ -44,14 +44,14 @@ class Service:
 
 
 @dataclass(frozen=True, slots=True)
-class Compose:
-    services: Mapping[str, Service]
+class ComposeFile:
+    services: Mapping[str, ComposeService]
     raw: Mapping[str, Any]
 
-    def started(self, *profiles: str) -> list[Service]:
+    def startup_order(self, *profiles: str) -> list[ComposeService]:
         """What `up` starts, dependencies first; each is stopped before what it depends on."""
         wanted = {s.name: s for s in self.services.values() if not s.profiles or s.profiles & set(profiles)}
-        order: list[Service] = []
+        order: list[ComposeService] = []
         while wanted:
             ready = [s for s in wanted.values() if not s.depends_on & wanted.keys()]
             assert ready, f"services depend on each other: {sorted(wanted)}"
@@ -60,14 +60,14 @@ class Compose:
         return order
 
 
-def load(path: Path, variables: Mapping[str, str]) -> Compose:
+def load_compose_file(path: Path, variables: Mapping[str, str]) -> ComposeFile:
     """Raises MissingVariable."""
-    raw = interpolated(yaml.safe_load(path.read_text()), variables)
+    raw = interpolate(yaml.safe_load(path.read_text()), variables)
     services = {name: _service(name, service, variables) for name, service in raw["services"].items()}
-    return Compose(services, raw)
+    return ComposeFile(services, raw)
 
 
-def dotenv(path: Path) -> dict[str, str]:
+def read_dotenv(path: Path) -> dict[str, str]:
     """The variables of an .env file of plain NAME=VALUE lines; empty values are no values."""
     lines = (line.partition("=") for line in path.read_text().splitlines() if not line.startswith("#"))
     return {name: value for name, _, value in lines if value}
@@ -76,18 +76,18 @@ def dotenv(path: Path) -> dict[str, str]:
 # interpolation
 
 
-def interpolated(value: Any, variables: Mapping[str, str]) -> Any:
+def interpolate(value: Any, variables: Mapping[str, str]) -> Any:
     """Every string in a YAML document, keys left alone."""
     if isinstance(value, str):
-        return substitute(value, variables)
+        return substitute_variables(value, variables)
     if isinstance(value, dict):
-        return {key: interpolated(item, variables) for key, item in value.items()}
+        return {key: interpolate(item, variables) for key, item in value.items()}
     if isinstance(value, list):
-        return [interpolated(item, variables) for item in value]
+        return [interpolate(item, variables) for item in value]
     return value
 
 
-def substitute(text: str, variables: Mapping[str, str]) -> str:
+def substitute_variables(text: str, variables: Mapping[str, str]) -> str:
     """`$NAME`, `${NAME}`, `${NAME:-default}` and its kin, nested; `$$` is a dollar. Raises MissingVariable."""
     parts = []
     while "$" in text:
@@ -106,7 +106,7 @@ def substitute(text: str, variables: Mapping[str, str]) -> str:
     return "".join(parts) + text
 
 
-def variables_in(text: str) -> set[str]:
+def list_variables(text: str) -> set[str]:
     """The names that a compose file asks for, by interpolation."""
     return set(re.findall(r"(?<!\$)\$\{([A-Za-z_][A-Za-z0-9_]*)", text))
 
@@ -135,19 +135,19 @@ def _expression(inside: str, variables: Mapping[str, str]) -> str:
     argument = rest[len(operator) :]
     match operator[-1:]:
         case "-":
-            return value or "" if there else substitute(argument, variables)
+            return value or "" if there else substitute_variables(argument, variables)
         case "?":
             if not there:
                 raise MissingVariable(f"{name[0]} {substitute(argument, variables)}")
         case "+":
-            return substitute(argument, variables) if there else ""
+            return substitute_variables(argument, variables) if there else ""
     return value or ""
 
 
 # units
 
 
-def seconds(text: str) -> float:
+def parse_duration(text: str) -> float:
     """Of a Compose duration such as 1m30s."""
     match = _DURATION.fullmatch(text)
     assert match, f"{text!r} is no duration"
@@ -156,7 +156,7 @@ def seconds(text: str) -> float:
     return hours * 3600.0 + minutes * 60.0 + rest
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Bytes of 512m, 2g or 512MiB: in all of them the unit is a power of 1024."""
     match = _SIZE.fullmatch(text)
     assert match, f"{text!r} is no size"
@@ -166,14 +166,14 @@ def size(text: str) -> int:
 # services
 
 
-def _service(name: str, raw: Mapping[str, Any], variables: Mapping[str, str]) -> Service:
-    return Service(
+def _service(name: str, raw: Mapping[str, Any], variables: Mapping[str, str]) -> ComposeService:
+    return ComposeService(
         name=name,
         command=tuple(raw.get("command") or ()),
         environ=_environ(raw.get("environment") or {}, variables),
-        probe=tuple(raw.get("healthcheck", {}).get("test", ())),
+        healthcheck_command=tuple(raw.get("healthcheck", {}).get("test", ())),
         replicas=int(raw.get("deploy", {}).get("replicas", 1)),
-        stop_grace=seconds(raw.get("stop_grace_period", "10s")),
+        stop_grace_seconds=parse_duration(raw.get("stop_grace_period", "10s")),
         profiles=frozenset(raw.get("profiles", ())),
         depends_on=frozenset(raw.get("depends_on", ())),
         mounts=tuple(_mounts(raw)),

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.cli import health
-from baton.cli.ports import hold
+from baton.cli.ports import reserve_port
 from tests.child_logs import ChildLogs
-from tests.compose_file import Compose, Service
-from tests.processes import before_any_ends
+from tests.compose_file import ComposeFile, ComposeService
+from tests.processes import await_unless_exit
 
 ROOT = Path(__file__).resolve().parent.parent
 _WILDCARD = "0.0.0.0"
@@ -27,21 +27,21 @@ _ENDPOINT = re.compile(r"([\w.-]+):(\d+)")
 
 
 @dataclass(slots=True)
-class Container:
+class ServiceProcess:
     """One replica of a service."""
 
     name: str
-    service: Service
+    service: ComposeService
     environ: dict[str, str] = field(default_factory=dict)
     ports: dict[str, str] = field(default_factory=dict)  # in the container -> here
-    held: list[socket.socket] = field(default_factory=list)
+    held_sockets: list[socket.socket] = field(default_factory=list)
     process: subprocess.Popen[bytes] | None = None
 
-    def port(self, inside: str) -> str:
+    def host_port(self, inside: str) -> str:
         """Held, but not listened on, from its first mention until the process has ended."""
         if inside not in self.ports:
-            self.held.append(hold("127.0.0.1", 0, ""))
-            self.ports[inside] = str(self.held[-1].getsockname()[1])
+            self.held_sockets.append(reserve_port("127.0.0.1", 0, ""))
+            self.ports[inside] = str(self.held_sockets[-1].getsockname()[1])
         return self.ports[inside]
 
 
@@ -51,58 +51,58 @@ class ComposeRun:
 
     def __init__(
         self,
-        compose: Compose,
+        compose: ComposeFile,
         *profiles: str,
         folder: Path,
         volumes: Path,
         paths: Mapping[str, Path],
         image: Mapping[str, str],
     ) -> None:
-        ours = [service for service in compose.started(*profiles) if service.command[:1] == ("python",)]
-        self._waves = [
-            [Container(f"{service.name}-{number + 1}", service) for number in range(service.replicas)]
+        ours = [service for service in compose.startup_order(*profiles) if service.command[:1] == ("python",)]
+        self._startup_groups = [
+            [ServiceProcess(f"{service.name}-{number + 1}", service) for number in range(service.replicas)]
             for service in ours
         ]
         self.cwd = folder / "empty"
         self.cwd.mkdir()
         self._folder, self._volumes, self._paths = folder, volumes, paths
         self.logs = ChildLogs(folder / "logs")
-        for container in self.containers:
+        for container in self.processes:
             container.environ = self._environ_of(container, image)
 
     @property
-    def containers(self) -> list[Container]:
-        return [container for wave in self._waves for container in wave]
+    def processes(self) -> list[ServiceProcess]:
+        return [container for wave in self._startup_groups for container in wave]
 
-    def of(self, service: str) -> Container:
+    def get_process(self, service: str) -> ServiceProcess:
         """The first replica."""
-        return next(container for container in self.containers if container.service.name == service)
+        return next(container for container in self.processes if container.service.name == service)
 
     # life
 
     def start(self) -> None:
-        for container in self.containers:
+        for container in self.processes:
             container.process = subprocess.Popen(
                 self._argv(container.service.command),
                 env=container.environ,
                 cwd=self.cwd,
                 stdin=subprocess.DEVNULL,
-                stdout=self.logs.target(container.name),
+                stdout=self.logs.open_log(container.name),
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
 
-    async def ready(self, within: float = 90.0) -> None:
+    async def wait_ready(self, within: float = 90.0) -> None:
         """Wait until the coordinator serves; fail at once when a process ends instead."""
-        pids = {c.process.pid: c.name for c in self.containers if c.process is not None}
+        pids = {c.process.pid: c.name for c in self.processes if c.process is not None}
         async with asyncio.timeout(within):
             grpc = f"127.0.0.1:{self.of('coordinator').port('50051')}"
-            ended = await before_any_ends(health.serving(grpc), pids)
-        assert ended is None, self.tail(pids[ended])
+            ended = await await_unless_exit(health.wait_until_serving(grpc), pids)
+        assert ended is None, self.log_tail(pids[ended])
 
-    def probe(self, container: Container) -> subprocess.CompletedProcess[str]:
+    def run_healthcheck(self, container: ServiceProcess) -> subprocess.CompletedProcess[str]:
         """Run the health check as the engine would: in the container's environment."""
-        kind, *command = container.service.probe
+        kind, *command = container.service.healthcheck_command
         assert kind == "CMD"
         limit = float(container.service.raw["healthcheck"]["timeout"].removesuffix("s"))
         return subprocess.run(
@@ -119,58 +119,58 @@ class ComposeRun:
         """SIGTERM to one service after the other, each when its dependents are gone, as Compose does. Returns the exit
         codes; -SIGKILL for who outlasts the grace."""
         codes = {}
-        for wave in reversed(self._waves):
+        for wave in reversed(self._startup_groups):
             for container in wave:
                 if container.process is not None and container.process.poll() is None:
                     container.process.send_signal(signal.SIGTERM)
             for container in wave:
                 if container.process is not None:
                     codes[container.name] = await asyncio.to_thread(
-                        _end, container.process, container.service.stop_grace
+                        _end, container.process, container.service.stop_grace_seconds
                     )
         return codes
 
     def close(self) -> None:
-        for container in self.containers:
+        for container in self.processes:
             if container.process is not None and container.process.poll() is None:
                 container.process.kill()
                 container.process.wait()
-            for held in container.held:
+            for held in container.held_sockets:
                 held.close()
         self.logs.close()
 
-    def tail(self, name: str) -> str:
-        return f"{name}:\n" + "\n".join(self.logs.last_words(name))
+    def log_tail(self, name: str) -> str:
+        return f"{name}:\n" + "\n".join(self.logs.last_lines(name))
 
     # mapping
 
-    def _environ_of(self, container: Container, image: Mapping[str, str]) -> dict[str, str]:
+    def _environ_of(self, container: ServiceProcess, image: Mapping[str, str]) -> dict[str, str]:
         environ = {
-            name: self._localized(container, name, value)
+            name: self._localize(container, name, value)
             for name, value in {**image, **container.service.environ}.items()
             if name != "PATH"
         }
         return environ | {"PATH": os.environ["PATH"], "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'kernels'}"}
 
-    def _localized(self, container: Container, name: str, value: str) -> str:
+    def _localize(self, container: ServiceProcess, name: str, value: str) -> str:
         if name.endswith("_PORT"):
-            return container.port(value)
+            return container.host_port(value)
         if value == _WILDCARD:
             return "127.0.0.1"
         endpoint = _ENDPOINT.fullmatch(value)
         if endpoint is not None:
-            owner = container if endpoint[1] == _WILDCARD else self.of(endpoint[1])
+            owner = container if endpoint[1] == _WILDCARD else self.get_process(endpoint[1])
             return f"127.0.0.1:{owner.port(endpoint[2])}"
-        return self._path(container, value)
+        return self._localize_path(container, value)
 
-    def _path(self, container: Container, value: str) -> str:
+    def _localize_path(self, container: ServiceProcess, value: str) -> str:
         """A path that begins with a mount of the container, or with a folder of its image."""
-        for inside, here in self._mounted(container):
+        for inside, here in self._mounted_folders(container):
             if value == inside or value.startswith(f"{inside}/"):
                 return f"{here}{value.removeprefix(inside)}"
         return value
 
-    def _mounted(self, container: Container) -> Iterator[tuple[str, Path]]:
+    def _mounted_folders(self, container: ServiceProcess) -> Iterator[tuple[str, Path]]:
         for mount in container.service.mounts:
             if mount.kind == "bind":
                 yield mount.target, (ROOT / mount.source).resolve()

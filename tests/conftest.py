@@ -41,7 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=_turn)
+    items.sort(key=_run_order)
     if config.getoption("--every-fault"):
         return
     left_out = [item for item in items if item.get_closest_marker("thorough")]
@@ -60,6 +60,6 @@ def pytest_unconfigure() -> None:
     sys.excepthook = sys.__excepthook__
 
 
-def _turn(item: pytest.Item) -> int:
+def _run_order(item: pytest.Item) -> int:
     folder = item.path.relative_to(_HERE).parts[0]
     return _FOLDERS.index(folder) if folder in _FOLDERS else len(_FOLDERS)

@@ -1,7 +1,7 @@
 """A TCP proxy for one link between two processes, in the test's own event loop, that misbehaves on command.
 
 The end that dials is told the proxy's address instead of the real one. What happens to bytes is said per direction by
-a `Weather` and may change at any time, for open connections too:
+a `LinkConditions` and may change at any time, for open connections too:
 
     link = await FaultyLink.open("prefill -> coordinator", ("127.0.0.1", port))
     link.weather(Way.THERE, Weather(delay=0.2))
@@ -24,58 +24,58 @@ import struct
 from dataclasses import dataclass
 from enum import Enum
 
-_CHUNK = 1 << 16  # bytes read at once
-_CHUNKS_HELD = 64  # per direction, then the sender feels back-pressure
+_READ_BYTES = 1 << 16  # bytes read at once
+_MAX_BUFFERED_CHUNKS = 64  # per direction, then the sender feels back-pressure
 _LINGER_ZERO = struct.pack("ii", 1, 0)  # close() sends RST
 
 Address = tuple[str, int]
 
 
-class Way(Enum):
-    THERE = "there"  # from the end that dialled
-    BACK = "back"
+class Direction(Enum):
+    UPSTREAM = "there"  # from the end that dialled
+    DOWNSTREAM = "back"
 
 
-BOTH = (Way.THERE, Way.BACK)
+BOTH_DIRECTIONS = (Direction.UPSTREAM, Direction.DOWNSTREAM)
 
 
 @dataclass(frozen=True, slots=True)
-class Weather:
-    """`delay` in seconds, without loss of bandwidth; `bandwidth` in bytes per second, 0 is unlimited; `corrupt` is the
-    probability that one bit of a chunk is flipped; `blocked` holds everything back."""
+class LinkConditions:
+    """`delay_seconds` in seconds, without loss of bandwidth; `bytes_per_second` in bytes per second, 0 is unlimited; `bit_flip_probability` is the
+    probability that one bit of a chunk is flipped; `is_blocked` holds everything back."""
 
-    delay: float = 0.0
-    bandwidth: float = 0.0
-    corrupt: float = 0.0
-    blocked: bool = False
-
-
-FAIR = Weather()
+    delay_seconds: float = 0.0
+    bytes_per_second: float = 0.0
+    bit_flip_probability: float = 0.0
+    is_blocked: bool = False
 
 
-class FaultyLink:
+NO_FAULTS = LinkConditions()
+
+
+class FaultProxy:
     def __init__(self, name: str, upstream: Address, seed: int) -> None:
         self.name = name
-        self.corrupted = 0  # bits flipped so far
-        self.accepted = 0  # connections so far
-        self.record: bytearray | None = None  # what passes, if somebody listens
+        self.flipped_bits = 0  # bits flipped so far
+        self.accepted_connections = 0  # connections so far
+        self.recorded_bytes: bytearray | None = None  # what passes, if somebody listens
         self._upstream = upstream
         self._random = random.Random(seed)
-        self._weather = dict.fromkeys(Way, FAIR)
-        self._connections: set[_Connection] = set()
+        self._conditions = dict.fromkeys(Direction, NO_FAULTS)
+        self._connections: set[_ProxiedConnection] = set()
         self._handlers: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self.address: Address = ("127.0.0.1", 0)
 
     @classmethod
-    async def open(cls, name: str, upstream: Address, seed: int = 0) -> "FaultyLink":
+    async def open(cls, name: str, upstream: Address, seed: int = 0) -> "FaultProxy":
         """Listen on a free port of the loopback interface. Nothing needs to listen at `upstream` yet."""
         link = cls(name, upstream, seed)
         await link._listen()
         return link
 
     async def close(self) -> None:
-        await self.refuse()
+        await self.refuse_connections()
         await asyncio.gather(*self._handlers, return_exceptions=True)
 
     @property
@@ -83,61 +83,61 @@ class FaultyLink:
         return self.address[1]
 
     @property
-    def connections(self) -> int:
+    def open_connections(self) -> int:
         return len(self._connections)
 
     # faults
 
-    def weather(self, ways: Way | tuple[Way, ...], weather: Weather) -> None:
-        for way in (ways,) if isinstance(ways, Way) else ways:
-            self._weather[way] = weather
+    def set_conditions(self, ways: Direction | tuple[Direction, ...], weather: LinkConditions) -> None:
+        for way in (ways,) if isinstance(ways, Direction) else ways:
+            self._conditions[way] = weather
         for connection in self._connections:
             connection.wake()
 
-    def reset(self) -> None:
+    def reset_connections(self) -> None:
         for connection in tuple(self._connections):
             connection.reset()
 
-    def half_close(self, way: Way) -> None:
+    def half_close(self, way: Direction) -> None:
         """End one direction of every open connection; the other goes on, until one side has had enough."""
         for connection in tuple(self._connections):
             connection.half_close(way)
 
-    def strand(self) -> None:
+    def strand_connections(self) -> None:
         """Open connections stay and hand nothing on, for ever: as behind a router that has forgotten them."""
         for connection in self._connections:
             connection.strand()
 
-    async def refuse(self) -> None:
+    async def refuse_connections(self) -> None:
         """Nothing listens here any more, and what was open is reset."""
         if self._server is not None:
             self._server.close()
             self._server = None
-        self.reset()
+        self.reset_connections()
 
     async def heal(self) -> None:
-        self.weather(BOTH, FAIR)
+        self.set_conditions(BOTH_DIRECTIONS, NO_FAULTS)
         await self._listen()
 
     # inside
 
     async def _listen(self) -> None:
         if self._server is None:
-            self._server = await asyncio.start_server(self._accepted, *self.address)
+            self._server = await asyncio.start_server(self._on_connection, *self.address)
             self.address = self._server.sockets[0].getsockname()[:2]
 
-    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._handlers.add(task)
-        self.accepted += 1
+        self.accepted_connections += 1
         try:
             try:
                 upstream = await asyncio.open_connection(*self._upstream)
             except OSError:
-                _reset(writer)
+                _close_with_reset(writer)
                 return
-            connection = _Connection(self, (reader, writer), upstream)
+            connection = _ProxiedConnection(self, (reader, writer), upstream)
             self._connections.add(connection)
             try:
                 await connection.run()
@@ -146,37 +146,37 @@ class FaultyLink:
         finally:
             self._handlers.discard(task)
 
-    def weather_of(self, way: Way) -> Weather:
-        return self._weather[way]
+    def get_conditions(self, way: Direction) -> LinkConditions:
+        return self._conditions[way]
 
-    def damage(self, chunk: bytes, probability: float) -> bytes:
+    def corrupt_chunk(self, chunk: bytes, probability: float) -> bytes:
         if self._random.random() >= probability:
             return chunk
-        self.corrupted += 1
+        self.flipped_bits += 1
         damaged = bytearray(chunk)
         damaged[self._random.randrange(len(chunk))] ^= 1 << self._random.randrange(8)
         return bytes(damaged)
 
 
-_End = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-class _Connection:
+class _ProxiedConnection:
     """Two pumps, one per direction. A pump takes chunks in and hands each on when its time has come."""
 
-    def __init__(self, link: FaultyLink, dialler: _End, listener: _End) -> None:
+    def __init__(self, link: FaultProxy, dialler: _Streams, listener: _Streams) -> None:
         self._link = link
         self._pumps = {
-            Way.THERE: _Pump(link, Way.THERE, dialler[0], listener[1]),
-            Way.BACK: _Pump(link, Way.BACK, listener[0], dialler[1]),
+            Direction.UPSTREAM: _Pump(link, Direction.UPSTREAM, dialler[0], listener[1]),
+            Direction.DOWNSTREAM: _Pump(link, Direction.DOWNSTREAM, listener[0], dialler[1]),
         }
         self._writers = (dialler[1], listener[1])
-        self._over = asyncio.Event()
+        self._reset_requested = asyncio.Event()
 
     async def run(self) -> None:
         """Until both directions have ended, an end breaks, or `reset`."""
         pumping = asyncio.create_task(self._pump_all())
-        over = asyncio.create_task(self._over.wait())
+        over = asyncio.create_task(self._reset_requested.wait())
         in_order = False
         try:
             await asyncio.wait({pumping, over}, return_when=asyncio.FIRST_COMPLETED)
@@ -186,7 +186,7 @@ class _Connection:
             over.cancel()
             await asyncio.gather(pumping, over, return_exceptions=True)
             for writer in self._writers:
-                writer.close() if in_order else _reset(writer)
+                writer.close() if in_order else _close_with_reset(writer)
 
     async def _pump_all(self) -> bool:
         """Whether both directions ended in order."""
@@ -204,77 +204,77 @@ class _Connection:
             pump.wake()
 
     def reset(self) -> None:
-        self._over.set()
+        self._reset_requested.set()
 
-    def half_close(self, way: Way) -> None:
-        self._pumps[way].end()
+    def half_close(self, way: Direction) -> None:
+        self._pumps[way].close_sink()
 
     def strand(self) -> None:
         for pump in self._pumps.values():
-            pump.stranded = True
+            pump.is_stranded = True
 
 
 class _Pump:
-    def __init__(self, link: FaultyLink, way: Way, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+    def __init__(self, link: FaultProxy, way: Direction, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         self._link, self._way, self._source, self._sink = link, way, source, sink
-        self._held: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_CHUNKS_HELD)
+        self._chunks: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_MAX_BUFFERED_CHUNKS)
         self._changed = asyncio.Event()
-        self._ended = False
-        self.stranded = False
+        self._is_sink_closed = False
+        self.is_stranded = False
 
     def wake(self) -> None:
         """The weather has changed."""
         self._changed.set()
 
-    def end(self) -> None:
+    def close_sink(self) -> None:
         """Tell the sink that no more comes; whatever does come is thrown away."""
-        if not self._ended:
-            self._ended = True
+        if not self._is_sink_closed:
+            self._is_sink_closed = True
             with contextlib.suppress(OSError, RuntimeError):
                 self._sink.write_eof()
 
     async def run(self) -> None:
         """Until the source has ended and all of it is handed on. Raises OSError (in a group) when an end breaks."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._take())
-            group.create_task(self._give())
+            group.create_task(self._read_chunks())
+            group.create_task(self._write_chunks())
 
-    async def _take(self) -> None:
+    async def _read_chunks(self) -> None:
         loop = asyncio.get_running_loop()
-        while chunk := await self._source.read(_CHUNK):
-            await self._held.put((loop.time() + self._weather.delay, chunk))
-        await self._held.put((loop.time() + self._weather.delay, b""))
+        while chunk := await self._source.read(_READ_BYTES):
+            await self._chunks.put((loop.time() + self._conditions.delay_seconds, chunk))
+        await self._chunks.put((loop.time() + self._conditions.delay_seconds, b""))
 
-    async def _give(self) -> None:
+    async def _write_chunks(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            due, chunk = await self._held.get()
+            due, chunk = await self._chunks.get()
             await asyncio.sleep(max(0.0, due - loop.time()))
-            await self._until_clear()
+            await self._wait_unblocked()
             if not chunk:
-                self.end()
+                self.close_sink()
                 return
-            if self._ended:
+            if self._is_sink_closed:
                 continue
-            weather = self._weather
-            if weather.bandwidth:
-                await asyncio.sleep(len(chunk) / weather.bandwidth)
-            if self._link.record is not None:
-                self._link.record += chunk
-            self._sink.write(self._link.damage(chunk, weather.corrupt))
+            weather = self._conditions
+            if weather.bytes_per_second:
+                await asyncio.sleep(len(chunk) / weather.bytes_per_second)
+            if self._link.recorded_bytes is not None:
+                self._link.recorded_bytes += chunk
+            self._sink.write(self._link.corrupt_chunk(chunk, weather.bit_flip_probability))
             await self._sink.drain()
 
-    async def _until_clear(self) -> None:
-        while self._weather.blocked or self.stranded:
+    async def _wait_unblocked(self) -> None:
+        while self._conditions.is_blocked or self.is_stranded:
             self._changed.clear()
             await self._changed.wait()
 
     @property
-    def _weather(self) -> Weather:
-        return self._link.weather_of(self._way)
+    def _conditions(self) -> LinkConditions:
+        return self._link.get_conditions(self._way)
 
 
-def _reset(writer: asyncio.StreamWriter) -> None:
+def _close_with_reset(writer: asyncio.StreamWriter) -> None:
     """Close with RST instead of FIN."""
     connection: socket.socket | None = writer.get_extra_info("socket")
     if connection is not None:

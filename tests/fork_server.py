@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from tests.processes import wait_for_end
+from tests.processes import wait_for_exit
 
 _PRELOADED = (
     "coordinator.__main__",
@@ -54,7 +54,7 @@ class ForkedProcess:
     def poll(self) -> int | None:
         """The exit code, negative for a signal; None while it runs."""
         with self._lock:
-            if self.returncode is None and wait_for_end(os.dup(self._handle), 0):
+            if self.returncode is None and wait_for_exit(os.dup(self._handle), 0):
                 self.returncode = self._server.reap_process(self.pid)
                 os.close(self._handle)
         return self.returncode
@@ -62,7 +62,7 @@ class ForkedProcess:
     def wait(self, timeout: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired."""
         if self.poll() is None:
-            wait_for_end(os.dup(self._handle), 1e6 if timeout is None else timeout)
+            wait_for_exit(os.dup(self._handle), 1e6 if timeout is None else timeout)
         code = self.poll()
         if code is None:
             raise subprocess.TimeoutExpired(f"pid {self.pid}", timeout or 0.0)

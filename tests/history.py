@@ -17,18 +17,18 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.pb.common_pb2 import Ledger
-from baton.types import TokenScore
+from baton.types import TokenLogprobs
 
-GRACE = 5.0  # seconds beyond its deadline in which an operation must have ended
+GRACE_SECONDS = 5.0  # seconds beyond its deadline in which an operation must have ended
 
 # Codes (names of grpc.StatusCode, which every error of ours has) that a fault excuses. Anything else is a defect.
-EXCUSED = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"})
+EXCUSED_CODES = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"})
 
 Reference = Callable[[Sequence[int], int], Sequence[int]]  # (prompt, max_tokens) -> the whole output
-Scorer = Callable[[Sequence[int], int], Sequence[TokenScore]]  # (tokens, top) -> scores of all of them but the first
+Scorer = Callable[[Sequence[int], int], Sequence[TokenLogprobs]]  # (tokens, top) -> scores of all of them but the first
 
 
-class Door(Enum):
+class ClientApi(Enum):
     """The ways in."""
 
     SSE = "sse"
@@ -37,24 +37,24 @@ class Door(Enum):
     GRPC_ONCE = "grpc-once"
 
     @property
-    def streams(self) -> bool:
-        return self in (Door.SSE, Door.GRPC_STREAM)
+    def is_streaming(self) -> bool:
+        return self in (ClientApi.SSE, ClientApi.GRPC_STREAM)
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """What a client asks. `timeout` in seconds; `give_up_after` tokens (streams only) or `give_up_in` seconds it
+class ClientCall:
+    """What a client asks. `timeout_seconds` in seconds; `cancel_after_tokens` tokens (streams only) or `cancel_after_seconds` seconds it
     goes away. `logprobs` and `echo` through gRPC only. With `seed` the draw is one that takes noise and penalties: for
     engines whose tokens do not depend on it."""
 
-    door: Door
+    api: ClientApi
     prompt: tuple[int, ...]
     max_tokens: int
-    timeout: float
-    give_up_after: int | None = None
-    give_up_in: float | None = None
+    timeout_seconds: float
+    cancel_after_tokens: int | None = None
+    cancel_after_seconds: float | None = None
     n: int = 1
-    stop_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     echo: bool = False
     seed: int | None = None
@@ -64,31 +64,31 @@ class Call:
 class Tokens:
     tokens: tuple[int, ...]
     choice: int = 0
-    scores: tuple[TokenScore, ...] = ()
+    scores: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Echoed:
+class EchoedPrompt:
     """The prompt, or the next part of it, given back."""
 
     tokens: tuple[int, ...]
     choice: int = 0
-    scores: tuple[TokenScore, ...] = ()
+    scores: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class RequestIdentity:
     """Which request it became, and the digests of all models that its nodes have; () through doors that do not tell."""
 
-    request: str
-    models: tuple[str, ...] = ()
+    request_id: str
+    model_digests: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
     """The server said that the output is complete."""
 
-    reason: str
+    finish_reason: str
     prompt_tokens: int
     completion_tokens: int
 
@@ -103,9 +103,9 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The protocol's own end: `[DONE]`, a whole body, status OK. Not `in_order` if the connection just ended."""
+    """The protocol's own end: `[DONE]`, a whole body, status OK. Not `is_orderly` if the connection just ended."""
 
-    in_order: bool
+    is_orderly: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Hung:
     """The client's last patience was over."""
 
 
-Event = Tokens | Echoed | Served | Finished | Failed | Closed | Unanswered | GaveUp | Hung
+Event = Tokens | EchoedPrompt | RequestIdentity | Finished | Failed | Closed | Unanswered | GaveUp | Hung
 _ENDS = (Failed, Closed, Unanswered, GaveUp, Hung)
 
 
@@ -132,28 +132,28 @@ class Operation:
     """One call and its events, in seconds of one clock."""
 
     number: int
-    call: Call
-    began: float
+    call: ClientCall
+    started_at: float
     events: list[tuple[float, Event]] = field(default_factory=list)
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """Of the first choice."""
-        return self.output(0).tokens
+        return self.get_output(0).tokens
 
     @property
     def choices(self) -> frozenset[int]:
         """Those of which anything has come."""
-        return frozenset(event.choice for _, event in self.events if isinstance(event, Tokens | Echoed))
+        return frozenset(event.choice for _, event in self.events if isinstance(event, Tokens | EchoedPrompt))
 
-    def output(self, choice: int) -> Tokens:
+    def get_output(self, choice: int) -> Tokens:
         """All that has come of a choice."""
         parts = [event for _, event in self.events if isinstance(event, Tokens) and event.choice == choice]
         tokens = tuple(token for part in parts for token in part.tokens)
         return Tokens(tokens, choice, tuple(score for part in parts for score in part.scores))
 
-    def echoed(self, choice: int) -> list[Echoed]:
-        return [event for _, event in self.events if isinstance(event, Echoed) and event.choice == choice]
+    def get_echoes(self, choice: int) -> list[EchoedPrompt]:
+        return [event for _, event in self.events if isinstance(event, EchoedPrompt) and event.choice == choice]
 
     @property
     def end(self) -> Event | None:
@@ -164,13 +164,13 @@ class Operation:
         return next((event for _, event in self.events if isinstance(event, Finished)), None)
 
     @property
-    def served(self) -> Served | None:
-        return next((event for _, event in self.events if isinstance(event, Served)), None)
+    def identity(self) -> RequestIdentity | None:
+        return next((event for _, event in self.events if isinstance(event, RequestIdentity)), None)
 
     def __str__(self) -> str:
         call = self.call
         asked = f"{call.n}x" if call.n > 1 else ""
-        asked += " stop" if call.stop_ids else ""
+        asked += " stop" if call.stop_token_ids else ""
         asked += " echo" if call.echo else ""
         asked += "" if call.logprobs is None else f" logprobs={call.logprobs}"
         return f"#{self.number} {call.door.value} {len(call.prompt)}+{call.max_tokens} {asked}".rstrip()
@@ -182,12 +182,12 @@ class History:
     def __init__(self) -> None:
         self.operations: list[Operation] = []
 
-    def begin(self, call: Call, now: float) -> Operation:
+    def begin_operation(self, call: ClientCall, now: float) -> Operation:
         operation = Operation(len(self.operations), call, now)
         self.operations.append(operation)
         return operation
 
-    def outcomes(self) -> Counter[str]:
+    def count_outcomes(self) -> Counter[str]:
         """How many operations ended in which way: what a round was like."""
         return Counter(_outcome(operation) for operation in self.operations)
 
@@ -204,15 +204,15 @@ def _outcome(operation: Operation) -> str:
             return type(other).__name__.lower()
 
 
-def complaints(
+def find_violations(
     operations: Sequence[Operation],
     reference: Reference,
     *,
     scorer: Scorer | None = None,
-    excused: frozenset[str] = EXCUSED,
+    excused: frozenset[str] = EXCUSED_CODES,
     cut_excused: bool = False,
     stop_excused: bool = False,
-    grace: float = GRACE,
+    grace: float = GRACE_SECONDS,
 ) -> list[str]:
     """Breaches of I2, I3 and I7, one line each. `cut_excused`: the coordinator itself was killed, which resets its
     clients' connections without a word. `stop_excused`: it was stopped in order, and who knocks at that very moment
@@ -220,47 +220,47 @@ def complaints(
     found: list[str] = []
     for operation in operations:
         wrong = [
-            *_wrong_content(operation, reference, scorer),
-            *_wrong_end(operation, excused, cut_excused, stop_excused, grace),
+            *_content_violations(operation, reference, scorer),
+            *_end_violations(operation, excused, cut_excused, stop_excused, grace),
         ]
         found += [f"{operation}: {line}" for line in wrong]
-    return [*found, *unnamed_models(operations), *mixed_models(operation.served for operation in operations)]
+    return [*found, *find_unnamed_models(operations), *find_mixed_models(operation.identity for operation in operations)]
 
 
-def unnamed_models(operations: Iterable[Operation]) -> list[str]:
+def find_unnamed_models(operations: Iterable[Operation]) -> list[str]:
     """Answers that are complete and name no model, through the doors that tell: I7 would hold of nothing."""
     return [
         f"{operation}: I7: finished and names no model"
         for operation in operations
         if operation.finished is not None
-        and operation.call.door in (Door.GRPC_STREAM, Door.GRPC_ONCE)
-        and (operation.served is None or not operation.served.models)
+        and operation.call.api in (ClientApi.GRPC_STREAM, ClientApi.GRPC_ONCE)
+        and (operation.identity is None or not operation.identity.model_digests)
     ]
 
 
-def mixed_models(answers: Iterable[Served | None]) -> list[str]:
+def find_mixed_models(answers: Iterable[RequestIdentity | None]) -> list[str]:
     """Breaches of I7: requests of one cluster that were placed on nodes of different models, or on models that all the
     others were not."""
-    told = [answer for answer in answers if answer is not None and answer.models]
-    usual = Counter(model for answer in told for model in answer.models).most_common(1)
+    told = [answer for answer in answers if answer is not None and answer.model_digests]
+    usual = Counter(model for answer in told for model in answer.model_digests).most_common(1)
     return [
         f"I7: request {answer.request} was placed on nodes of model {' and '.join(answer.models)}, "
         f"others on {usual[0][0]}"
         for answer in told
-        if answer.models != (usual[0][0],)
+        if answer.model_digests != (usual[0][0],)
     ]
 
 
-def _wrong_content(operation: Operation, reference: Reference, scorer: Scorer | None) -> list[str]:
+def _content_violations(operation: Operation, reference: Reference, scorer: Scorer | None) -> list[str]:
     call, finished = operation.call, operation.finished
     if not operation.choices and finished is None:
         return []
-    right = _until_stop(tuple(reference(call.prompt, call.max_tokens)), call.stop_ids)
+    right = _until_stop(tuple(reference(call.prompt, call.max_tokens)), call.stop_token_ids)
     strays = operation.choices - set(range(call.n))
     wrong = [f"I2: choices {sorted(strays)} were not asked for"] if strays else []
     for choice in range(call.n):
-        lines = [*_wrong_tokens(operation, choice, right), *_wrong_echo(operation, choice, scorer)]
-        lines += _wrong_scores(operation, choice, right, scorer)
+        lines = [*_token_violations(operation, choice, right), *_echo_violations(operation, choice, scorer)]
+        lines += _score_violations(operation, choice, right, scorer)
         wrong += [f"I2: choice {choice}: {line}" if call.n > 1 else f"I2: {line}" for line in lines]
     if finished is not None:
         usage = (finished.prompt_tokens, finished.completion_tokens)
@@ -275,8 +275,8 @@ def _until_stop(output: tuple[int, ...], stop_ids: tuple[int, ...]) -> tuple[int
     return output[: next(stops, len(output))]
 
 
-def _wrong_tokens(operation: Operation, choice: int, right: tuple[int, ...]) -> list[str]:
-    tokens, finished = operation.output(choice).tokens, operation.finished
+def _token_violations(operation: Operation, choice: int, right: tuple[int, ...]) -> list[str]:
+    tokens, finished = operation.get_output(choice).tokens, operation.finished
     if tokens != right[: len(tokens)]:
         at = next((i for i, pair in enumerate(zip(tokens, right, strict=False)) if pair[0] != pair[1]), len(right))
         return [f"token {at} of {len(right)} is wrong, of {len(tokens)} received ({_end_of(operation)})"]
@@ -285,10 +285,10 @@ def _wrong_tokens(operation: Operation, choice: int, right: tuple[int, ...]) -> 
     return []
 
 
-def _wrong_scores(operation: Operation, choice: int, right: tuple[int, ...], scorer: Scorer | None) -> list[str]:
+def _score_violations(operation: Operation, choice: int, right: tuple[int, ...], scorer: Scorer | None) -> list[str]:
     """As many as there are tokens, and each as it should be."""
-    call, output = operation.call, operation.output(choice)
-    expected: Sequence[TokenScore] = ()
+    call, output = operation.call, operation.get_output(choice)
+    expected: Sequence[TokenLogprobs] = ()
     if call.logprobs is not None and scorer is not None:
         expected = scorer((*call.prompt, *right), call.logprobs)[len(call.prompt) - 1 :][: len(output.tokens)]
     if output.scores != tuple(expected):
@@ -296,15 +296,15 @@ def _wrong_scores(operation: Operation, choice: int, right: tuple[int, ...], sco
     return []
 
 
-def _wrong_echo(operation: Operation, choice: int, scorer: Scorer | None) -> list[str]:
+def _echo_violations(operation: Operation, choice: int, scorer: Scorer | None) -> list[str]:
     """Before all else, whole, in one part or in several, and with its scores if any are asked for."""
-    call, echoed = operation.call, operation.echoed(choice)
-    scores: Sequence[TokenScore] = ()
+    call, echoed = operation.call, operation.get_echoes(choice)
+    scores: Sequence[TokenLogprobs] = ()
     if call.echo and call.logprobs is not None and scorer is not None:
         scores = scorer(call.prompt, call.logprobs)
     prompt = tuple(token for part in echoed for token in part.tokens)
     given = tuple(score for part in echoed for score in part.scores)
-    begun = bool(operation.output(choice).tokens) or operation.finished is not None
+    begun = bool(operation.get_output(choice).tokens) or operation.finished is not None
     right = call.prompt if call.echo else ()
     whole = prompt == right and given == tuple(scores)
     part = prompt == right[: len(prompt)] and given == tuple(scores)[: len(given)]
@@ -313,13 +313,13 @@ def _wrong_echo(operation: Operation, choice: int, scorer: Scorer | None) -> lis
     return []
 
 
-def _wrong_end(
+def _end_violations(
     operation: Operation, excused: frozenset[str], cut_excused: bool, stop_excused: bool, grace: float
 ) -> list[str]:
     if not operation.events or operation.end is None:
         return ["I3: has no end"]
     wrong = []
-    kinds = [type(event).__name__ for _, event in operation.events if not isinstance(event, Tokens | Echoed | Served)]
+    kinds = [type(event).__name__ for _, event in operation.events if not isinstance(event, Tokens | EchoedPrompt | RequestIdentity)]
     match operation.end:
         case Failed(code, message) if code not in excused:
             wrong.append(f"I3: ended in {code}: {message}")
@@ -338,15 +338,15 @@ def _wrong_end(
     one = kinds == ["Finished", "Closed"] or (reset and kinds == ["Finished", "Failed"]) or kinds[-1] == "GaveUp"
     if len(kinds) > 1 and not one:
         wrong.append(f"I3: more than one end: {kinds}")
-    if isinstance(operation.events[-1][1], Tokens | Echoed):
+    if isinstance(operation.events[-1][1], Tokens | EchoedPrompt):
         wrong.append("I3: tokens after the end")
-    late = operation.events[-1][0] - operation.began - operation.call.timeout
+    late = operation.events[-1][0] - operation.started_at - operation.call.timeout_seconds
     if late > grace:
         wrong.append(f"I3: ended {late:.1f} s after its deadline")
     return wrong
 
 
-def _end_of(operation: Operation) -> str:
+def _describe_end(operation: Operation) -> str:
     end = operation.finished or operation.end
     return "still open" if end is None else type(end).__name__.lower()
 
@@ -357,7 +357,7 @@ _STATES = ("free", "cached", "reserved", "writing", "in_use", "quarantined")
 _HELD = ("reserved", "writing", "in_use", "quarantined")
 
 
-def unbalanced(ledgers: Iterable[Ledger]) -> list[str]:
+def find_unbalanced_ledgers(ledgers: Iterable[Ledger]) -> list[str]:
     """Breaches of conservation that no moment excuses."""
     found = []
     for ledger in ledgers:
@@ -375,7 +375,7 @@ def unbalanced(ledgers: Iterable[Ledger]) -> list[str]:
     return found
 
 
-def held(ledgers: Iterable[Ledger]) -> list[str]:
+def find_held_blocks(ledgers: Iterable[Ledger]) -> list[str]:
     """What is not free and not cache: nothing, once traffic has stopped."""
     return [
         f"I1: {ledger.node}: {owner.blocks} blocks {owner.state} by {owner.owner} for {owner.age_seconds:.1f} s"

@@ -13,15 +13,15 @@ from typing import Any
 _LIMIT = 1 << 20  # bytes of a line
 
 
-class Cut(Exception):
-    """The connection ended. `answered`: in the middle of an answer, else before it began."""
+class ConnectionCut(Exception):
+    """The connection ended. `is_mid_response`: in the middle of an answer, else before it began."""
 
     def __init__(self, answered: bool) -> None:
         super().__init__("in the answer" if answered else "before the answer")
-        self.answered = answered
+        self.is_mid_response = answered
 
 
-class Answer:
+class HttpResponse:
     """The head of an answer has been read. Its body is read once, by one of the two ways."""
 
     def __init__(self, status: int, headers: Mapping[str, str], reader: asyncio.StreamReader) -> None:
@@ -29,43 +29,43 @@ class Answer:
         self.headers = headers
         self._reader = reader
 
-    async def body(self) -> bytes:
+    async def read_body(self) -> bytes:
         """All of it. Raises Cut."""
-        return b"".join([piece async for piece in self._pieces()])
+        return b"".join([piece async for piece in self._read_chunks()])
 
-    async def lines(self) -> AsyncIterator[bytes]:
+    async def read_lines(self) -> AsyncIterator[bytes]:
         """As they come, without their ends. Raises Cut unless the body ends as it should."""
         pending = b""
-        async for piece in self._pieces():
+        async for piece in self._read_chunks():
             *whole, pending = (pending + piece).split(b"\n")
             for line in whole:
                 yield line.rstrip(b"\r")
         if pending:
             yield pending
 
-    async def _pieces(self) -> AsyncIterator[bytes]:
+    async def _read_chunks(self) -> AsyncIterator[bytes]:
         try:
             if "content-length" in self.headers:
                 yield await self._reader.readexactly(int(self.headers["content-length"]))
                 return
             assert self.headers.get("transfer-encoding") == "chunked", self.headers
-            while size := int(await _line(self._reader), 16):
+            while size := int(await _read_line(self._reader), 16):
                 yield await self._reader.readexactly(size)
-                await _line(self._reader)
-            await _line(self._reader)
+                await _read_line(self._reader)
+            await _read_line(self._reader)
         except (OSError, asyncio.IncompleteReadError):
-            raise Cut(answered=True) from None
+            raise ConnectionCut(answered=True) from None
 
 
 @asynccontextmanager
-async def post(address: tuple[str, int], path: str, body: Any, headers: Mapping[str, str]) -> AsyncIterator[Answer]:
+async def post(address: tuple[str, int], path: str, body: Any, headers: Mapping[str, str]) -> AsyncIterator[HttpResponse]:
     """The answer to a POST of JSON. Leaving the block closes the connection. Raises ConnectionRefusedError or Cut."""
     try:
         reader, writer = await asyncio.open_connection(*address, limit=_LIMIT)
     except ConnectionRefusedError:
         raise
     except OSError:
-        raise Cut(answered=False) from None
+        raise ConnectionCut(answered=False) from None
     try:
         content = json.dumps(body).encode()
         lines = {"host": address[0], "content-type": "application/json", "content-length": str(len(content))}
@@ -74,17 +74,17 @@ async def post(address: tuple[str, int], path: str, body: Any, headers: Mapping[
         try:
             writer.write(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + content)
             await writer.drain()
-            status = int((await _line(reader)).split()[1])
+            status = int((await _read_line(reader)).split()[1])
             found = {}
-            while line := await _line(reader):
+            while line := await _read_line(reader):
                 name, _, value = line.decode().partition(":")
                 found[name.lower()] = value.strip()
         except (OSError, asyncio.IncompleteReadError):
-            raise Cut(answered=False) from None
-        yield Answer(status, found, reader)
+            raise ConnectionCut(answered=False) from None
+        yield HttpResponse(status, found, reader)
     finally:
         writer.close()
 
 
-async def _line(reader: asyncio.StreamReader) -> bytes:
+async def _read_line(reader: asyncio.StreamReader) -> bytes:
     return (await reader.readuntil(b"\r\n")).removesuffix(b"\r\n")

@@ -16,13 +16,13 @@ from baton.cli import plan, ports
 from baton.pb import cluster_pb2
 from baton.types import Role
 from tests.cluster import Cluster
-from tests.fault_proxy import Address, FaultyLink
+from tests.fault_proxy import Address, FaultProxy
 
-_ARMING = 30.0  # seconds
-INTRUDER = "intruder"
+_ARMING_TIMEOUT_SECONDS = 30.0  # seconds
+MISMATCHED_NODE = "intruder"
 
 # Everybody loses patience soon, so that a fault and the recovery from it take seconds.
-IMPATIENT: dict[str, Any] = {
+SHORT_TIMEOUTS: dict[str, Any] = {
     "heartbeat": 0.2,
     "silence": 1.0,
     "stall": 2.0,
@@ -43,7 +43,7 @@ IMPATIENT: dict[str, Any] = {
 }
 
 
-class LinkedCluster(Cluster):
+class ProxiedCluster(Cluster):
     """See Cluster. `seed` decides which bits the links corrupt; `other_model` are the settings in which an intruder
     differs. Belongs to the event loop that it was entered on."""
 
@@ -58,37 +58,37 @@ class LinkedCluster(Cluster):
         other_model: Mapping[str, object] | None = None,
         **settings: Any,
     ) -> None:
-        self.nodes = tuple(
+        self.node_names = tuple(
             f"{role.value}-{index}"
             for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode))
             for index in range(count)
         )
-        self.processes = (plan.COORDINATOR, *self.nodes)
-        self.links: dict[str, FaultyLink] = {}
+        self.process_names = (plan.COORDINATOR, *self.node_names)
+        self.proxies: dict[str, FaultProxy] = {}
         self._seed = seed
         self._listen: list[socket.socket] = []
-        self._mine: dict[str, dict[str, object]] = {name: dict((per_node or {}).get(name, {})) for name in self.nodes}
+        self._node_settings: dict[str, dict[str, object]] = {name: dict((per_node or {}).get(name, {})) for name in self.node_names}
         self._other_model = dict(other_model or {"paced_vocab_size": 31999})
         super().__init__(
             folder,
-            per_node=self._mine,
-            held_back=(*self.processes, INTRUDER),
-            also={INTRUDER: "decode-0"},
+            per_node=self._node_settings,
+            held_back=(*self.process_names, MISMATCHED_NODE),
+            also={MISMATCHED_NODE: "decode-0"},
             wait_ready=False,
             prefill=prefill,
             decode=decode,
-            **{**IMPATIENT, **settings},
+            **{**SHORT_TIMEOUTS, **settings},
         )
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()
         try:
-            for node in self.nodes:
-                await self._link(node)
-            for process in self.processes:
+            for node in self.node_names:
+                await self._proxy_node(node)
+            for process in self.process_names:
                 self.start(process)
-            await self.ready(self._start_timeout)
-            await self.whole()
+            await self.wait_ready(self._start_timeout)
+            await self.wait_all_joined()
         except BaseException as error:
             await self.__aexit__(type(error), error, None)
             raise
@@ -96,94 +96,94 @@ class LinkedCluster(Cluster):
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         await super().__aexit__(kind, error, trace)
-        for link in self.links.values():
+        for link in self.proxies.values():
             await link.close()
         for held in self._listen:
             held.close()
 
-    async def _link(self, node: str) -> None:
-        host, _, port = self.where.cluster.rpartition(":")
-        up = await self._open(f"{node} -> {plan.COORDINATOR}", (host, int(port)))
-        self._mine[node]["coordinator"] = _spelled(up.address)
+    async def _proxy_node(self, node: str) -> None:
+        host, _, port = self.endpoints.cluster.rpartition(":")
+        up = await self._open_proxy(f"{node} -> {plan.COORDINATOR}", (host, int(port)))
+        self._node_settings[node]["coordinator"] = _format_address(up.address)
         if node.startswith(Role.DECODE.value):
-            held = ports.hold("127.0.0.1", 0, "--listen")
+            held = ports.reserve_port("127.0.0.1", 0, "--listen")
             self._listen.append(held)
             listen: Address = held.getsockname()
-            across = await self._open(f"prefill -> {node}", listen)
-            self._mine[node] |= {"listen": _spelled(listen), "advertise": _spelled(across.address)}
+            across = await self._open_proxy(f"prefill -> {node}", listen)
+            self._node_settings[node] |= {"listen": _format_address(listen), "advertise": _format_address(across.address)}
 
-    async def _open(self, name: str, upstream: Address) -> FaultyLink:
-        link = self.links[name] = await FaultyLink.open(name, upstream, seed=self._seed + len(self.links))
+    async def _open_proxy(self, name: str, upstream: Address) -> FaultProxy:
+        link = self.proxies[name] = await FaultProxy.open(name, upstream, seed=self._seed + len(self.proxies))
         return link
 
     # what rounds and scenarios ask for
 
-    def own(self, node: str) -> dict[str, object]:
+    def node_settings(self, node: str) -> dict[str, object]:
         """The settings that this node alone is started with."""
-        return self._mine[node]
+        return self._node_settings[node]
 
-    def running(self, name: str) -> bool:
-        return name in self.pids()
+    def is_running(self, name: str) -> bool:
+        return name in self.get_pids()
 
-    def revive(self, mortal: Collection[str] | None = None) -> None:
+    def start_missing(self, mortal: Collection[str] | None = None) -> None:
         """Start what does not run, of these or of all."""
-        for name in self.processes if mortal is None else mortal:
-            if not self.running(name):
+        for name in self.process_names if mortal is None else mortal:
+            if not self.is_running(name):
                 self.start(name)
 
-    def start_intruder(self, name: str) -> None:
+    def start_mismatched_node(self, name: str) -> None:
         """A decode node of another model, called `name`."""
-        self.per_node[INTRUDER] = {"name": name, "coordinator": self.where.cluster, **self._other_model}
-        self.start(INTRUDER)
+        self.per_node[MISMATCHED_NODE] = {"name": name, "coordinator": self.endpoints.cluster, **self._other_model}
+        self.start(MISMATCHED_NODE)
 
-    async def intruder_refused(self, within: float) -> None:
+    async def wait_mismatched_node_refused(self, within: float) -> None:
         """Wait for its end, which says that its model is not the cluster's."""
-        code = await self.ended(INTRUDER, within)
-        said = self.tail(INTRUDER)
+        code = await self.wait_for_exit(MISMATCHED_NODE, within)
+        said = self.log_tail(MISMATCHED_NODE)
         assert (code, "the coordinator refused this node" in said) == (2, True), said
-        del self._processes[INTRUDER]
+        del self._processes[MISMATCHED_NODE]
 
-    async def whole(self, within: float = 60.0, mortal: Collection[str] = ()) -> None:
+    async def wait_all_joined(self, within: float = 60.0, mortal: Collection[str] = ()) -> None:
         """Wait until every process that runs now has joined and was heard of late, and the cluster is ready. Nobody
         stays stopped meanwhile, and who is `mortal` is started again when it ends: a failpoint that nobody could disarm
         may stop or end its process at any time."""
         async with asyncio.timeout(within):
-            while not await self._all_serve():
-                self.revive(mortal)
-                for name in self.pids():
-                    self.cont(name)
+            while not await self._are_all_serving():
+                self.start_missing(mortal)
+                for name in self.get_pids():
+                    self.resume(name)
                 await asyncio.sleep(0.05)
 
-    async def arm(self, node: str, spec: str) -> None:
+    async def arm_failpoints(self, node: str, spec: str) -> None:
         """See Cluster. Reaches also who runs and joins anew at this moment: whoever this process, through which all
         links go, has kept waiting for too long."""
         request = cluster_pb2.ArmFailpointsRequest(node=node, spec=spec)
-        async with asyncio.timeout(_ARMING):
-            while (reached := (await self._call("ArmFailpoints", request)).nodes) < self._called(node):
+        async with asyncio.timeout(_ARMING_TIMEOUT_SECONDS):
+            while (reached := (await self._call_cluster_service("ArmFailpoints", request)).nodes) < self._count_running(node):
                 await asyncio.sleep(0.05)
         assert reached >= 1, f"no node is called {node}"
 
-    def _called(self, node: str) -> int:
+    def _count_running(self, node: str) -> int:
         """How many of those that run."""
-        return sum(name.startswith(node) for name in self.pids())
+        return sum(name.startswith(node) for name in self.get_pids())
 
-    async def disarm(self, mortal: Collection[str] = ()) -> None:
+    async def disarm_failpoints(self, mortal: Collection[str] = ()) -> None:
         """Take every failpoint away, also from a node that joins anew at this moment."""
         reached = 0
-        while reached < len(self.processes):
-            await self.whole(mortal=mortal)
-            answer = await self._call("ArmFailpoints", cluster_pb2.ArmFailpointsRequest(node="", spec=""))
+        while reached < len(self.process_names):
+            await self.wait_all_joined(mortal=mortal)
+            answer = await self._call_cluster_service("ArmFailpoints", cluster_pb2.ArmFailpointsRequest(node="", spec=""))
             reached = answer.nodes
 
-    async def _all_serve(self) -> bool:
+    async def _are_all_serving(self) -> bool:
         try:
-            status = await self.status()
+            status = await self.get_status()
         except grpc.RpcError:
             return False
         patience = self.config.silence / 2
         here = {node.name: node.pid for node in status.nodes if node.heard_seconds_ago < patience}
-        return status.ready and here == {name: pid for name, pid in self.pids().items() if name in self.nodes}
+        return status.ready and here == {name: pid for name, pid in self.get_pids().items() if name in self.node_names}
 
 
-def _spelled(address: Address) -> str:
+def _format_address(address: Address) -> str:
     return f"{address[0]}:{address[1]}"

@@ -21,11 +21,11 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-Family = Literal["llama", "qwen2", "mistral", "qwen3", "mixed", "linear", "narrow"]
-VOCAB = 512
-WINDOW = 37  # of mistral and mixed: no multiple of a block
-MARGIN = 1e-3  # a greedy choice by less than this may fall either way under rounding
-END = "<|end|>"
+FamilyName = Literal["llama", "qwen2", "mistral", "qwen3", "mixed", "linear", "narrow"]
+VOCAB_SIZE = 512
+SLIDING_WINDOW = 37  # of mistral and mixed: no multiple of a block
+MIN_LOGIT_MARGIN = 1e-3  # a greedy choice by less than this may fall either way under rounding
+EOS_TOKEN = "<|end|>"
 _CORPUS = (
     "The quick brown fox jumps over the lazy dog while the decode node waits for the baton.",
     "Prefill reads the prompt; decode writes the answer one token at a time.",
@@ -42,7 +42,7 @@ _CORPUS = (
 
 
 def build_model(
-    family: Family,
+    family: FamilyName,
     root: Path,
     *,
     dtype: Literal["float32", "bfloat16"] = "float32",
@@ -74,9 +74,9 @@ def build_model(
     return building.rename(folder)
 
 
-def _new_model(family: Family, eos_token_id: int | list[int] | None) -> PreTrainedModel:
+def _new_model(family: FamilyName, eos_token_id: int | list[int] | None) -> PreTrainedModel:
     common = {
-        "vocab_size": VOCAB,
+        "vocab_size": VOCAB_SIZE,
         "max_position_embeddings": 2048,
         "bos_token_id": None,
         "pad_token_id": None,
@@ -105,11 +105,11 @@ def _new_model(family: Family, eos_token_id: int | list[int] | None) -> PreTrain
         scaling = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
         return LlamaForCausalLM(LlamaConfig(**common, **shape, **small, rope_parameters=scaling))
     if family == "mistral":
-        return MistralForCausalLM(MistralConfig(**common, **shape, **small, sliding_window=WINDOW))
+        return MistralForCausalLM(MistralConfig(**common, **shape, **small, sliding_window=SLIDING_WINDOW))
     if family == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**common, **shape, **small, head_dim=24))
     if family == "mixed":
-        windows = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 0}
+        windows = {"use_sliding_window": True, "sliding_window": SLIDING_WINDOW, "max_window_layers": 0}
         kinds = ["sliding_attention", "full_attention"]
         return Qwen2ForCausalLM(Qwen2Config(**common, **shape, **small, **windows, layer_types=kinds))
     return Qwen2ForCausalLM(Qwen2Config(**common, **shape, **small, tie_word_embeddings=False))
@@ -121,26 +121,26 @@ def build_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=[END],
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[EOS_TOKEN],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(_CORPUS, trainer)
-    assert tokenizer.get_vocab_size() == VOCAB, "the corpus has too few pairs to merge"
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE, "the corpus has too few pairs to merge"
     folder.mkdir(parents=True, exist_ok=True)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS_TOKEN).save_pretrained(folder)
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
+class ReferenceOutput:
     """What transformers' greedy search answers, and the least lead of a chosen token over the second."""
 
     tokens: tuple[int, ...]
-    margin: float
+    min_logit_margin: float
 
 
-def load_reference(folder: Path) -> PreTrainedModel:
+def load_reference_model(folder: Path) -> PreTrainedModel:
     """The folder as transformers runs it, in the dtype of its weights."""
     kind = json.loads((folder / "config.json").read_text())["architectures"][0]
     classes = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -148,9 +148,9 @@ def load_reference(folder: Path) -> PreTrainedModel:
     return cls.from_pretrained(folder, dtype="auto").eval()
 
 
-def reference_generate(model: Path | PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> Generated:
+def generate_reference(model: Path | PreTrainedModel, prompt: Sequence[int], max_tokens: int) -> ReferenceOutput:
     """Greedy tokens of transformers. A folder is loaded for the call; pass a model to ask more often."""
-    loaded = load_reference(model) if isinstance(model, Path) else model
+    loaded = load_reference_model(model) if isinstance(model, Path) else model
     ids = torch.tensor([list(prompt)])
     with torch.inference_mode():
         answer = loaded.generate(
@@ -163,38 +163,38 @@ def reference_generate(model: Path | PreTrainedModel, prompt: Sequence[int], max
             pad_token_id=0,
         )
     best = torch.stack(answer.scores)[:, 0].float().topk(2, dim=-1).values
-    return Generated(tuple(answer.sequences[0, len(prompt) :].tolist()), float((best[:, 0] - best[:, 1]).min()))
+    return ReferenceOutput(tuple(answer.sequences[0, len(prompt) :].tolist()), float((best[:, 0] - best[:, 1]).min()))
 
 
 @dataclass(frozen=True, slots=True)
-class ClearPrompt:
+class StablePrompt:
     """A prompt whose greedy continuation no rounding can change."""
 
     prompt: tuple[int, ...]
-    answer: tuple[int, ...]
-    margin: float
+    reference_tokens: tuple[int, ...]
+    min_logit_margin: float
 
 
-def clear_prompts(
+def find_stable_prompts(
     model: Path | PreTrainedModel,
     lengths: Sequence[int],
     max_tokens: int = 48,
     *,
     seed: int = 0,
     shared_prefix: Sequence[int] = (),
-) -> list[ClearPrompt]:
+) -> list[StablePrompt]:
     """One random prompt per length, all beginning with `shared_prefix` as far as they reach, each with a
     margin above MARGIN along `max_tokens` tokens. Raises LookupError when twenty tries find none."""
-    loaded = load_reference(model) if isinstance(model, Path) else model
+    loaded = load_reference_model(model) if isinstance(model, Path) else model
     generator = torch.Generator().manual_seed(seed)
     found = []
     for length in lengths:
         for _ in range(20):
-            drawn = torch.randint(0, VOCAB, (length,), generator=generator).tolist()
+            drawn = torch.randint(0, VOCAB_SIZE, (length,), generator=generator).tolist()
             prompt = (*shared_prefix, *drawn[len(shared_prefix) :])[:length]
-            answer = reference_generate(loaded, prompt, max_tokens)
-            if answer.margin > MARGIN:
-                found.append(ClearPrompt(prompt, answer.tokens, answer.margin))
+            answer = generate_reference(loaded, prompt, max_tokens)
+            if answer.min_logit_margin > MIN_LOGIT_MARGIN:
+                found.append(StablePrompt(prompt, answer.tokens, answer.min_logit_margin))
                 break
         else:
             raise LookupError(f"no prompt of {length} tokens has a margin above {MARGIN}: try another seed")

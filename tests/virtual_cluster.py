@@ -13,74 +13,74 @@ from itertools import count
 from typing import Literal
 
 from baton.block_hash import BlockHash
-from baton.errors import BatonError, Rejected
+from baton.errors import BatonError, RequestRejected
 from baton.pb.cluster_pb2 import NodeStats
 from baton.pb.common_pb2 import HandoffReport
-from baton.types import AttemptKey, Incarnation, NodeName, Request, RequestId, Role, SamplingParams, TokenEvent, Work
+from baton.types import AttemptKey, Incarnation, NodeName, Request, RequestId, Role, SamplingParams, TokenEvent, AttemptSpec
 from baton.wire import PROTOCOL_VERSION
 from coordinator.core import messages as m
 from coordinator.core.brain import Brain
 from coordinator.core.identity import JoinInfo
-from coordinator.core.prefix_aware import PrefixAware
-from coordinator.core.registry import Registry
-from coordinator.core.settings import Settings
-from coordinator.core.tenants import Tenants
+from coordinator.core.prefix_aware import PrefixAwarePolicy
+from coordinator.core.registry import NodeRegistry
+from coordinator.core.settings import BrainSettings
+from coordinator.core.tenants import TenantTable
 from node_engine.core.block_pool import BlockPool
 from node_engine.core.device_time import DeviceTime
-from node_engine.core.outcome import Emitted, Failed, Outcome, PrefillCompleted
-from node_engine.core.residency import Refusal
+from node_engine.core.outcome import TokenEmitted, SequenceFailed, SequenceOutcome, PrefillCompleted
+from node_engine.core.residency import CapacityRefusal
 from node_engine.core.scheduler import Scheduler, SchedulerLimits
-from node_engine.core.step import Computed, StepBatch
-from node_engine.core.step_meter import StepTotals
+from node_engine.core.step import SliceResult, StepBatch
+from node_engine.core.step_meter import DecodeStepTotals
 from node_engine.paced import PACED_LAYOUT, PacedCosts
-from tests.unit.coordinator_core.world import ticket_for
+from tests.unit.coordinator_core.world import make_ticket
 
 HEARTBEAT = 0.5  # seconds
 
 
 @dataclass(slots=True)
-class Served:
+class VirtualRequest:
     """What one client saw. Times are the cluster's; `error` also when it was turned away."""
 
     tenant: str
-    arrived: float
-    prompt: int
-    first: float | None = None
-    ended: float | None = None
-    tokens: int = 0
+    arrived_at: float
+    prompt_tokens: int
+    first_token_at: float | None = None
+    ended_at: float | None = None
+    token_count: int = 0
     error: BatonError | None = None
 
     @property
-    def ttft(self) -> float:
-        assert self.first is not None, self
-        return self.first - self.arrived
+    def ttft_seconds(self) -> float:
+        assert self.first_token_at is not None, self
+        return self.first_token_at - self.arrived_at
 
     @property
-    def done(self) -> bool:
-        return self.ended is not None and self.error is None
+    def is_done(self) -> bool:
+        return self.ended_at is not None and self.error is None
 
 
 @dataclass(slots=True)
-class _Node:
+class _VirtualNode:
     incarnation: Incarnation
     pool: BlockPool
     scheduler: Scheduler
     role: Role = Role.DECODE
-    time: DeviceTime = field(default_factory=DeviceTime)
-    steps: StepTotals = field(default_factory=StepTotals)
-    stepping: bool = False
+    device_time: DeviceTime = field(default_factory=DeviceTime)
+    step_totals: DecodeStepTotals = field(default_factory=DecodeStepTotals)
+    is_stepping: bool = False
     admitted: set[object] = field(default_factory=set)
-    shares: dict[object, float] = field(default_factory=dict)  # seconds of the steps that computed prompts
+    prefill_seconds: dict[object, float] = field(default_factory=dict)  # seconds of the steps that computed prompts
 
-    def took(self, batch: StepBatch, seconds: float) -> None:
-        self.time.add(batch, self.scheduler.computing, seconds)
-        self.steps = self.steps.plus(batch, seconds)
+    def record_step(self, batch: StepBatch, seconds: float) -> None:
+        self.device_time.charge_step(batch, self.scheduler.get_sequence_in_flight, seconds)
+        self.step_totals = self.step_totals.with_step(batch, seconds)
         for piece in batch.slices:
-            key = self.scheduler.computing(piece.sequence).key
+            key = self.scheduler.get_sequence_in_flight(piece.sequence_id).key
             if key not in self.admitted:
-                share = seconds * self.scheduler.allowance.share_of(batch, len(piece.tokens))
-                self.shares[key] = self.shares.get(key, 0.0) + share
-        self.scheduler.allowance.took(batch, seconds)
+                share = seconds * self.scheduler.prefill_budget.compute_time_share(batch, len(piece.token_ids))
+                self.prefill_seconds[key] = self.prefill_seconds.get(key, 0.0) + share
+        self.scheduler.prefill_budget.observe_step(batch, seconds)
 
 
 class VirtualCluster:
@@ -92,7 +92,7 @@ class VirtualCluster:
         mode: Literal["disaggregated", "colocated", "auto"] = "colocated",
         prefill_share: float = 0.5,
         link: float = 0.002,
-        tenants: Tenants | None = None,
+        tenants: TenantTable | None = None,
         blocks: int = 4096,
         max_num_seqs: int = 32,
         max_batched_tokens: int = 512,
@@ -103,68 +103,68 @@ class VirtualCluster:
         self.now = 0.0
         self.random = random.Random(seed)
         self._seed = seed
-        self.served: dict[RequestId, Served] = {}
-        self.refused: list[Served] = []
-        self.most_waiting = 0
-        self.last_token = 0.0
-        self.longest_silence = 0.0
-        self.slowness: dict[str, float] = {}  # of nodes by name: so many times as slow as the others
-        self.given: list[tuple[float, str]] = []  # to which node an attempt was given, and when
-        self.on_end: Callable[[Served], None] = lambda _: None
+        self.requests: dict[RequestId, VirtualRequest] = {}
+        self.refused_requests: list[VirtualRequest] = []
+        self.peak_queue_length = 0
+        self.last_token_at = 0.0
+        self.longest_token_gap_seconds = 0.0
+        self.slowdown_by_node: dict[str, float] = {}  # of nodes by name: so many times as slow as the others
+        self.placements: list[tuple[float, str]] = []  # to which node an attempt was given, and when
+        self.on_request_end: Callable[[VirtualRequest], None] = lambda _: None
         self._costs = costs or PacedCosts()
-        self._link = link
+        self._handoff_seconds = link
         self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._serial = count()
         self.brain = Brain(
-            Registry(1e6, 1e6), PrefixAware(), Settings(mode, max_queue, 8, 15.0, prefill_share=prefill_share)
+            NodeRegistry(1e6, 1e6), PrefixAwarePolicy(), BrainSettings(mode, max_queue, 8, 15.0, local_prefill_share=prefill_share)
         )
         if tenants is not None:
             self.brain.reload_tenants(tenants, 0.0)
-        self.tenants = tenants or Tenants()
-        self._nodes: dict[Incarnation, _Node] = {}
+        self.tenants = tenants or TenantTable()
+        self._nodes: dict[Incarnation, _VirtualNode] = {}
         limits = SchedulerLimits(max_num_seqs, max_batched_tokens, 1 << 16)
         for number in range(nodes + prefill):
             pool = BlockPool(blocks, PACED_LAYOUT.block_size, lambda: self.now)
             role = Role.DECODE if number < nodes else Role.PREFILL
-            node = _Node(Incarnation(f"{role.value[0]}{number}"), pool, Scheduler(pool, limits), role)
+            node = _VirtualNode(Incarnation(f"{role.value[0]}{number}"), pool, Scheduler(pool, limits), role)
             self._nodes[node.incarnation] = node
-            self._carry_out(self.brain.join(_info(node.incarnation, role, blocks, limits), node.incarnation, 0.0))
-            self._beat(node)
+            self._apply_effects(self.brain.join_node(_join_info(node.incarnation, role, blocks, limits), node.incarnation, 0.0))
+            self._send_heartbeat(node)
 
     # what a test does
 
-    def at(self, when: float, call: Callable[[], object]) -> None:
+    def call_at(self, when: float, call: Callable[[], object]) -> None:
         heapq.heappush(self._events, (when, next(self._serial), call))
 
-    def ask(
+    def submit_request(
         self, tenant: str = "default", prompt: int = 64, output: int = 8, timeout: float = 600.0, priority: int = 0
-    ) -> Served:
+    ) -> VirtualRequest:
         """A request arrives now."""
-        served = Served(tenant, self.now, prompt)
-        known = self.tenants.get(tenant)
+        served = VirtualRequest(tenant, self.now, prompt)
+        known = self.tenants.get_tenant(tenant)
         number = next(self._serial)
         request = Request(
             id=RequestId(f"r{number}"),
-            prompt=tuple(self.random.choices(range(1, 1000), k=prompt)),
+            prompt_token_ids=tuple(self.random.choices(range(1, 1000), k=prompt)),
             sampling=SamplingParams(output),
-            timeout=timeout,
-            cache_salt=known.salt,
-            standing=self.tenants.standing(known, priority),
+            timeout_seconds=timeout,
+            cache_salt=known.cache_salt,
+            principal=self.tenants.make_principal(known, priority),
         )
-        self.served[request.id] = served
+        self.requests[request.id] = served
         try:
-            effects = self.brain.submit(request, self.now)
-        except Rejected as error:
-            del self.served[request.id]
-            served.error, served.ended = error, self.now
-            self.refused.append(served)
-            self.on_end(served)
+            effects = self.brain.submit_request(request, self.now)
+        except RequestRejected as error:
+            del self.requests[request.id]
+            served.error, served.ended_at = error, self.now
+            self.refused_requests.append(served)
+            self.on_request_end(served)
             return served
-        self.most_waiting = max(self.most_waiting, self.brain.queued)
-        self._carry_out(effects)
+        self.peak_queue_length = max(self.peak_queue_length, self.brain.queued_requests)
+        self._apply_effects(effects)
         return served
 
-    def load(
+    def schedule_poisson_load(
         self,
         rate: float,
         until: float,
@@ -180,163 +180,163 @@ class VirtualCluster:
         draw, when = random.Random(f"{tenant} {self._seed}"), start
         while (when := when + draw.expovariate(rate)) < until:
             tokens = draw.randint(output // 4, 2 * output - output // 4) if vary else output
-            self.at(when, partial(self.ask, tenant, prompt, tokens, timeout))
+            self.call_at(when, partial(self.submit_request, tenant, prompt, tokens, timeout))
 
     def run(self, until: float) -> None:
         while self._events and self._events[0][0] <= until:
             self.now, _, call = heapq.heappop(self._events)
             call()
-            due = self.brain.next_due()
+            due = self.brain.next_tick_at()
             if due is not None and due <= self.now:
-                self._carry_out(self.brain.tick(self.now))
+                self._apply_effects(self.brain.tick(self.now))
         self.now = until
 
-    def done(self, tenant: str | None = None, since: float = 0.0) -> list[Served]:
-        everyone = [each for each in self.served.values() if tenant in (None, each.tenant)]
-        return [each for each in everyone if each.done and each.arrived >= since]
+    def completed_requests(self, tenant: str | None = None, since: float = 0.0) -> list[VirtualRequest]:
+        everyone = [each for each in self.requests.values() if tenant in (None, each.tenant)]
+        return [each for each in everyone if each.is_done and each.arrived_at >= since]
 
-    def device_seconds(self) -> dict[str, float]:
+    def total_device_seconds(self) -> dict[str, float]:
         total: dict[str, float] = {}
         for node in self._nodes.values():
-            for name, seconds in node.time.counters().items():
+            for name, seconds in node.device_time.counters().items():
                 total[name] = total.get(name, 0.0) + seconds
         return total
 
     # the coordinator's shell
 
-    def _carry_out(self, effects: list[m.Effect]) -> None:
+    def _apply_effects(self, effects: list[m.Effect]) -> None:
         for effect in effects:
             match effect:
-                case m.Send(node, message):
-                    self._order(self._nodes[node], message)
-                case m.Emit(request, tokens, _):
-                    served = self.served[request]
-                    served.first = self.now if served.first is None else served.first
-                    served.tokens += len(tokens)
-                    self.longest_silence = max(self.longest_silence, self.now - self.last_token)
-                    self.last_token = self.now
-                case m.End():
-                    served = self.served[effect.request]
-                    served.ended = self.now
+                case m.SendOrder(node, message):
+                    self._on_order(self._nodes[node], message)
+                case m.EmitTokens(request, tokens, _):
+                    served = self.requests[request]
+                    served.first_token_at = self.now if served.first_token_at is None else served.first_token_at
+                    served.token_count += len(tokens)
+                    self.longest_token_gap_seconds = max(self.longest_token_gap_seconds, self.now - self.last_token_at)
+                    self.last_token_at = self.now
+                case m.EndRequest():
+                    served = self.requests[effect.request_id]
+                    served.ended_at = self.now
                     served.error = effect.result if isinstance(effect.result, BatonError) else None
-                    self.on_end(served)
+                    self.on_request_end(served)
                 case _:
                     pass
 
-    def _say(self, node: _Node, message: m.NodeInput) -> None:
-        self._carry_out(self.brain.receive(node.incarnation, message, self.now))
+    def _send_to_brain(self, node: _VirtualNode, message: m.NodeReport) -> None:
+        self._apply_effects(self.brain.receive_report(node.incarnation, message, self.now))
 
     # a node
 
-    def _order(self, node: _Node, message: m.NodeOrder) -> None:
-        if isinstance(message, m.Prefill | m.Submit):
-            self.given.append((self.now, node.incarnation))
-        if isinstance(message, m.Cancel):
-            node.scheduler.cancel(message.key)
-        elif isinstance(message, m.Prefill):
-            node.scheduler.add(message.work, _root(message.work), hand_off=True)
+    def _on_order(self, node: _VirtualNode, message: m.NodeOrder) -> None:
+        if isinstance(message, m.PrefillOrder | m.DecodeOrder):
+            self.placements.append((self.now, node.incarnation))
+        if isinstance(message, m.CancelOrder):
+            node.scheduler.cancel_sequence(message.key)
+        elif isinstance(message, m.PrefillOrder):
+            node.scheduler.add_sequence(message.work, _root_hash(message.work), hand_off=True)
             self._wake(node)
-        elif isinstance(message, m.Submit) and message.writer is not None:
-            self._reserve(node, message.work, message.writer.incarnation)
-        elif isinstance(message, m.GiveTicket):
-            node.scheduler.ticket_arrived(message.ticket.key)
-        elif isinstance(message, m.Submit):
-            node.scheduler.allowance.share = message.prefill_share or None
-            root = _root(message.work)
-            survey = node.scheduler.survey(message.work, root)
+        elif isinstance(message, m.DecodeOrder) and message.kv_writer is not None:
+            self._reserve(node, message.work, message.kv_writer.incarnation)
+        elif isinstance(message, m.TicketOrder):
+            node.scheduler.mark_ticketed(message.ticket.key)
+        elif isinstance(message, m.DecodeOrder):
+            node.scheduler.prefill_budget.prefill_step_share = message.prefill_step_share or None
+            root = _root_hash(message.work)
+            survey = node.scheduler.estimate_admission(message.work, root)
             if survey.refusal is None:
-                node.scheduler.add(message.work, root)
+                node.scheduler.add_sequence(message.work, root)
                 self._wake(node)
             else:
-                refused = m.Refused(message.work.key, survey.refusal.needed_blocks, survey.refusal.free_blocks)
-                self.at(self.now, lambda: self._say(node, refused))
+                refused = m.ReservationRefused(message.work.key, survey.refusal.needed_blocks, survey.refusal.free_blocks)
+                self.call_at(self.now, lambda: self._send_to_brain(node, refused))
 
-    def _reserve(self, node: _Node, work: Work, writer: Incarnation) -> None:
-        ticket = ticket_for(node.incarnation, work.key, writer)
-        found = node.scheduler.expect(work, _root(work), ticket.id)
-        answer: m.NodeInput = m.Reserved(work.key, ticket, 0)
-        if isinstance(found, Refusal):
-            answer = m.Refused(work.key, found.needed_blocks, found.free_blocks)
-        self.at(self.now, lambda: self._say(node, answer))
+    def _reserve(self, node: _VirtualNode, work: AttemptSpec, writer: Incarnation) -> None:
+        ticket = make_ticket(node.incarnation, work.key, writer)
+        found = node.scheduler.reserve_for_handoff(work, _root_hash(work), ticket.id)
+        answer: m.NodeReport = m.BlocksReserved(work.key, ticket, 0)
+        if isinstance(found, CapacityRefusal):
+            answer = m.ReservationRefused(work.key, found.needed_blocks, found.free_blocks)
+        self.call_at(self.now, lambda: self._send_to_brain(node, answer))
 
-    def _wake(self, node: _Node) -> None:
-        if not node.stepping:
-            node.stepping = True
-            self.at(self.now, lambda: self._step(node))
+    def _wake(self, node: _VirtualNode) -> None:
+        if not node.is_stepping:
+            node.is_stepping = True
+            self.call_at(self.now, lambda: self._step(node))
 
-    def _step(self, node: _Node) -> None:
-        plan = node.scheduler.next_step()
+    def _step(self, node: _VirtualNode) -> None:
+        plan = node.scheduler.schedule_step()
         batch = plan.batch
         if batch is None:
-            node.stepping = False
+            node.is_stepping = False
         else:
-            seconds = self._costs.seconds(batch) * self.slowness.get(node.incarnation, 1.0)
+            seconds = self._costs.compute_step_seconds(batch) * self.slowdown_by_node.get(node.incarnation, 1.0)
 
             def ended() -> None:
-                node.took(batch, seconds)
-                computed = [Computed(7 if piece.sample else None) for piece in batch.slices]
-                self._tell(node, node.scheduler.update(batch, computed))
+                node.record_step(batch, seconds)
+                computed = [SliceResult(7 if piece.sample_spec else None) for piece in batch.slices]
+                self._send_outcomes(node, node.scheduler.update_from_results(batch, computed))
                 self._step(node)
 
-            self.at(self.now + seconds, ended)
-        self._tell(node, plan.outcomes)
+            self.call_at(self.now + seconds, ended)
+        self._send_outcomes(node, plan.outcomes)
 
-    def _tell(self, node: _Node, outcomes: "list[Outcome] | tuple[Outcome, ...]") -> None:
+    def _send_outcomes(self, node: _VirtualNode, outcomes: "list[Outcome] | tuple[Outcome, ...]") -> None:
         events: list[TokenEvent] = []
         for outcome in outcomes:
             match outcome:
-                case Emitted(sequence, event):
+                case TokenEmitted(sequence, event):
                     if sequence.key not in node.admitted:
                         node.admitted.add(sequence.key)
-                        cached, share = sequence.num_cached, node.shares.pop(sequence.key)
-                        self._say(node, m.Admitted(sequence.key, sequence.context_len - cached, cached, 0, share))
+                        cached, share = sequence.num_cached_tokens, node.prefill_seconds.pop(sequence.key)
+                        self._send_to_brain(node, m.DecodeStarted(sequence.key, sequence.context_len - cached, cached, 0, share))
                     events.append(event)
-                case Failed(sequence, error, caused_by):
-                    node.shares.pop(sequence.key, None)
-                    self._say(node, m.AttemptFailed(sequence.key, error, caused_by))
+                case SequenceFailed(sequence, error, caused_by):
+                    node.prefill_seconds.pop(sequence.key, None)
+                    self._send_to_brain(node, m.AttemptFailed(sequence.key, error, caused_by))
                 case PrefillCompleted(sequence, event):
-                    cached, share = sequence.num_cached, node.shares.pop(sequence.key)
-                    self._say(node, m.PrefillEnded(sequence.key, sequence.context_len - cached, cached, share))
-                    self.at(self.now + self._link, partial(self._hand_over, node, sequence.key, event))
+                    cached, share = sequence.num_cached_tokens, node.prefill_seconds.pop(sequence.key)
+                    self._send_to_brain(node, m.PrefillEnded(sequence.key, sequence.context_len - cached, cached, share))
+                    self.call_at(self.now + self._handoff_seconds, partial(self._finish_handoff, node, sequence.key, event))
                 case _:
                     raise AssertionError(outcome)
         if events:
-            self._say(node, m.Tokens(tuple(events)))
+            self._send_to_brain(node, m.StepTokens(tuple(events)))
 
-    def _hand_over(self, writer: _Node, key: AttemptKey, event: TokenEvent) -> None:
-        ticket = ticket_for(Incarnation(""), key, writer.incarnation).id
-        decode = next(node for node in self._nodes.values() if node is not writer and node.scheduler.get(key))
+    def _finish_handoff(self, writer: _VirtualNode, key: AttemptKey, event: TokenEvent) -> None:
+        ticket = make_ticket(Incarnation(""), key, writer.incarnation).id
+        decode = next(node for node in self._nodes.values() if node is not writer and node.scheduler.get_sequence(key))
         decode.pool.mark_writing(ticket)
         decode.admitted.add(key)
-        outcomes = decode.scheduler.adopt(key, (event.token,))
-        writer.scheduler.release(key)
-        sequence = next(outcome.sequence for outcome in outcomes if isinstance(outcome, Emitted))
-        self._say(decode, m.Admitted(key, 0, 0, sequence.context_len))
+        outcomes = decode.scheduler.commit_handoff(key, (event.token_id,))
+        writer.scheduler.finish_handoff(key)
+        sequence = next(outcome.sequence for outcome in outcomes if isinstance(outcome, TokenEmitted))
+        self._send_to_brain(decode, m.DecodeStarted(key, 0, 0, sequence.context_len))
         size = sequence.context_len * PACED_LAYOUT.token_bytes
-        report = HandoffReport(transport="shm", bytes=size, exposed_seconds=self._link)
-        self._say(writer, m.HandedOff(key, report))
-        self._tell(decode, outcomes)
+        report = HandoffReport(transport="shm", bytes=size, exposed_seconds=self._handoff_seconds)
+        self._send_to_brain(writer, m.HandoffCompleted(key, report))
+        self._send_outcomes(decode, outcomes)
         self._wake(decode)
 
-    def _beat(self, node: _Node) -> None:
-        counts = {f"blocks_{state.value}": number for state, number in node.pool.counts().items()}
+    def _send_heartbeat(self, node: _VirtualNode) -> None:
+        counts = {f"blocks_{state.value}": number for state, number in node.pool.count_blocks_by_state().items()}
         stats = NodeStats(
-            blocks_total=node.pool.total,
-            decode_steps=node.steps.steps,
-            decode_step_seconds=node.steps.seconds,
-            decode_step_sequences=node.steps.sequences,
-            decode_step_tokens=node.steps.tokens,
+            blocks_total=node.pool.num_blocks,
+            decode_steps=node.step_totals.num_steps,
+            decode_step_seconds=node.step_totals.seconds,
+            decode_step_sequences=node.step_totals.num_sequences,
+            decode_step_tokens=node.step_totals.context_tokens,
             **counts,
         )
-        self._say(node, m.Heartbeat(stats))
-        self.at(self.now + HEARTBEAT, lambda: self._beat(node))
+        self._send_to_brain(node, m.Heartbeat(stats))
+        self.call_at(self.now + HEARTBEAT, lambda: self._send_heartbeat(node))
 
 
-def _root(work: Work) -> BlockHash:
+def _root_hash(work: AttemptSpec) -> BlockHash:
     return BlockHash(work.request.cache_salt.ljust(32, b"\0"))
 
 
-def _info(name: str, role: Role, blocks: int, limits: SchedulerLimits) -> JoinInfo:
+def _join_info(name: str, role: Role, blocks: int, limits: SchedulerLimits) -> JoinInfo:
     return JoinInfo(
         protocol_version=PROTOCOL_VERSION,
         name=NodeName(name),

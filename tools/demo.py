@@ -16,23 +16,23 @@ from rich.console import Console
 
 from baton import segment
 from baton.cli import plan, ports
-from baton.cli.default_model import default_model
-from baton.cli.errors import innermost
-from baton.cli.foreground import announcement
+from baton.cli.default_model import find_default_model
+from baton.cli.errors import innermost_error
+from baton.cli.foreground import ready_announcement
 from baton.cli.output import LogFiles
-from baton.cli.supervisor import Supervisor, running
-from baton.cli.timeline import render
+from baton.cli.supervisor import Supervisor, running_cluster
+from baton.cli.timeline import render_timeline
 from baton.config import Config
 from baton.errors import BatonError
 from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
-from tools.footprint import cluster_memory, installed_bytes, segment_files
+from tools.footprint import measure_cluster_memory, disk_bytes, list_segment_files
 
 PROMPT = 'def read_lines(path):\n    """Read'  # the bundled model goes on to a whole function, and ends by itself
 MAX_TOKENS = 120
 START_TIMEOUT = 120.0  # seconds
 
 
-async def demonstrate(console: Console, model: Path, folder: Path, began: float) -> None:
+async def run_demo(console: Console, model: Path, folder: Path, began: float) -> None:
     settings = Config(
         model=str(model),
         state_dir=str(folder),
@@ -43,36 +43,36 @@ async def demonstrate(console: Console, model: Path, folder: Path, began: float)
         pool_memory="128MiB",
         drain_timeout=5.0,
     )
-    config, held = ports.hold_all(plan.complete(settings)[0])
+    config, held = ports.reserve_ports(plan.complete_config(settings)[0])
     logs = LogFiles(folder / "logs")
     segments = Path(config.segment_dir)
-    of_others = segment_files(segments, segment.PREFIX)
+    of_others = list_segment_files(segments, segment.SEGMENT_PREFIX)
     try:
-        async with running(config, logs, console.print) as cluster:
+        async with running_cluster(config, logs, console.print) as cluster:
             with console.status("starting coordinator, prefill node and decode node"):
                 async with asyncio.timeout(START_TIMEOUT):
-                    await cluster.ready()
-            console.print(announcement(config, cluster.endpoints), highlight=False, markup=False, soft_wrap=True)
-            console.print("processes: " + ", ".join(f"{name} {pid}" for name, pid in cluster.pids().items()))
+                    await cluster.wait_until_ready()
+            console.print(ready_announcement(config, cluster.endpoints), highlight=False, markup=False, soft_wrap=True)
+            console.print("processes: " + ", ".join(f"{name} {pid}" for name, pid in cluster.get_pids().items()))
             ready = time.monotonic()
-            first, timeline = await answer(console, cluster)
-            console.print(render(timeline))
+            first, timeline = await stream_answer(console, cluster)
+            console.print(render_timeline(timeline))
             console.print(
                 f"ready after {ready - began:.1f} s, first token {first - began:.1f} s after the start", highlight=False
             )
-            pids = list(cluster.pids().values())
-            own = segment_files(segments, segment.PREFIX) - of_others
-            console.print(await asyncio.to_thread(sizes, pids, own), highlight=False)
+            pids = list(cluster.get_pids().values())
+            own = list_segment_files(segments, segment.SEGMENT_PREFIX) - of_others
+            console.print(await asyncio.to_thread(describe_footprint, pids, own), highlight=False)
     finally:
         logs.close()
         for one in held:
             one.close()
 
 
-def sizes(pids: list[int], segments: Iterable[Path]) -> str:
+def describe_footprint(pids: list[int], segments: Iterable[Path]) -> str:
     """What the running cluster takes of the memory, and the installation of the disk."""
     try:
-        memory = cluster_memory(pids, segments)
+        memory = measure_cluster_memory(pids, segments)
     except OSError as error:
         told = f"memory: not readable ({error.strerror})"
     else:
@@ -85,7 +85,7 @@ def sizes(pids: list[int], segments: Iterable[Path]) -> str:
     return told
 
 
-async def answer(console: Console, cluster: Supervisor) -> tuple[float, common_pb2.Timeline]:
+async def stream_answer(console: Console, cluster: Supervisor) -> tuple[float, common_pb2.Timeline]:
     """Stream one answer to the terminal. Returns the moment of its first token, and its timeline."""
     request = generation_pb2.GenerateRequest(text=PROMPT, max_tokens=MAX_TOKENS, temperature=0.0)
     console.rule("a prompt, and the answer token by token")
@@ -107,10 +107,10 @@ def main() -> int:
     console = Console()
     folder = Path(tempfile.mkdtemp(prefix="baton-demo-"))
     try:
-        model = default_model()
-        asyncio.run(demonstrate(console, model, folder, began))
+        model = find_default_model()
+        asyncio.run(run_demo(console, model, folder, began))
     except Exception as group:
-        error = innermost(group)
+        error = innermost_error(group)
         if not isinstance(error, BatonError | TimeoutError | grpc.RpcError):
             raise
         reason = str(error) or "the cluster did not start in time"

@@ -8,26 +8,26 @@ from typing import NamedTuple
 
 
 class ClusterMemory(NamedTuple):
-    """Bytes. `private` is what the processes have allocated themselves, without the files that they map, such as
-    libraries; `segments` is the shared memory of their caches and of the pool."""
+    """Bytes. `private_bytes` is what the processes have allocated themselves, without the files that they map, such as
+    libraries; `segment_bytes` is the shared memory of their caches and of the pool."""
 
-    private: int
-    segments: int
+    private_bytes: int
+    segment_bytes: int
 
 
-def installed_bytes(folder: Path) -> int:
+def disk_bytes(folder: Path) -> int:
     """Disk blocks of every file in the folder; links are not followed."""
     return sum(
         os.lstat(os.path.join(parent, name)).st_blocks * 512 for parent, _, names in os.walk(folder) for name in names
     )
 
 
-def segment_files(folder: Path, prefix: str) -> frozenset[Path]:
+def list_segment_files(folder: Path, prefix: str) -> frozenset[Path]:
     """The shared memory in this folder at this moment, of whatever cluster."""
     return frozenset(folder.glob(f"{prefix}*"))
 
 
-def cluster_memory(pids: Iterable[int], segments: Iterable[Path], processes: Path = Path("/proc")) -> ClusterMemory:
+def measure_cluster_memory(pids: Iterable[int], segments: Iterable[Path], processes: Path = Path("/proc")) -> ClusterMemory:
     """The memory of running processes and of these segments. Raises OSError where the kernel does not show it.
 
     It reads /proc/PID/status alone: a process that leaves no core file shows its maps and smaps to nobody but root.

@@ -9,12 +9,12 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = ("common", "generation", "cluster", "pool")
+PROTO_NAMES = ("common", "generation", "cluster", "pool")
 
 
-def generate(out: Path) -> None:
+def generate_stubs(out: Path) -> None:
     """Write the stubs below `out`/baton/pb. Raises SystemExit when protoc finds a fault."""
-    files = [f"baton/pb/{name}.proto" for name in NAMES]
+    files = [f"baton/pb/{name}.proto" for name in PROTO_NAMES]
     arguments = [
         f"-Ibaton/pb={ROOT / 'proto'}",
         f"--python_out={out}",
@@ -26,4 +26,4 @@ def generate(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    generate(ROOT)
+    generate_stubs(ROOT)

@@ -15,7 +15,7 @@ import urllib.request
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PATIENCE = 5.0  # seconds for the index to answer
+INDEX_TIMEOUT = 5.0  # seconds for the index to answer
 
 
 def is_installed() -> bool:
@@ -26,16 +26,16 @@ def is_installed() -> bool:
     return True
 
 
-def why_unreachable(index: str) -> str:
+def find_index_problem(index: str) -> str:
     """Why the index does not list torch, or an empty string if it does. It is asked once."""
     try:
-        with urllib.request.urlopen(f"{index.rstrip('/')}/torch/", timeout=PATIENCE):
+        with urllib.request.urlopen(f"{index.rstrip('/')}/torch/", timeout=INDEX_TIMEOUT):
             return ""
     except (OSError, ValueError) as error:  # URLError and HTTPError are OSErrors
         return str(error)
 
 
-def install(index: str) -> bool:
+def install_from_index(index: str) -> bool:
     """Whether pip has installed from the index what pyproject.toml requires of torch."""
     listing = [sys.executable, str(ROOT / "deploy" / "requirements.py"), "torch"]
     wanted = subprocess.run(listing, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
@@ -55,10 +55,10 @@ def install(index: str) -> bool:
 def main(index: str) -> None:
     if not index or is_installed():
         return
-    reason = why_unreachable(index)
+    reason = find_index_problem(index)
     if reason:
         sys.stdout.write(f"{index} cannot be reached ({reason}): torch comes from where pip looks\n")
-    elif not install(index):
+    elif not install_from_index(index):
         sys.stdout.write(f"torch was not installed from {index}: it comes from where pip looks\n")
 
 

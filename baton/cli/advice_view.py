@@ -7,7 +7,7 @@ from rich.table import Table
 from baton.pb.cluster_pb2 import RatioAdvice, SplitForecast
 
 
-def demand(advice: RatioAdvice) -> Iterator[str]:
+def describe_demand(advice: RatioAdvice) -> Iterator[str]:
     """What it rests on."""
     yield (
         f"asked in {advice.seconds:.0f} s: {advice.requests_per_second:.2f} requests/s "
@@ -28,7 +28,7 @@ def demand(advice: RatioAdvice) -> Iterator[str]:
         )
 
 
-def table(advice: RatioAdvice) -> Table:
+def forecast_table(advice: RatioAdvice) -> Table:
     """Forecasts of the best split, its neighbours and the present one."""
     shown = Table(title="forecast", title_justify="left", box=None, header_style="bold")
     shown.add_column("ratio", no_wrap=True)
@@ -38,29 +38,29 @@ def table(advice: RatioAdvice) -> Table:
     for one in advice.forecasts:
         shown.add_row(
             f"{one.prefill}:{one.decode}",
-            " / ".join(_ms(seconds) for seconds in (one.ttft_p50, one.ttft_p90, one.ttft_p99)),
-            _ms(one.tpot),
+            " / ".join(_format_seconds(seconds) for seconds in (one.ttft_p50, one.ttft_p90, one.ttft_p99)),
+            _format_seconds(one.tpot),
             f"{one.share:.0%}",
             f"{one.goodput:.2f}/s",
             f"{one.prefill_load:.0%} / {one.decode_load:.0%}",
-            ", ".join(_marks(advice, one)),
+            ", ".join(_split_marks(advice, one)),
         )
     return shown
 
 
-def apply(advice: RatioAdvice) -> str:
+def apply_command(advice: RatioAdvice) -> str:
     """The command, "" if the best split is there already."""
     if (advice.prefill, advice.decode) == (advice.present_prefill, advice.present_decode):
         return ""
     return f"baton ratio set {advice.prefill}:{advice.decode}"
 
 
-def _marks(advice: RatioAdvice, one: SplitForecast) -> Iterator[str]:
+def _split_marks(advice: RatioAdvice, one: SplitForecast) -> Iterator[str]:
     if (one.prefill, one.decode) == (advice.prefill, advice.decode):
         yield "best"
     if (one.prefill, one.decode) == (advice.present_prefill, advice.present_decode):
         yield "present"
 
 
-def _ms(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms" if seconds < 10.0 else f"{seconds:.0f} s"

@@ -8,16 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.conversation import Conversation
-from baton.cli.errors import Bad, Unreachable
-from baton.cli.options import ApiKey
+from baton.cli.conversation import ChatHistory
+from baton.cli.errors import CommandFailed, EndpointUnreachable
+from baton.cli.options import ApiKeyOption
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONTEXT_FULL = "context_length_exceeded"
-HELP = "/reset forgets the conversation, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer"
-_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+CHAT_HELP = "/reset forgets the conversation, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer"
+_CONTROL_CHARACTERS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
-Ask = Callable[[Mapping[str, Any]], Any]  # a body, and the pieces of the answer to it
+AnswerStream = Callable[[Mapping[str, Any]], Any]  # a body, and the pieces of the answer to it
 
 
 def register(app: typer.Typer) -> None:
@@ -32,7 +32,7 @@ def chat(
     url: Annotated[
         str, typer.Option("--url", envvar="BATON_URL", help="Base URL of any OpenAI-compatible endpoint")
     ] = DEFAULT_URL,
-    api_key: ApiKey = "",
+    api_key: ApiKeyOption = "",
 ) -> None:
     """Talk with the model.
 
@@ -43,7 +43,7 @@ def chat(
     from baton.config import read_secret
 
     client = ChatClient(url, read_secret(api_key, "api_key"))
-    options: dict[str, Any] = {"model": model or client.model()}
+    options: dict[str, Any] = {"model": model or client.get_first_model()}
     given = {"temperature": temperature, "max_tokens": max_tokens}
     options |= {name: value for name, value in given.items() if value is not None}
     on_terminal = sys.stdin.isatty()
@@ -51,14 +51,14 @@ def chat(
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (line editing and history for input())
         print(f"{options['model']} at {url}. {HELP}.")
-    Chat(client.stream, Conversation(system), options, "> " if on_terminal else "").run()
+    ChatSession(client.stream_answer, ChatHistory(system), options, "> " if on_terminal else "").run()
 
 
-class Chat:
+class ChatSession:
     """Reads questions, streams answers. `options` go with every request."""
 
-    def __init__(self, ask: Ask, conversation: Conversation, options: Mapping[str, Any], prompt: str) -> None:
-        self._ask = ask
+    def __init__(self, ask: AnswerStream, conversation: ChatHistory, options: Mapping[str, Any], prompt: str) -> None:
+        self._stream_answer = ask
         self._conversation = conversation
         self._options = options
         self._prompt = prompt
@@ -72,60 +72,60 @@ class Chat:
             except EOFError:
                 return
             except KeyboardInterrupt:
-                _tell(HELP)
+                _print_notice(CHAT_HELP)
                 continue
             if line in ("/quit", "/exit"):
                 return
-            self._take(line)
+            self._handle_line(line)
 
-    def _take(self, line: str) -> None:
+    def _handle_line(self, line: str) -> None:
         if line == "/reset":
             self._conversation.reset()
-            _tell("forgotten")
+            _print_notice("forgotten")
         elif line.startswith("/"):
-            _tell(HELP)
+            _print_notice(CHAT_HELP)
         elif line:
-            self._conversation.ask(line)
-            self._conversation.answer(self._answer())
+            self._conversation.add_question(line)
+            self._conversation.add_answer(self._get_answer())
 
-    def _answer(self) -> str:
+    def _get_answer(self) -> str:
         """What came of the answer, shown as it came. Turns are forgotten until the rest fits."""
-        from baton.cli.chat_client import Refused
+        from baton.cli.chat_client import ChatRefused
 
         while True:
             said: list[str] = []
             try:
-                self._stream(said)
+                self._print_answer(said)
             except KeyboardInterrupt:
-                _tell("stopped", after=said)
+                _print_notice("stopped", after=said)
             except Refused as error:
-                if error.kind == CONTEXT_FULL and not said and self._conversation.forget_oldest():
-                    _tell("the context is full: the oldest turn is forgotten")
+                if error.error_code == CONTEXT_FULL and not said and self._conversation.drop_oldest_turn():
+                    _print_notice("the context is full: the oldest turn is forgotten")
                     continue
-                _tell(f"error: {error.message}", after=said)
+                _print_notice(f"error: {error.message}", after=said)
                 return ""
-            except (Bad, Unreachable) as error:
-                _tell(f"error: {error.message}", after=said)
+            except (CommandFailed, EndpointUnreachable) as error:
+                _print_notice(f"error: {error.message}", after=said)
                 return ""
             return "".join(said)
 
-    def _stream(self, said: list[str]) -> None:
+    def _print_answer(self, said: list[str]) -> None:
         """Puts each piece into `said` before it is shown, so that what was shown is always known."""
         finish = ""
-        with contextlib.closing(self._ask({**self._options, "messages": self._conversation.messages})) as pieces:
+        with contextlib.closing(self._stream_answer({**self._options, "messages": self._conversation.messages})) as pieces:
             for piece in pieces:
                 if piece.text:
                     said.append(piece.text)
-                    sys.stdout.write(piece.text.translate(_CONTROLS))
+                    sys.stdout.write(piece.text.translate(_CONTROL_CHARACTERS))
                     sys.stdout.flush()
                 finish = piece.finish or finish
         sys.stdout.write("\n")
         sys.stdout.flush()
         if finish == "length":
-            _tell("cut: the answer has reached its most tokens (--max-tokens, or the context)")
+            _print_notice("cut: the answer has reached its most tokens (--max-tokens, or the context)")
 
 
-def _tell(notice: str, *, after: list[str] | None = None) -> None:
+def _print_notice(notice: str, *, after: list[str] | None = None) -> None:
     """A line about the conversation, beside it. `after`: what was shown of an answer that has not ended its line."""
     sys.stdout.flush()
     if after:

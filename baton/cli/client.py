@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import grpc
 
-from baton.cli.errors import Bad, Unreachable
+from baton.cli.errors import CommandFailed, EndpointUnreachable
 from baton.config import read_secret
 
 CONNECT_TIMEOUT = 5.0  # seconds for an endpoint that neither answers nor refuses
@@ -16,32 +16,32 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 @contextmanager
-def connected(endpoint: str) -> Iterator[grpc.Channel]:
+def coordinator_channel(endpoint: str) -> Iterator[grpc.Channel]:
     """A channel on which the coordinator has answered. Raises Unreachable at the first refused connection.
 
     Errors of calls inside the block become Bad, with the server's own message.
     """
     channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
     try:
-        _await_ready(channel, endpoint)
+        _wait_until_ready(channel, endpoint)
         yield channel
     except grpc.RpcError as error:
-        raise _translated(error, endpoint) from None
+        raise _translate_error(error, endpoint) from None
     finally:
         channel.close()
 
 
-def bearer(api_key: str) -> Metadata:
+def api_key_metadata(api_key: str) -> Metadata:
     """Metadata that carries the client's key; none for an empty one. `@FILE` reads it from a file."""
     return (("authorization", f"Bearer {read_secret(api_key, 'api_key')}"),) if api_key else ()
 
 
-def admin(admin_token: str) -> Metadata:
+def admin_metadata(admin_token: str) -> Metadata:
     """Metadata that lets an operator in from another host; none for an empty token."""
     return (("authorization", f"Bearer {read_secret(admin_token, 'admin_token')}"),) if admin_token else ()
 
 
-def _await_ready(channel: grpc.Channel, endpoint: str) -> None:
+def _wait_until_ready(channel: grpc.Channel, endpoint: str) -> None:
     decided = threading.Event()
     state = grpc.ChannelConnectivity.IDLE
 
@@ -55,11 +55,11 @@ def _await_ready(channel: grpc.Channel, endpoint: str) -> None:
     decided.wait(CONNECT_TIMEOUT)
     channel.unsubscribe(changed)
     if state is not grpc.ChannelConnectivity.READY:
-        raise Unreachable(f"no cluster answers at {endpoint}: start one with `baton up`, or name it with --endpoint")
+        raise EndpointUnreachable(f"no cluster answers at {endpoint}: start one with `baton up`, or name it with --endpoint")
 
 
-def _translated(error: grpc.RpcError, endpoint: str) -> Exception:
+def _translate_error(error: grpc.RpcError, endpoint: str) -> Exception:
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.UNAVAILABLE and not error.trailing_metadata():
-        return Unreachable(f"the connection to {endpoint} was lost: {details}")
-    return Bad(f"{details} ({code.name.lower()})")
+        return EndpointUnreachable(f"the connection to {endpoint} was lost: {details}")
+    return CommandFailed(f"{details} ({code.name.lower()})")

@@ -2,41 +2,41 @@
 
 from dataclasses import dataclass, field
 
-Message = dict[str, str]
+ChatMessage = dict[str, str]
 
 
 @dataclass(slots=True)
-class Conversation:
-    """`system` stays at the head, whatever is forgotten; "" is none. Questions and answers alternate."""
+class ChatHistory:
+    """`system_prompt` stays at the head, whatever is forgotten; "" is none. Questions and answers alternate."""
 
-    system: str = ""
-    said: list[Message] = field(default_factory=list)
-
-    @property
-    def messages(self) -> list[Message]:
-        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.said]
+    system_prompt: str = ""
+    history: list[ChatMessage] = field(default_factory=list)
 
     @property
-    def turns(self) -> int:
+    def messages(self) -> list[ChatMessage]:
+        return [*([{"role": "system", "content": self.system_prompt}] if self.system_prompt else []), *self.history]
+
+    @property
+    def answered_turns(self) -> int:
         """Questions that have an answer."""
-        return len(self.said) // 2
+        return len(self.history) // 2
 
-    def ask(self, text: str) -> None:
-        self.said.append({"role": "user", "content": text})
+    def add_question(self, text: str) -> None:
+        self.history.append({"role": "user", "content": text})
 
-    def answer(self, text: str) -> None:
+    def add_answer(self, text: str) -> None:
         """Of the last question, perhaps only as far as it came. Nothing at all is no answer: the question goes too."""
         if text:
-            self.said.append({"role": "assistant", "content": text})
+            self.history.append({"role": "assistant", "content": text})
         else:
-            self.said.pop()
+            self.history.pop()
 
-    def forget_oldest(self) -> bool:
+    def drop_oldest_turn(self) -> bool:
         """Drop the oldest question and its answer. False when only the last question is left."""
-        if not self.turns:
+        if not self.answered_turns:
             return False
-        del self.said[:2]
+        del self.history[:2]
         return True
 
     def reset(self) -> None:
-        self.said.clear()
+        self.history.clear()

@@ -9,7 +9,7 @@ _ROOT = Path(baton.__file__).resolve().parent.parent
 _BUNDLED = Path("models", "demo")
 
 
-def default_model(root: Path = _ROOT) -> Path:
+def find_default_model(root: Path = _ROOT) -> Path:
     """Its folder, named `demo`: beside the packages in a source tree, so a checkout or an editable installation.
 
     Raises ConfigError where it is not: an installed wheel has no weights in it.

@@ -4,10 +4,10 @@ import os
 import sys
 from pathlib import Path
 
-_SHOWN = 4096  # bytes of the log that are shown after a failure
+_LOG_TAIL_BYTES = 4096  # bytes of the log that are shown after a failure
 
 
-def detach(log: Path) -> None:
+def daemonize(log: Path) -> None:
     """Fork. The child returns, in a session of its own: what it writes on standard output goes to the caller's
     terminal until `announced()`, its standard error to `log`. The parent never returns: it exits with 0 when the
     child has announced, else with the child's exit code and what it said last."""
@@ -25,12 +25,12 @@ def detach(log: Path) -> None:
         sys.stdout.write(text.decode())
         sys.exit(0)
     _, status = os.waitpid(pid, 0)
-    said = log.read_bytes()[-_SHOWN:].decode(errors="replace") if log.exists() else ""
+    said = log.read_bytes()[-_LOG_TAIL_BYTES:].decode(errors="replace") if log.exists() else ""
     sys.stderr.write(said)
     sys.exit(os.waitstatus_to_exitcode(status) or 1)
 
 
-def announced() -> None:
+def close_announcement() -> None:
     """Let the parent go: from now on nobody reads standard output."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)

@@ -10,8 +10,8 @@ import typer
 
 from baton.cli.checks import machine, model_folder, network, shared_memory
 from baton.cli.checks.finding import Finding
-from baton.cli.errors import EXIT_BAD
-from baton.cli.options import DEFAULT_ENDPOINT, Json, add_config_options
+from baton.cli.errors import EXIT_FAILURE
+from baton.cli.options import DEFAULT_ENDPOINT, JsonOption, add_config_options
 from baton.config import Config
 
 
@@ -24,47 +24,47 @@ def doctor(
     endpoint: Annotated[
         str, typer.Option("--endpoint", envvar="BATON_ENDPOINT", metavar="HOST:PORT", help="Who may answer already")
     ] = DEFAULT_ENDPOINT,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check this machine and these settings (those of `baton up`), each with its fix.
 
     Exits with 1 if anything is bad; warnings do not count.
     """
-    findings = examine(settings, endpoint)
+    findings = run_checks(settings, endpoint)
     if as_json:
-        print(json.dumps({"ok": not _any_bad(findings), "checks": [asdict(one) for one in findings]}))
+        print(json.dumps({"ok": not _has_bad_finding(findings), "checks": [asdict(one) for one in findings]}))
     else:
-        _print(findings)
-    if _any_bad(findings):
-        raise typer.Exit(EXIT_BAD)
+        _print_findings(findings)
+    if _has_bad_finding(findings):
+        raise typer.Exit(EXIT_FAILURE)
 
 
-def examine(settings: Config, endpoint: str) -> list[Finding]:
+def run_checks(settings: Config, endpoint: str) -> list[Finding]:
     """Everything that is checked, in the order in which it is shown."""
-    found = machine.probe(model_folder.probe_arguments(settings))
+    found = machine.run_node_probe(model_folder.probe_arguments(settings))
     return [
-        machine.python_version(),
-        machine.torch_library(found),
-        machine.device(found, settings.device),
-        machine.triton_library(found),
-        machine.encryption(),
-        machine.cores(settings, len(os.sched_getaffinity(0))),
-        machine.open_files(settings),
-        *shared_memory.folder(settings),
-        *model_folder.model_folder(settings, found),
-        *network.network(settings, endpoint),
+        machine.check_python(),
+        machine.check_torch(found),
+        machine.check_device(found, settings.device),
+        machine.check_triton(found),
+        machine.check_encryption(),
+        machine.check_cores(settings, len(os.sched_getaffinity(0))),
+        machine.check_open_files(settings),
+        *shared_memory.check_segment_folder(settings),
+        *model_folder.check_model(settings, found),
+        *network.check_network(settings, endpoint),
     ]
 
 
-def _any_bad(findings: Sequence[Finding]) -> bool:
+def _has_bad_finding(findings: Sequence[Finding]) -> bool:
     return any(one.level == "bad" for one in findings)
 
 
-def _print(findings: Sequence[Finding]) -> None:
+def _print_findings(findings: Sequence[Finding]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from baton.cli.screen import screen
+    from baton.cli.screen import make_console
 
     colours = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "bad": "[red]bad[/]"}
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -72,4 +72,4 @@ def _print(findings: Sequence[Finding]) -> None:
         table.add_row(one.name, colours[one.level], escape(one.detail))
         if one.fix:
             table.add_row("", "", f"[bold]fix:[/] {escape(one.fix)}")
-    screen().print(table)
+    make_console().print(table)

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.errors import Bad
-from baton.cli.restarts import longest_stop
-from baton.config import resolve
+from baton.cli.errors import CommandFailed
+from baton.cli.restarts import max_stop_seconds
+from baton.config import resolve_config
 
-_PATIENCE = 5.0  # seconds beyond what the supervisor may need
+_STOP_MARGIN_SECONDS = 5.0  # seconds beyond what the supervisor may need
 
 
 def register(app: typer.Typer) -> None:
@@ -27,13 +27,13 @@ def down(
     Returns when no process and no shared memory of it is left.
     """
     from baton.cli import state
-    from baton.segment import sweep
+    from baton.segment import remove_stale_segments
 
     flags = {"port": port, "state_dir": state_dir, "segment_dir": segment_dir}
-    config = resolve({key: value for key, value in flags.items() if value is not None}, file=config_file)
-    folder = state.folder_of(config)
-    by_itself = state.stop_running(folder, longest_stop(config.drain_timeout) + _PATIENCE)
-    sweep(Path(config.segment_dir))
+    config = resolve_config({key: value for key, value in flags.items() if value is not None}, file=config_file)
+    folder = state.state_folder(config)
+    by_itself = state.stop_cluster(folder, max_stop_seconds(config.drain_timeout) + _STOP_MARGIN_SECONDS)
+    remove_stale_segments(Path(config.segment_dir))
     if not by_itself:
-        raise Bad(f"the cluster of {folder} did not end by itself: it was killed")
+        raise CommandFailed(f"the cluster of {folder} did not end by itself: it was killed")
     print("stopped")

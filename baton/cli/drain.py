@@ -6,12 +6,12 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.errors import Bad
+from baton.cli.errors import CommandFailed
 from baton.cli.generate import EXIT_INTERRUPTED
-from baton.cli.options import DEFAULT_ENDPOINT, AdminToken, Endpoint, Json
+from baton.cli.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
 
 CALL_TIMEOUT = 15.0  # seconds
-_LOOK_EVERY = 0.25  # seconds, at most
+_WATCH_INTERVAL = 0.25  # seconds, at most
 NodeArgument = Annotated[str, typer.Argument(metavar="NODE", help="A name that `baton status` shows")]
 
 
@@ -27,20 +27,20 @@ def drain(
         typer.Option(min=0.0, metavar="SECONDS", help="Then place elsewhere what is left; without it, all may finish"),
     ] = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Return when the node is empty, or at once")] = True,
-    as_json: Json = False,
-    endpoint: Endpoint = DEFAULT_ENDPOINT,
-    admin_token: AdminToken = "",
+    as_json: JsonOption = False,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    admin_token: AdminTokenOption = "",
 ) -> None:
     """Give NODE no new work, and wait until it is empty.
 
     What it holds goes on to its end. The node stays out of service, also when it restarts, until `baton undrain` (or
     until the coordinator restarts, which forgets it).
     """
-    from baton.cli.client import admin, connected
+    from baton.cli.client import admin_metadata, coordinator_channel
     from baton.pb import cluster_pb2, cluster_pb2_grpc
 
-    with connected(endpoint) as channel:
-        metadata = admin(admin_token)
+    with coordinator_channel(endpoint) as channel:
+        metadata = admin_metadata(admin_token)
         request = cluster_pb2.DrainRequest(node=node, timeout_seconds=timeout)
         answer = cluster_pb2_grpc.ClusterStub(channel).Drain(request, timeout=CALL_TIMEOUT, metadata=metadata)
         if answer.warning:
@@ -48,46 +48,46 @@ def drain(
         service = answer.service
         if wait:
             try:
-                service = _until_empty(channel, node, metadata, show=not as_json)
+                service = _wait_until_drained(channel, node, metadata, show=not as_json)
             except KeyboardInterrupt:
                 sys.stderr.write(f"\n{node} goes on draining; `baton undrain {node}` puts it back\n")
                 raise SystemExit(EXIT_INTERRUPTED) from None
-    _tell(node, service, as_json)
+    _print_service(node, service, as_json)
 
 
 def undrain(
-    node: NodeArgument, as_json: Json = False, endpoint: Endpoint = DEFAULT_ENDPOINT, admin_token: AdminToken = ""
+    node: NodeArgument, as_json: JsonOption = False, endpoint: EndpointOption = DEFAULT_ENDPOINT, admin_token: AdminTokenOption = ""
 ) -> None:
     """Put NODE back into service."""
-    from baton.cli.client import admin, connected
+    from baton.cli.client import admin_metadata, coordinator_channel
     from baton.pb import cluster_pb2, cluster_pb2_grpc
 
-    with connected(endpoint) as channel:
+    with coordinator_channel(endpoint) as channel:
         request = cluster_pb2.UndrainRequest(node=node)
         stub = cluster_pb2_grpc.ClusterStub(channel)
-        answer = stub.Undrain(request, timeout=CALL_TIMEOUT, metadata=admin(admin_token))
-    _tell(node, answer.service, as_json)
+        answer = stub.Undrain(request, timeout=CALL_TIMEOUT, metadata=admin_metadata(admin_token))
+    _print_service(node, answer.service, as_json)
 
 
-def _until_empty(channel: Any, name: str, metadata: Any, *, show: bool) -> str:
+def _wait_until_drained(channel: Any, name: str, metadata: Any, *, show: bool) -> str:
     """The state in which the wait ended. Raises Bad when somebody put the node back into service."""
-    from baton.cli.progress import Progress
-    from baton.cli.watching import watching
+    from baton.cli.progress import ProgressLine
+    from baton.cli.watching import watch_status
 
-    with Progress(sys.stderr if show else None) as progress, watching(channel, _LOOK_EVERY, metadata) as answers:
+    with ProgressLine(sys.stderr if show else None) as progress, watch_status(channel, _WATCH_INTERVAL, metadata) as answers:
         for answer in answers:
             node = next((one for one in answer.nodes if one.name == name), None)
             if node is None:
                 return "gone"
             if node.service == "in":
-                raise Bad(f"{name} was put back into service while it was draining")
+                raise CommandFailed(f"{name} was put back into service while it was draining")
             if node.service == "drained":
                 return "drained"
-            progress.show(remaining(node))
-    raise Bad(f"the coordinator stopped while {name} was draining")
+            progress.show_line(format_remaining(node))
+    raise CommandFailed(f"the coordinator stopped while {name} was draining")
 
 
-def remaining(node: Any) -> str:
+def format_remaining(node: Any) -> str:
     """What a draining node still has, in one line."""
     stats = node.stats
     held = stats.blocks_reserved + stats.blocks_writing + stats.blocks_in_use + stats.blocks_quarantined
@@ -95,7 +95,7 @@ def remaining(node: Any) -> str:
     return f"{node.name}: {node.placed} requests, {held} blocks held{left}"
 
 
-_WORDS = {
+_SERVICE_WORDS = {
     "in": "is in service",
     "draining": "is draining",
     "drained": "is drained: nothing is left there",
@@ -103,5 +103,5 @@ _WORDS = {
 }
 
 
-def _tell(node: str, service: str, as_json: bool) -> None:
+def _print_service(node: str, service: str, as_json: bool) -> None:
     print(json.dumps({"node": node, "service": service}) if as_json else f"{node} {_WORDS.get(service, service)}")

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.options import DEFAULT_ENDPOINT, AdminToken, Endpoint, Json
+from baton.cli.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
 
 CALL_TIMEOUT = 15.0  # seconds
 
@@ -22,27 +22,27 @@ def explain(
             help="Of an answer (its header x-baton-request-id, its id), or a client's x-request-id",
         ),
     ],
-    as_json: Json = False,
-    endpoint: Endpoint = DEFAULT_ENDPOINT,
-    admin_token: AdminToken = "",
+    as_json: JsonOption = False,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    admin_token: AdminTokenOption = "",
 ) -> None:
     """Show where the time of REQUEST_ID went.
 
     Works while it runs, and for the last requests that have ended (`--explain-keep` of `baton up`). Exits with 1 for
     one that is not known.
     """
-    from baton.cli.client import admin, connected
-    from baton.cli.plain import to_plain
+    from baton.cli.client import admin_metadata, coordinator_channel
+    from baton.cli.plain import message_to_dict
     from baton.pb import cluster_pb2, cluster_pb2_grpc
 
-    with connected(endpoint) as channel:
+    with coordinator_channel(endpoint) as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)
         request = cluster_pb2.ExplainRequest(request_id=request_id)
-        answer = stub.Explain(request, timeout=CALL_TIMEOUT, metadata=admin(admin_token))
+        answer = stub.Explain(request, timeout=CALL_TIMEOUT, metadata=admin_metadata(admin_token))
     if as_json:
-        print(json.dumps(to_plain(answer)))
+        print(json.dumps(message_to_dict(answer)))
         return
-    from baton.cli.screen import screen
-    from baton.cli.waterfall import render
+    from baton.cli.screen import make_console
+    from baton.cli.waterfall import render_explanation
 
-    screen().print(render(answer))
+    make_console().print(render_explanation(answer))

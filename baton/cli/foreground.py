@@ -13,20 +13,20 @@ import msgspec
 
 from baton import log, runtime
 from baton.cli import detach
-from baton.cli.output import LogFiles, Output, Relay
+from baton.cli.output import LogFiles, ChildOutput, LineRelay
 from baton.cli.ports import Endpoints
 from baton.cli.rotating_file import RotatingFile
-from baton.cli.supervisor import running
-from baton.config import Config, model_name
+from baton.cli.supervisor import running_cluster
+from baton.config import Config, get_served_model_name
 from baton.process import log_capture
-from baton.process.line_writer import Descriptor, LineWriter
+from baton.process.line_writer import DescriptorSink, LineWriter
 
 _STDOUT, _STDERR = 1, 2
-_ANNOUNCING = 10.0  # seconds for the caller of --detach to read the announcement
-_LAST_LINES = 1.0  # seconds to write the last lines of standard output
+_ANNOUNCE_TIMEOUT = 10.0  # seconds for the caller of --detach to read the announcement
+_FLUSH_TIMEOUT = 1.0  # seconds to write the last lines of standard output
 
 
-def supervise(config: Config, logs: Path | None, notes: Sequence[str]) -> int:
+def run_cluster(config: Config, logs: Path | None, notes: Sequence[str]) -> int:
     """Run the cluster until SIGTERM or SIGINT. With `logs` the children's lines go to files there, else to this
     terminal. `notes` are told at first. Returns the exit code."""
     on_terminal = os.isatty(_STDERR) and logs is None
@@ -36,35 +36,35 @@ def supervise(config: Config, logs: Path | None, notes: Sequence[str]) -> int:
         config = msgspec.structs.replace(config, log_format="console")  # children see a pipe, we know the terminal
     own = logs / "up.log" if logs else None
     sink = RotatingFile(own, config.log_max_bytes, config.log_backups, descriptor=_STDERR) if own else None
-    log.configure(config.log_level, config.log_format, sink=sink, node="up")
-    log_capture.install()
+    log.configure_logging(config.log_level, config.log_format, sink=sink, node="up")
+    log_capture.install_log_capture()
     if not config.core_dumps:
-        runtime.forbid_core_dumps()
-    tell = _tell_in_words if in_words else _tell_as_json
+        runtime.disable_core_dumps()
+    tell = _notify_as_text if in_words else _notify_as_json
     for note in notes if logs is None else ():  # else the caller's terminal has shown them
         tell(note)
-    output: Output = _log_files(logs, config) if logs else Relay(_show_in_words if in_words else _show_as_json)
-    stdout = LineWriter(Descriptor(_STDOUT), log.describe_drops, name="stdout")
+    output: ChildOutput = _open_log_files(logs, config) if logs else LineRelay(_write_text_line if in_words else _write_json_line)
+    stdout = LineWriter(DescriptorSink(_STDOUT), log.format_drop_notice, name="stdout")
 
     def announce(where: Endpoints) -> None:
-        said = _as_json(config, where) if announce_json else announcement(config, where)
+        said = _json_announcement(config, where) if announce_json else ready_announcement(config, where)
         for line in said.splitlines():
             stdout.write(line)
 
     try:
-        return runtime.run(
-            lambda stop: _run(config, output, tell, announce, stdout, stop, detached=logs is not None),
+        return runtime.run_event_loop(
+            lambda stop: _run_until_stopped(config, output, tell, announce, stdout, stop, detached=logs is not None),
             structured=config.log_format == "json",
         )
     finally:
         if isinstance(output, LogFiles):
             output.close()
-        stdout.flush(_LAST_LINES)
+        stdout.flush(_FLUSH_TIMEOUT)
 
 
-async def _run(
+async def _run_until_stopped(
     config: Config,
-    output: Output,
+    output: ChildOutput,
     tell: Callable[[str], None],
     announce: Callable[[Endpoints], None],
     stdout: LineWriter,
@@ -72,9 +72,9 @@ async def _run(
     *,
     detached: bool,
 ) -> None:
-    async with running(config, output, tell) as cluster:
-        log.get("up").info(f"starting {_shape(config)}: a warm-up token has to come through")
-        ready = asyncio.create_task(cluster.ready())
+    async with running_cluster(config, output, tell) as cluster:
+        log.get_logger("up").info(f"starting {_shape(config)}: a warm-up token has to come through")
+        ready = asyncio.create_task(cluster.wait_until_ready())
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait({ready, stopped}, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
@@ -84,37 +84,37 @@ async def _run(
             ready.result()
             announce(cluster.endpoints)
             if detached:
-                await asyncio.to_thread(stdout.flush, _ANNOUNCING)
-                detach.announced()
+                await asyncio.to_thread(stdout.flush, _ANNOUNCE_TIMEOUT)
+                detach.close_announcement()
         await stop.wait()
 
 
-def _log_files(logs: Path, config: Config) -> LogFiles:
+def _open_log_files(logs: Path, config: Config) -> LogFiles:
     return LogFiles(logs, config.log_max_bytes, config.log_backups)
 
 
-def _show_in_words(name: str, line: str) -> None:
-    log.write_line(f"{name:<12} {line}")
+def _write_text_line(name: str, line: str) -> None:
+    log.write_plain_line(f"{name:<12} {line}")
 
 
-def _tell_in_words(text: str) -> None:
-    _show_in_words("up", text)
+def _notify_as_text(text: str) -> None:
+    _write_text_line("up", text)
 
 
-def _show_as_json(name: str, line: str) -> None:
+def _write_json_line(name: str, line: str) -> None:
     """Our processes' lines are JSON and name their node; what a library writes by itself becomes JSON here."""
     if line.startswith("{") and line.endswith("}"):
-        log.write_line(line)
+        log.write_plain_line(line)
     elif line.strip():
-        log.get("output").info(line, node=name)
+        log.get_logger("output").info(line, node=name)
 
 
-def _tell_as_json(text: str) -> None:
-    log.get("up").warning(text)
+def _notify_as_json(text: str) -> None:
+    log.get_logger("up").warning(text)
 
 
-def _as_json(config: Config, where: Endpoints) -> str:
-    facts = {"event": "ready", "model": model_name(config), "prefill": config.prefill, "decode": config.decode}
+def _json_announcement(config: Config, where: Endpoints) -> str:
+    facts = {"event": "ready", "model": get_served_model_name(config), "prefill": config.prefill, "decode": config.decode}
     doors = {
         "mode": config.mode,
         "http": f"http://{where.http}/v1",
@@ -124,7 +124,7 @@ def _as_json(config: Config, where: Endpoints) -> str:
     return json.dumps(facts | doors)
 
 
-def announcement(config: Config, where: Endpoints) -> str:
+def ready_announcement(config: Config, where: Endpoints) -> str:
     """What `up` prints once a token has come through."""
     key = ' -H "Authorization: Bearer $BATON_API_KEY"' if config.api_key else ""
     prompt = "[1, 2, 3]" if config.engine == "paced" else '"Once upon a time"'  # the paced engine has no tokenizer
@@ -139,6 +139,6 @@ def announcement(config: Config, where: Endpoints) -> str:
     )
 
 
-def _shape(config: Config) -> str:
+def _describe_cluster(config: Config) -> str:
     nodes = f"{config.prefill} prefill + {config.decode} decode" if config.prefill else f"{config.decode} decode"
     return f"{model_name(config)}, {nodes}, {config.mode}"

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.options import DEFAULT_ENDPOINT, ApiKey, Endpoint, Json
+from baton.cli.options import DEFAULT_ENDPOINT, ApiKeyOption, EndpointOption, JsonOption
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
@@ -27,15 +27,15 @@ def generate(
     model: Annotated[str, typer.Option(help="May be left out when one model is served")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds that the request may take", min=0.001)] = 600.0,
     timeline: Annotated[bool, typer.Option("--timeline", help="Then show where the time went, on stderr")] = False,
-    as_json: Json = False,
-    endpoint: Endpoint = DEFAULT_ENDPOINT,
-    api_key: ApiKey = "",
+    as_json: JsonOption = False,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    api_key: ApiKeyOption = "",
 ) -> None:
     """Continue PROMPT.
 
     Standard output gets the answer and nothing else.
     """
-    from baton.cli.client import bearer, connected
+    from baton.cli.client import api_key_metadata, coordinator_channel
     from baton.pb import generation_pb2, generation_pb2_grpc
 
     request = generation_pb2.GenerateRequest(
@@ -48,21 +48,21 @@ def generate(
         seed=seed,
         ignore_eos=ignore_eos,
     )
-    with connected(endpoint) as channel:
+    with coordinator_channel(endpoint) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
-        call = stub.Generate(request, timeout=timeout, metadata=bearer(api_key))
+        call = stub.Generate(request, timeout=timeout, metadata=api_key_metadata(api_key))
         try:
-            whole = _collect(call) if as_json else _stream(call)
+            whole = _collect_answer(call) if as_json else _print_stream(call)
         except KeyboardInterrupt:
             call.cancel()
             raise SystemExit(EXIT_INTERRUPTED) from None
     if as_json:
-        print(json.dumps(_plain(whole), ensure_ascii=False))
+        print(json.dumps(_answer_to_dict(whole), ensure_ascii=False))
     if timeline:
-        _show_timeline(whole)
+        _print_timeline(whole)
 
 
-def _stream(call: Any) -> Any:
+def _print_stream(call: Any) -> Any:
     """Write the text as it comes. Returns the last message, which carries usage and timeline."""
     last = None
     for last in call:
@@ -72,7 +72,7 @@ def _stream(call: Any) -> Any:
     return last
 
 
-def _collect(call: Any) -> Any:
+def _collect_answer(call: Any) -> Any:
     """One message with the text and the token ids of them all."""
     text, ids, last = "", [], None
     for last in call:
@@ -84,16 +84,16 @@ def _collect(call: Any) -> Any:
     return last
 
 
-def _plain(message: Any) -> dict[str, Any]:
-    from baton.cli.plain import to_plain
+def _answer_to_dict(message: Any) -> dict[str, Any]:
+    from baton.cli.plain import message_to_dict
 
-    shown = to_plain(message)
+    shown = message_to_dict(message)
     shown["finish_reason"] = shown["finish_reason"].removeprefix("FINISH_REASON_").lower()
     return shown
 
 
-def _show_timeline(message: Any) -> None:
-    from baton.cli.screen import screen
-    from baton.cli.timeline import render
+def _print_timeline(message: Any) -> None:
+    from baton.cli.screen import make_console
+    from baton.cli.timeline import render_timeline
 
-    screen(stderr=True).print(render(message.timeline))
+    make_console(stderr=True).print(render_timeline(message.timeline))

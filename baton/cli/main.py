@@ -27,7 +27,7 @@ from baton.cli import (
     unbuilt,
     up,
 )
-from baton.cli.errors import exit_code, show_error
+from baton.cli.errors import exit_code, print_error
 from baton.errors import BatonError
 
 app = typer.Typer(
@@ -65,7 +65,7 @@ def main() -> None:
         app()
     except BatonError as error:
         # Settings that cannot be resolved name no format: then the variable does.
-        show_error(error, as_json=sys.argv[1:2] == ["up"] and os.environ.get("BATON_LOG_FORMAT") == "json")
+        print_error(error, as_json=sys.argv[1:2] == ["up"] and os.environ.get("BATON_LOG_FORMAT") == "json")
         sys.exit(exit_code(error))
 
 

@@ -9,24 +9,24 @@ import msgspec
 import typer
 
 from baton import config_flags
-from baton.config import Config, choices, description, resolve
+from baton.config import Config, get_field_choices, get_field_help, resolve_config
 
-Endpoint = Annotated[
+EndpointOption = Annotated[
     str, typer.Option("--endpoint", envvar="BATON_ENDPOINT", metavar="HOST:PORT", help="The coordinator's gRPC port")
 ]
 DEFAULT_ENDPOINT = "127.0.0.1:50051"
-ApiKey = Annotated[
+ApiKeyOption = Annotated[
     str,
     typer.Option("--api-key", envvar="BATON_API_KEY", metavar="KEY|@FILE", help="Needed if `up` was given one"),
 ]
-AdminToken = Annotated[
+AdminTokenOption = Annotated[
     str,
     typer.Option("--admin-token", envvar="BATON_ADMIN_TOKEN", metavar="KEY|@FILE", help="Needed if `up` was given one"),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON")]
 
 # The field that opens each panel of `up --help`; a panel reaches to the next one.
-PANELS = {
+PANEL_FIRST_FIELDS = {
     "model": "The model",
     "prefill": "The cluster",
     "host": "Where things listen",
@@ -37,7 +37,7 @@ PANELS = {
     "log_level": "Logs",
 }
 # A node's own settings, which `up` decides for each node.
-PER_NODE = frozenset({"coordinator", "name", "listen", "advertise", "health_port", "host_id"})
+PER_NODE_FIELDS = frozenset({"coordinator", "name", "listen", "advertise", "health_port", "host_id"})
 
 
 def add_config_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -46,11 +46,11 @@ def add_config_options(command: Callable[..., None]) -> Callable[..., None]:
     The wrapper resolves flag > environment > file > default. Raises ConfigError naming field, value and source.
     """
     own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "settings"]
-    parameters = [*own, *_file_options(), *_field_options()]
+    parameters = [*own, *_file_parameters(), *_field_parameters()]
 
     def wrapper(**values: Any) -> None:
         mine = {parameter.name: values.pop(parameter.name) for parameter in own}
-        command(settings=_resolve(values), **mine)
+        command(settings=_resolve_options(values), **mine)
 
     wrapper.__doc__ = command.__doc__
     wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -58,42 +58,42 @@ def add_config_options(command: Callable[..., None]) -> Callable[..., None]:
     return wrapper
 
 
-def _resolve(values: Mapping[str, Any]) -> Config:
+def _resolve_options(values: Mapping[str, Any]) -> Config:
     typed = {key: value for key, value in values.items() if value is not None and key in Config.__struct_fields__}
     assignments = values["config_assignments"] or []
-    return resolve(config_flags.given(Namespace(config_assignments=assignments, **typed)), file=values["config_file"])
+    return resolve_config(config_flags.get_typed_settings(Namespace(config_assignments=assignments, **typed)), file=values["config_file"])
 
 
-def _option(name: str, kind: Any, info: Any) -> inspect.Parameter:
+def _keyword_parameter(name: str, kind: Any, info: Any) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, info]
     )
 
 
-def _file_options() -> list[inspect.Parameter]:
+def _file_parameters() -> list[inspect.Parameter]:
     file = typer.Option("--config", metavar="FILE", help="TOML file of settings (BATON_CONFIG)")
     assignments = typer.Option(
         "--set", metavar="KEY=VALUE", help="Any setting by its name, such as dtype=float32; may be repeated"
     )
-    return [_option("config_file", str, file), _option("config_assignments", list[str], assignments)]
+    return [_keyword_parameter("config_file", str, file), _keyword_parameter("config_assignments", list[str], assignments)]
 
 
-def _field_options() -> Iterator[inspect.Parameter]:
+def _field_parameters() -> Iterator[inspect.Parameter]:
     panel = ""
     for field in msgspec.structs.fields(Config):
-        panel = PANELS.get(field.name, panel)
-        if field.name in PER_NODE:
+        panel = PANEL_FIRST_FIELDS.get(field.name, panel)
+        if field.name in PER_NODE_FIELDS:
             continue
         flag = "--" + field.name.replace("_", "-")
         if isinstance(field.default, bool):
-            info = typer.Option(f"{flag}/--no-{flag[2:]}", help=_help(field.name, ""), rich_help_panel=panel)
-            yield _option(field.name, bool, info)
+            info = typer.Option(f"{flag}/--no-{flag[2:]}", help=_help_text(field.name, ""), rich_help_panel=panel)
+            yield _keyword_parameter(field.name, bool, info)
             continue
-        metavar = "|".join(choices(field.name)) or {int: "N", float: "X"}.get(type(field.default), "TEXT")
-        text = _help(field.name, field.default)
-        yield _option(field.name, str, typer.Option(flag, metavar=metavar, help=text, rich_help_panel=panel))
+        metavar = "|".join(get_field_choices(field.name)) or {int: "N", float: "X"}.get(type(field.default), "TEXT")
+        text = _help_text(field.name, field.default)
+        yield _keyword_parameter(field.name, str, typer.Option(flag, metavar=metavar, help=text, rich_help_panel=panel))
 
 
-def _help(field: str, default: object) -> str:
-    text = description(field)
+def _help_text(field: str, default: object) -> str:
+    text = get_field_help(field)
     return f"{text} (default {default})".strip() if default != "" else text

@@ -5,22 +5,22 @@ from typing import Any
 from google.protobuf.message import Message
 
 
-def to_plain(message: Message) -> dict[str, Any]:
+def message_to_dict(message: Message) -> dict[str, Any]:
     """Every field of `message`, set or not. (protobuf's own JSON writes 64-bit numbers as strings.)"""
-    return {field.name: _value(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
+    return {field.name: _field_to_json(field, getattr(message, field.name)) for field in message.DESCRIPTOR.fields}
 
 
-def _value(field: Any, value: Any) -> Any:
+def _field_to_json(field: Any, value: Any) -> Any:
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         return dict(value)
     if field.is_repeated:
-        return [_scalar(field, item) for item in value]
-    return _scalar(field, value)
+        return [_scalar_to_json(field, item) for item in value]
+    return _scalar_to_json(field, value)
 
 
-def _scalar(field: Any, value: Any) -> Any:
+def _scalar_to_json(field: Any, value: Any) -> Any:
     if field.message_type is not None:
-        return to_plain(value)
+        return message_to_dict(value)
     if field.enum_type is not None:
         return field.enum_type.values_by_number[value].name
     return value

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 import msgspec
 
 from baton.cli.ports import Endpoints
-from baton.config import OTHER_VARIABLES, PREFIX, SECRETS, Config
+from baton.config import NON_SETTING_VARIABLES, ENV_PREFIX, SECRET_FIELDS, Config
 from baton.errors import ConfigError
-from baton.exposure import check_exposure
+from baton.exposure import check_coordinator_binds
 from baton.types import Role, mint_id
 
 COORDINATOR = "coordinator"
-POOL = "pool-0"
-_MODULES = {Role.PREFILL: "prefill_node", Role.DECODE: "decode_node"}
-_SECRETS_OF_NODES = frozenset({"cluster_token"})  # and of pools; the coordinator has every door, so every key
+POOL_NAME = "pool-0"
+_ROLE_MODULES = {Role.PREFILL: "prefill_node", Role.DECODE: "decode_node"}
+_NODE_SECRETS = frozenset({"cluster_token"})  # and of pools; the coordinator has every door, so every key
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class ChildSpec:
     name: str
     module: str
     environ: Mapping[str, str]
-    optional: bool = False  # the cluster goes on without it when it cannot start
+    is_optional: bool = False  # the cluster goes on without it when it cannot start
 
 
-def complete(config: Config) -> tuple[Config, list[str]]:
+def complete_config(config: Config) -> tuple[Config, list[str]]:
     """Fill in what `up` decides: the mode without prefill nodes, a token. Also returns what to tell the user. Raises
     ConfigError for a port that is open to others without its key."""
     changed: dict[str, object] = {}
@@ -42,7 +42,7 @@ def complete(config: Config) -> tuple[Config, list[str]]:
     if not config.cluster_token:
         changed["cluster_token"] = mint_id(256)
     completed = msgspec.structs.replace(config, **changed)
-    check_exposure(completed)
+    check_coordinator_binds(completed)
     return completed, notes
 
 
@@ -56,57 +56,57 @@ def threads_per_node(threads: str, nodes: int, cores: int) -> int:
     return int(threads)
 
 
-def children(
+def make_child_specs(
     config: Config, where: Endpoints, *, environ: Mapping[str, str], cores: int, supervisor: int
 ) -> tuple[ChildSpec, ...]:
     """The coordinator, the pool if there is one, then the nodes. `config` is complete and has real ports; `supervisor`
     is the pid to die with."""
-    roles = [(role, index) for role, count in _counts(config).items() for index in range(count)]
+    roles = [(role, index) for role, count in _role_counts(config).items() for index in range(count)]
     threads = str(threads_per_node(config.threads, len(roles), cores))
-    base = _inherited(environ) | _settings(config) | {"BATON_SUPERVISOR_PID": str(supervisor)}
+    base = _inherited_environ(environ) | _settings_environ(config) | {"BATON_SUPERVISOR_PID": str(supervisor)}
     base["OMP_WAIT_POLICY"] = environ.get("OMP_WAIT_POLICY", "passive")  # a spinning thread takes a neighbour's core
     base["GRPC_VERBOSITY"] = environ.get("GRPC_VERBOSITY", "ERROR")  # else it writes a line for each failed handshake
     front = base | {"OMP_NUM_THREADS": "1"}
-    base = {key: value for key, value in base.items() if key not in map(_variable, SECRETS - _SECRETS_OF_NODES)}
+    base = {key: value for key, value in base.items() if key not in map(_variable_name, SECRET_FIELDS - _NODE_SECRETS)}
     node = base | {
         "BATON_THREADS": threads,
         "BATON_COORDINATOR": where.cluster,
         "BATON_POOL": where.pool,
         "OMP_NUM_THREADS": environ.get("OMP_NUM_THREADS", threads),
     }
-    nodes = (ChildSpec(name, _MODULES[role], node | {"BATON_NAME": name}) for role, name in _names(roles))
-    return (ChildSpec(COORDINATOR, COORDINATOR, front), *_pool(base, where), *nodes)
+    nodes = (ChildSpec(name, _ROLE_MODULES[role], node | {"BATON_NAME": name}) for role, name in _named_roles(roles))
+    return (ChildSpec(COORDINATOR, COORDINATOR, front), *_pool_specs(base, where), *nodes)
 
 
-def _pool(base: Mapping[str, str], where: Endpoints) -> tuple[ChildSpec, ...]:
+def _pool_specs(base: Mapping[str, str], where: Endpoints) -> tuple[ChildSpec, ...]:
     if not where.pool:
         return ()
-    own = {"BATON_NAME": POOL, "BATON_COORDINATOR": where.cluster, "BATON_LISTEN": where.pool, "OMP_NUM_THREADS": "1"}
-    return (ChildSpec(POOL, "kv_pool", {**base, **own}, optional=True),)
+    own = {"BATON_NAME": POOL_NAME, "BATON_COORDINATOR": where.cluster, "BATON_LISTEN": where.pool, "OMP_NUM_THREADS": "1"}
+    return (ChildSpec(POOL_NAME, "kv_pool", {**base, **own}, is_optional=True),)
 
 
-def _counts(config: Config) -> dict[Role, int]:
+def _role_counts(config: Config) -> dict[Role, int]:
     return {Role.PREFILL: config.prefill, Role.DECODE: config.decode}
 
 
-def _names(roles: list[tuple[Role, int]]) -> list[tuple[Role, str]]:
+def _named_roles(roles: list[tuple[Role, int]]) -> list[tuple[Role, str]]:
     return [(role, f"{role.value}-{index}") for role, index in roles]
 
 
-def _inherited(environ: Mapping[str, str]) -> dict[str, str]:
+def _inherited_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """The user's environment without settings, which were resolved once and are passed on, and without what looks like
     one: who started `up` has been told of it."""
-    passed = OTHER_VARIABLES - {"BATON_CONFIG"}
-    return {key: value for key, value in environ.items() if not key.startswith(PREFIX) or key in passed}
+    passed = NON_SETTING_VARIABLES - {"BATON_CONFIG"}
+    return {key: value for key, value in environ.items() if not key.startswith(ENV_PREFIX) or key in passed}
 
 
-def _settings(config: Config) -> dict[str, str]:
+def _settings_environ(config: Config) -> dict[str, str]:
     values = {field: getattr(config, field) for field in Config.__struct_fields__}
     return {
-        _variable(field): str(value).lower() if isinstance(value, bool) else str(value)
+        _variable_name(field): str(value).lower() if isinstance(value, bool) else str(value)
         for field, value in values.items()
     }
 
 
-def _variable(field: str) -> str:
+def _variable_name(field: str) -> str:
     return "BATON_" + field.upper()

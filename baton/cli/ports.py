@@ -15,8 +15,8 @@ import msgspec
 from baton.config import Config
 from baton.errors import ConfigError
 
-_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
-FIELDS = {"port": "host", "grpc_port": "host", "admin_port": "admin_host", "cluster_port": "cluster_host"}
+_WILDCARD_LOOPBACKS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+PORT_FIELDS = {"port": "host", "grpc_port": "host", "admin_port": "admin_host", "cluster_port": "cluster_host"}
 _LOOPBACK = "127.0.0.1"  # where a pool listens: its nodes are on its host
 
 
@@ -31,14 +31,14 @@ class Endpoints:
     pool: str = ""  # if there is one
 
 
-def hold_all(config: Config) -> tuple[Config, list[socket.socket]]:
+def reserve_ports(config: Config) -> tuple[Config, list[socket.socket]]:
     """`config` with real port numbers, and the sockets that hold them. Raises ConfigError for a port in use."""
     held: dict[str, socket.socket] = {}
     try:
-        for field, host_field in FIELDS.items():
-            held[field] = hold(getattr(config, host_field), getattr(config, field), "--" + field.replace("_", "-"))
+        for field, host_field in PORT_FIELDS.items():
+            held[field] = reserve_port(getattr(config, host_field), getattr(config, field), "--" + field.replace("_", "-"))
         if config.has_pool:
-            held["pool_port"] = hold(_LOOPBACK, config.pool_port, "--pool-port")
+            held["pool_port"] = reserve_port(_LOOPBACK, config.pool_port, "--pool-port")
     except ConfigError:
         for one in held.values():
             one.close()
@@ -47,7 +47,7 @@ def hold_all(config: Config) -> tuple[Config, list[socket.socket]]:
     return msgspec.structs.replace(config, **ports), list(held.values())
 
 
-def hold(host: str, port: int, flag: str) -> socket.socket:
+def reserve_port(host: str, port: int, flag: str) -> socket.socket:
     """Bind without listening. Raises ConfigError naming the address and the flag that changes it."""
     held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -60,18 +60,18 @@ def hold(host: str, port: int, flag: str) -> socket.socket:
     return held
 
 
-def endpoints(config: Config) -> Endpoints:
+def cluster_endpoints(config: Config) -> Endpoints:
     """Of a configuration with real port numbers. A wildcard host is dialled at its loopback address."""
     return Endpoints(
-        http=address(config.host, config.port),
-        grpc=address(config.host, config.grpc_port),
-        admin=address(config.admin_host, config.admin_port),
-        cluster=address(config.cluster_host, config.cluster_port),
-        pool=address(_LOOPBACK, config.pool_port) if config.has_pool else "",
+        http=dial_address(config.host, config.port),
+        grpc=dial_address(config.host, config.grpc_port),
+        admin=dial_address(config.admin_host, config.admin_port),
+        cluster=dial_address(config.cluster_host, config.cluster_port),
+        pool=dial_address(_LOOPBACK, config.pool_port) if config.has_pool else "",
     )
 
 
-def address(host: str, port: int) -> str:
+def dial_address(host: str, port: int) -> str:
     """Where this machine dials what listens on `host`."""
-    host = _WILDCARDS.get(host, host)
+    host = _WILDCARD_LOOPBACKS.get(host, host)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -11,48 +11,48 @@ import sys
 from collections.abc import Sequence
 
 from baton.cli.client import CHANNEL_OPTIONS
-from baton.cli.errors import Bad, Unreachable, exit_code
-from baton.cli.ports import address, endpoints
-from baton.config import Config, resolve
+from baton.cli.errors import CommandFailed, EndpointUnreachable, exit_code
+from baton.cli.ports import dial_address, cluster_endpoints
+from baton.config import Config, resolve_config
 from baton.errors import BatonError, ConfigError
-from baton.exposure import host_part
+from baton.exposure import get_endpoint_host
 
-TIMEOUT = 4.0  # seconds
-_MAX_BODY = 1 << 16
+PROBE_TIMEOUT = 4.0  # seconds
+_MAX_BODY_BYTES = 1 << 16
 
 
-def probe_coordinator(config: Config, timeout: float = TIMEOUT) -> None:
+def probe_coordinator(config: Config, timeout: float = PROBE_TIMEOUT) -> None:
     """Ask /readyz of the admin port. Raises Bad with the coordinator's reason, or Unreachable."""
-    where = endpoints(config).admin
+    where = cluster_endpoints(config).admin
     headers = {"authorization": f"Bearer {config.admin_token}"} if config.admin_token else {}
     connection = http.client.HTTPConnection(where, timeout=timeout)
     try:
         connection.request("GET", "/readyz", headers=headers)
         with connection.getresponse() as answer:
-            body = answer.read(_MAX_BODY)
+            body = answer.read(_MAX_BODY_BYTES)
     except (OSError, http.client.HTTPException) as error:
-        raise Unreachable(f"no coordinator answers at {where}: {error}") from None
+        raise EndpointUnreachable(f"no coordinator answers at {where}: {error}") from None
     finally:
         connection.close()
     if answer.status != http.client.OK:
-        raise Bad(_reason(body) or f"/readyz answers {answer.status}")
+        raise CommandFailed(_error_message(body) or f"/readyz answers {answer.status}")
 
 
-def probe_node(config: Config, timeout: float = TIMEOUT) -> None:
+def probe_node(config: Config, timeout: float = PROBE_TIMEOUT) -> None:
     """Ask the node's gRPC health service. Raises Bad, Unreachable, or ConfigError without a fixed port."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
     if config.health_port < 1:
         raise ConfigError(f"health_port is {config.health_port}: a probe needs a fixed one", param="health_port")
-    where = address(host_part(config.listen), config.health_port)
+    where = dial_address(get_endpoint_host(config.listen), config.health_port)
     with grpc.insecure_channel(where, options=CHANNEL_OPTIONS) as channel:
         try:
             answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=timeout)
         except grpc.RpcError as error:
-            raise Unreachable(f"no node answers at {where}: {error.code().name}") from None
+            raise EndpointUnreachable(f"no node answers at {where}: {error.code().name}") from None
     if answer.status != health_pb2.HealthCheckResponse.SERVING:
-        raise Bad(f"the node at {where} is {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}")
+        raise CommandFailed(f"the node at {where} is {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}")
 
 
 PROBES = {"coordinator": probe_coordinator, "node": probe_node}
@@ -63,14 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("kind", choices=PROBES)
     kind = parser.parse_args(argv).kind
     try:
-        PROBES[kind](resolve({}))
+        PROBES[kind](resolve_config({}))
     except BatonError as error:
         sys.stderr.write(f"{error}\n")
         return exit_code(error)
     return 0
 
 
-def _reason(body: bytes) -> str:
+def _error_message(body: bytes) -> str:
     """The message of an error in OpenAI's shape, "" if it is none."""
     try:
         return str(json.loads(body)["error"]["message"])

@@ -2,7 +2,7 @@
 
 from baton.pb.cluster_pb2 import Ratio, RoleSwitch
 
-_ENDS = {
+_PHASE_WORDS = {
     "done": "verified",
     "recalled": "called back before it had left its role",
     "superseded": "wanted back before it counted",
@@ -10,7 +10,7 @@ _ENDS = {
 }
 
 
-def headline(ratio: Ratio) -> str:
+def format_ratio(ratio: Ratio) -> str:
     have = f"ratio {ratio.prefill}:{ratio.decode}"
     if not ratio.has_target:
         return f"{have}, as the nodes have joined"
@@ -22,24 +22,24 @@ def headline(ratio: Ratio) -> str:
     return f"{have}, {target} is asked for: {left}"
 
 
-def line(switch: RoleSwitch) -> str:
+def format_role_switch(switch: RoleSwitch) -> str:
     """One change of role: seconds of each phase, as far as it is."""
     seconds = (
         f"drain {switch.drain_seconds:.2f} s, switch {switch.switch_seconds:.2f} s, probe {switch.probe_seconds:.2f} s"
     )
-    state = _ENDS.get(switch.phase, switch.phase)
+    state = _PHASE_WORDS.get(switch.phase, switch.phase)
     left = f", {switch.placed} requests left" if switch.placed else ""
     detail = f" ({switch.detail})" if switch.detail else ""
     return f"{switch.node}: {switch.from_role} -> {switch.to_role}: {state}{detail}: {seconds}{left}"
 
 
-def steering(ratio: Ratio) -> str:
+def format_ratio_control(ratio: Ratio) -> str:
     """Who changes it, and why it is as it is."""
     served = f"; {ratio.good} of {ratio.ended} within it in the last minute" if ratio.ended else ""
     return f"automatic, for {ratio.slo}{served}: {ratio.reason}" if ratio.automatic else ratio.reason
 
 
-def progress(ratio: Ratio) -> str:
+def format_ratio_progress(ratio: Ratio) -> str:
     """One line while it goes on."""
     steps = ", ".join(f"{switch.node} {switch.phase}" for switch in ratio.switches)
     return f"{headline(ratio)} {f'({steps})' if steps else ''}".rstrip()

@@ -3,47 +3,47 @@ clock."""
 
 from collections.abc import Hashable
 
-FIRST_DELAY = 0.1  # seconds
-LONGEST_DELAY = 2.0
-SETTLED = 10.0  # a child that ran so long starts over with the first delay
-FROZEN_FOR = 10.0  # a child stopped for so long is killed: it may hold blocks that nobody may reuse
+INITIAL_DELAY = 0.1  # seconds
+MAX_DELAY = 2.0
+BACKOFF_RESET_SECONDS = 10.0  # a child that ran so long starts over with the first delay
+FROZEN_KILL_SECONDS = 10.0  # a child stopped for so long is killed: it may hold blocks that nobody may reuse
 MAX_FAILED_STARTS = 5  # before the cluster was ready for the first time
-TERM_PATIENCE = 15.0  # seconds from SIGTERM to SIGKILL, beyond what a drain may take
+TERM_GRACE_SECONDS = 15.0  # seconds from SIGTERM to SIGKILL, beyond what a drain may take
 
-_STOPPED = frozenset("Tt")  # /proc/PID/stat: stopped by a signal, or by a tracer
+_STOPPED_STATES = frozenset("Tt")  # /proc/PID/stat: stopped by a signal, or by a tracer
 
 
-def longest_stop(drain_timeout: float) -> float:
+def max_stop_seconds(drain_timeout: float) -> float:
     """Seconds in which a supervisor has ended everything: the coordinator drains, the nodes drain, the pool ends."""
-    return 2 * (drain_timeout + TERM_PATIENCE) + TERM_PATIENCE
+    return 2 * (drain_timeout + TERM_GRACE_SECONDS) + TERM_GRACE_SECONDS
 
 
-class Restarts:
+class RestartBackoff:
     """Exponential back-off of one child."""
 
     def __init__(self) -> None:
-        self.failures = 0  # in a row
+        self.consecutive_failures = 0  # in a row
 
-    def delay(self, ran: float) -> float:
+    def next_delay(self, ran: float) -> float:
         """Seconds to wait before the next start, given that the last run took `ran` seconds."""
-        self.failures = 1 if ran >= SETTLED else self.failures + 1
-        return float(min(LONGEST_DELAY, FIRST_DELAY * 2 ** (self.failures - 1)))
+        self.consecutive_failures = 1 if ran >= BACKOFF_RESET_SECONDS else self.consecutive_failures + 1
+        return float(min(MAX_DELAY, INITIAL_DELAY * 2 ** (self.consecutive_failures - 1)))
 
 
 class FrozenWatch:
     """Notices that a process has been stopped at every look for FROZEN_FOR seconds."""
 
     def __init__(self) -> None:
-        self._since: tuple[int, float] | None = None
+        self._stopped_since: tuple[int, float] | None = None
 
-    def frozen(self, pid: int, state: str, now: float) -> bool:
+    def check_frozen(self, pid: int, state: str, now: float) -> bool:
         """One look: `state` is the third field of /proc/PID/stat."""
-        if state not in _STOPPED:
-            self._since = None
+        if state not in _STOPPED_STATES:
+            self._stopped_since = None
             return False
-        if self._since is None or self._since[0] != pid:
-            self._since = (pid, now)
-        return now - self._since[1] >= FROZEN_FOR
+        if self._stopped_since is None or self._stopped_since[0] != pid:
+            self._stopped_since = (pid, now)
+        return now - self._stopped_since[1] >= FROZEN_KILL_SECONDS
 
 
 class LivenessWatch:
@@ -55,22 +55,22 @@ class LivenessWatch:
 
     def __init__(self) -> None:
         self._process: Hashable = None
-        self._heard = False
-        self._silent_looks = 0
+        self._has_shown_life = False
+        self._silent_checks = 0
 
-    def hear(self, process: Hashable) -> None:
+    def record_sign_of_life(self, process: Hashable) -> None:
         """A sign of life of this process came."""
-        self._process, self._heard, self._silent_looks = process, True, 0
+        self._process, self._has_shown_life, self._silent_checks = process, True, 0
 
-    def unresponsive(self, process: Hashable, state: str, looks: float) -> bool:
+    def check_unresponsive(self, process: Hashable, state: str, looks: float) -> bool:
         """One look at it: whether this is at least the `looks`-th in a row without a sign. A stopped process shows none
         and is FrozenWatch's to judge."""
-        if process != self._process or not self._heard:
+        if process != self._process or not self._has_shown_life:
             return False
-        self._silent_looks = 0 if state in _STOPPED else self._silent_looks + 1
-        return self._silent_looks > looks
+        self._silent_checks = 0 if state in _STOPPED_STATES else self._silent_checks + 1
+        return self._silent_checks > looks
 
 
-def state_of(stat: str) -> str:
+def parse_process_state(stat: str) -> str:
     """The state letter in the text of /proc/PID/stat. The command before it may hold spaces and brackets."""
     return stat[stat.rindex(")") + 2]

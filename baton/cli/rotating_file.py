@@ -18,7 +18,7 @@ class RotatingFile:
         now is dropped."""
         self._path = path
         self._max_bytes = max_bytes
-        self._backups = backups
+        self._max_backups = backups
         self._descriptor = descriptor
         self._open_flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (os.O_TRUNC if anew else 0)
         self._file: int | None = None
@@ -61,7 +61,7 @@ class RotatingFile:
             return False
 
     def _shift_backups(self) -> None:
-        names = [self._path, *(Path(f"{self._path}.{number}") for number in range(1, self._backups + 1))]
+        names = [self._path, *(Path(f"{self._path}.{number}") for number in range(1, self._max_backups + 1))]
         names[-1].unlink(missing_ok=True)
         for old, new in reversed(list(itertools.pairwise(names))):
             with contextlib.suppress(FileNotFoundError):

@@ -4,10 +4,10 @@ import sys
 
 from rich.console import Console
 
-_PIPE_WIDTH = 160  # columns, where there is no terminal to ask
+_WIDTH_WITHOUT_TERMINAL = 160  # columns, where there is no terminal to ask
 
 
-def screen(*, stderr: bool = False) -> Console:
+def make_console(*, stderr: bool = False) -> Console:
     """A console as wide as the terminal; wide enough for every table where there is none, so that nothing is cut."""
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else _PIPE_WIDTH)
+    return Console(stderr=stderr, width=None if stream.isatty() else _WIDTH_WITHOUT_TERMINAL)

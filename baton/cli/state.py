@@ -12,14 +12,14 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from baton.cli.errors import Bad
+from baton.cli.errors import CommandFailed
 from baton.config import Config
 from baton.errors import ConfigError
 
 _PID_FILE = "up.pid"
 
 
-def folder_of(config: Config, environ: Mapping[str, str] = os.environ) -> Path:
+def state_folder(config: Config, environ: Mapping[str, str] = os.environ) -> Path:
     """`--state-dir`, else a folder named by the HTTP port below $XDG_RUNTIME_DIR, ~/.baton or the temporary folder."""
     if config.state_dir:
         return Path(config.state_dir).absolute()
@@ -42,12 +42,12 @@ class PidFile:
             self._fd = os.open(folder / _PID_FILE, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise ConfigError(f"state folder {folder}: {error.strerror}: choose another with --state-dir") from None
-        if not _lock(self._fd):
+        if not _try_lock_pid_file(self._fd):
             owner = os.pread(self._fd, 32, 0).decode().strip()
             os.close(self._fd)
             raise ConfigError(f"a cluster runs from {folder} already (pid {owner}): stop it with `baton down`")
 
-    def write(self) -> None:
+    def write_pid(self) -> None:
         """Name this process. Apart from locking, because `--detach` locks before it forks."""
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
@@ -57,41 +57,41 @@ class PidFile:
         os.close(self._fd)
 
 
-def stop_running(folder: Path, patience: float) -> bool:
+def stop_cluster(folder: Path, patience: float) -> bool:
     """SIGTERM the supervisor of `folder` and wait for its end, `patience` seconds, then SIGKILL it (its children die
     with it). True when it ended by itself. Raises Bad when none runs."""
     try:
         fd = os.open(folder / _PID_FILE, os.O_RDONLY)
     except OSError:
-        raise Bad(f"no cluster runs from {folder}: name it with --port or --state-dir") from None
+        raise CommandFailed(f"no cluster runs from {folder}: name it with --port or --state-dir") from None
     try:
         text = os.pread(fd, 32, 0).strip()
         handle = os.pidfd_open(int(text)) if text else None
         # The lock is looked at after the handle is open: held, it proves that the handle is the supervisor's.
-        if handle is None or _lock(fd):
-            raise Bad(f"no cluster runs from {folder}: name it with --port or --state-dir")
+        if handle is None or _try_lock_pid_file(fd):
+            raise CommandFailed(f"no cluster runs from {folder}: name it with --port or --state-dir")
     except ProcessLookupError:
-        raise Bad(f"no cluster runs from {folder}: name it with --port or --state-dir") from None
+        raise CommandFailed(f"no cluster runs from {folder}: name it with --port or --state-dir") from None
     finally:
         os.close(fd)
     try:
         signal.pidfd_send_signal(handle, signal.SIGTERM)
-        if _ended(handle, patience):
+        if _wait_for_exit(handle, patience):
             return True
         signal.pidfd_send_signal(handle, signal.SIGKILL)
-        _ended(handle, patience)
+        _wait_for_exit(handle, patience)
         return False
     finally:
         os.close(handle)
 
 
-def _ended(handle: int, patience: float) -> bool:
+def _wait_for_exit(handle: int, patience: float) -> bool:
     poll = select.poll()
     poll.register(handle, select.POLLIN)
     return bool(poll.poll(patience * 1000))
 
 
-def _lock(fd: int) -> bool:
+def _try_lock_pid_file(fd: int) -> bool:
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -5,56 +5,56 @@ from typing import Any
 
 import typer
 
-from baton.cli.errors import EXIT_BAD
-from baton.cli.options import DEFAULT_ENDPOINT, AdminToken, Endpoint, Json
+from baton.cli.errors import EXIT_FAILURE
+from baton.cli.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
 
 
 def register(app: typer.Typer) -> None:
     app.command("status")(status)
 
 
-def status(as_json: Json = False, endpoint: Endpoint = DEFAULT_ENDPOINT, admin_token: AdminToken = "") -> None:
+def status(as_json: JsonOption = False, endpoint: EndpointOption = DEFAULT_ENDPOINT, admin_token: AdminTokenOption = "") -> None:
     """Show nodes, roles, load and cache.
 
     Exits with 1 while the cluster is not ready.
     """
-    from baton.cli.client import admin, connected
-    from baton.cli.plain import to_plain
+    from baton.cli.client import admin_metadata, coordinator_channel
+    from baton.cli.plain import message_to_dict
     from baton.pb import cluster_pb2, cluster_pb2_grpc
 
-    with connected(endpoint) as channel:
+    with coordinator_channel(endpoint) as channel:
         stub = cluster_pb2_grpc.ClusterStub(channel)
-        answer = stub.Status(cluster_pb2.StatusRequest(), timeout=10.0, metadata=admin(admin_token))
+        answer = stub.Status(cluster_pb2.StatusRequest(), timeout=10.0, metadata=admin_metadata(admin_token))
     if as_json:
-        print(json.dumps(to_plain(answer)))
+        print(json.dumps(message_to_dict(answer)))
     else:
         _print_table(answer)
     if not answer.ready:
-        raise typer.Exit(EXIT_BAD)
+        raise typer.Exit(EXIT_FAILURE)
 
 
 def _print_table(answer: Any) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from baton.cli.ratio_view import progress
-    from baton.cli.screen import screen
+    from baton.cli.ratio_view import format_ratio_progress
+    from baton.cli.screen import make_console
 
-    console = screen()
+    console = make_console()
     state = "[green]ready[/]" if answer.ready else f"[red]not ready[/]: {escape(answer.reason)}"
     model = escape(answer.model or "-")
     console.print(f"{state}  model {model}  mode {answer.mode}  queued {answer.queued}  running {answer.running}")
-    console.print(escape(progress(answer.ratio)))
+    console.print(escape(format_ratio_progress(answer.ratio)))
     for notice in answer.notices:
         console.print(f"[yellow]{escape(notice)}[/]")
-    console.print(_degradation(answer))
+    console.print(_format_degradation(answer))
     table = Table(box=None, header_style="bold")
     for heading in ("node", "role", "service", "pid", "placed", "running", "waiting"):
         table.add_column(heading, no_wrap=True)
     for heading in ("blocks free", "cached", "in use", "held", "heard ago", "up"):
         table.add_column(heading, justify="right")
     for node in sorted(answer.nodes, key=lambda node: str(node.name)):
-        table.add_row(*map(escape, _row(node)))
+        table.add_row(*map(escape, _node_row(node)))
     console.print(table)
     for node in answer.nodes:
         if slots := node.stats.counters["baton_pool_disk_slots"]:
@@ -63,7 +63,7 @@ def _print_table(answer: Any) -> None:
             )
 
 
-def _degradation(answer: Any) -> str:
+def _format_degradation(answer: Any) -> str:
     """What is given up and what would be next. Why a step cannot help is told by `--json`."""
     taken = [f"{one.step} for {one.seconds:.0f} s" for one in answer.degradation if one.active]
     able = [one.step for one in answer.degradation if not one.active and not one.cannot_help]
@@ -71,7 +71,7 @@ def _degradation(answer: Any) -> str:
     return f"pressure {answer.pressure:.2f}{given_up}, next at 1: {able[0] if able else 'nothing that could help'}"
 
 
-def _row(node: Any) -> list[str]:
+def _node_row(node: Any) -> list[str]:
     stats = node.stats
     held = stats.blocks_reserved + stats.blocks_writing + stats.blocks_quarantined
     numbers = (node.pid, node.placed, stats.running, stats.waiting)

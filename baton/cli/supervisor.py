@@ -9,27 +9,27 @@ from pathlib import Path
 from types import MappingProxyType
 
 from baton import clock, log
-from baton.cli.child import Child
-from baton.cli.health import serving
-from baton.cli.output import Output
-from baton.cli.plan import children
-from baton.cli.ports import Endpoints, endpoints
-from baton.cli.restarts import TERM_PATIENCE
+from baton.cli.child import ChildProcess
+from baton.cli.health import wait_until_serving
+from baton.cli.output import ChildOutput
+from baton.cli.plan import make_child_specs
+from baton.cli.ports import Endpoints, cluster_endpoints
+from baton.cli.restarts import TERM_GRACE_SECONDS
 from baton.config import Config
-from baton.segment import sweep
+from baton.segment import remove_stale_segments
 
-_LOOK_EVERY = 1.0  # seconds between looks for children that stand still
+_CHECK_INTERVAL = 1.0  # seconds between looks for children that stand still
 
 
 class Supervisor:
     """What a caller sees of a running cluster. Made by `running`."""
 
     def __init__(
-        self, config: Config, output: Output, tell: Callable[[str], None], own: Mapping[str, Mapping[str, str]]
+        self, config: Config, output: ChildOutput, tell: Callable[[str], None], own: Mapping[str, Mapping[str, str]]
     ) -> None:
         self.config = config
-        self.endpoints: Endpoints = endpoints(config)
-        specs = children(
+        self.endpoints: Endpoints = cluster_endpoints(config)
+        specs = make_child_specs(
             config,
             self.endpoints,
             environ=os.environ,
@@ -37,50 +37,50 @@ class Supervisor:
             supervisor=os.getpid(),
         )
         specs = tuple(replace(spec, environ={**spec.environ, **own.get(spec.name, {})}) for spec in specs)
-        self._children = [Child(spec, output, tell) for spec in specs]
+        self._children = [ChildProcess(spec, output, tell) for spec in specs]
 
-    def pids(self) -> dict[str, int]:
+    def get_pids(self) -> dict[str, int]:
         """Pid by name of the children that run at this moment."""
         return {child.spec.name: child.pid for child in self._children if child.pid is not None}
 
-    async def ready(self) -> None:
+    async def wait_until_ready(self) -> None:
         """Return once the coordinator serves: a warm-up token has gone through the whole cluster."""
-        await serving(self.endpoints.grpc)
+        await wait_until_serving(self.endpoints.grpc)
         for child in self._children:
-            child.starting = False
+            child.is_starting = False
 
-    async def keep(self) -> None:
-        """Run all children until `stop()`. Raises what `Child.keep` raises, for the first that cannot start."""
+    async def run(self) -> None:
+        """Run all children until `stop()`. Raises what `ChildProcess.run` raises, for the first that cannot start."""
         async with asyncio.TaskGroup() as group:
-            watch = group.create_task(self._watch())
-            await asyncio.wait([group.create_task(child.keep()) for child in self._children])
+            watch = group.create_task(self._watch_children())
+            await asyncio.wait([group.create_task(child.run()) for child in self._children])
             watch.cancel()
 
     async def stop(self) -> None:
         """The coordinator first: it refuses what is new and waits for what runs. Then the nodes, all at once, each of
         which may drain as long, and the pool that they use."""
         coordinator, *others = self._children
-        drain = self.config.drain_timeout + TERM_PATIENCE
+        drain = self.config.drain_timeout + TERM_GRACE_SECONDS
         await coordinator.stop(drain)
-        for pools, patience in ((False, drain), (True, TERM_PATIENCE)):
-            await asyncio.gather(*(one.stop(patience) for one in others if one.spec.optional is pools))
+        for pools, patience in ((False, drain), (True, TERM_GRACE_SECONDS)):
+            await asyncio.gather(*(one.stop(patience) for one in others if one.spec.is_optional is pools))
 
-    async def _watch(self) -> None:
-        looks = self.config.liveness_timeout / _LOOK_EVERY
+    async def _watch_children(self) -> None:
+        looks = self.config.liveness_timeout / _CHECK_INTERVAL
         while True:
-            await asyncio.sleep(_LOOK_EVERY)
+            await asyncio.sleep(_CHECK_INTERVAL)
             for child in self._children:
                 try:
-                    child.kill_if_frozen(clock.steady())
-                    child.end_if_unresponsive(looks, _LOOK_EVERY)
+                    child.kill_if_frozen(clock.monotonic_clock())
+                    child.abort_if_unresponsive(looks, _CHECK_INTERVAL)
                 except Exception as error:  # a look that fails must not be the last one
-                    log.get("up").error("a look at a child failed", child=child.spec.name, **log.describe_error(error))
+                    log.get_logger("up").error("a look at a child failed", child=child.spec.name, **log.get_error_fields(error))
 
 
 @asynccontextmanager
-async def running(
+async def running_cluster(
     config: Config,
-    output: Output,
+    output: ChildOutput,
     tell: Callable[[str], None],
     own: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
 ) -> AsyncIterator[Supervisor]:
@@ -93,10 +93,10 @@ async def running(
     supervisor = Supervisor(config, output, tell, own)
     try:
         async with asyncio.TaskGroup() as group:
-            group.create_task(supervisor.keep())
+            group.create_task(supervisor.run())
             try:
                 yield supervisor
             finally:
                 await supervisor.stop()
     finally:
-        sweep(Path(config.segment_dir))
+        remove_stale_segments(Path(config.segment_dir))

@@ -9,7 +9,7 @@ import typer
 
 from baton.errors import ConfigError
 
-_LEAST = 16  # characters: a hash of less could be guessed back
+_MIN_KEY_CHARACTERS = 16  # characters: a hash of less could be guessed back
 
 
 def register(app: typer.Typer) -> None:
@@ -23,7 +23,7 @@ def hash_key(
 ) -> None:
     """Read a key from standard input and print its hash for the file of tenants."""
     key = secrets.token_urlsafe(32) if new else sys.stdin.readline().strip()
-    if len(key) < _LEAST:
+    if len(key) < _MIN_KEY_CHARACTERS:
         raise ConfigError(f"the key has {len(key)} characters: at least {_LEAST}, or let --new make one")
     if new:
         print(key)

@@ -7,41 +7,41 @@ from rich.text import Text
 from baton.pb.common_pb2 import HandoffReport, Timeline
 
 STAGES = ("queue", "reserve", "prefill", "transfer", "first_token")
-_BAR = 40  # characters
+_BAR_WIDTH = 40  # characters
 
 
-def stages(timeline: Timeline) -> dict[str, float]:
+def stage_seconds(timeline: Timeline) -> dict[str, float]:
     """Seconds by stage; together they make up the time to the first token."""
     return {name: float(getattr(timeline, name)) for name in STAGES}
 
 
-def landed_early(report: HandoffReport) -> float:
+def early_arrival_share(report: HandoffReport) -> float:
     """Share of slabs that had landed on the decode node before the last layer was computed, 0 to 1."""
     return report.slabs_landed_before_last_layer / report.slabs if report.slabs else 0.0
 
 
-def render(timeline: Timeline) -> RenderableType:
+def render_timeline(timeline: Timeline) -> RenderableType:
     """The stage table, and below it where the request ran and what its hand-off did."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading, justify in (("stage", "left"), ("ms", "right"), ("", "left")):
         table.add_column(heading, justify="right" if justify == "right" else "left")
-    for name, seconds in stages(timeline).items():
-        width = round(_BAR * seconds / timeline.ttft) if timeline.ttft else 0
+    for name, seconds in stage_seconds(timeline).items():
+        width = round(_BAR_WIDTH * seconds / timeline.ttft) if timeline.ttft else 0
         table.add_row(name.replace("_", " "), f"{seconds * 1e3:.1f}", "█" * width)
     table.add_row("[bold]time to first token[/]", f"[bold]{timeline.ttft * 1e3:.1f}[/]", "the sum")
     table.add_row("whole request", f"{timeline.total * 1e3:.1f}", "")
     return Group(
-        table, Text(_where(timeline)), *([Text(handoff_line(timeline.handoff))] if timeline.handoff.slabs else [])
+        table, Text(_placement_line(timeline)), *([Text(format_handoff(timeline.handoff))] if timeline.handoff.slabs else [])
     )
 
 
-def _where(timeline: Timeline) -> str:
+def _placement_line(timeline: Timeline) -> str:
     by = timeline.prefill_node or "no prefill node"
     tries = "" if timeline.attempts <= 1 else f", {timeline.attempts} attempts"
     return f"prefill: {by}   decode: {timeline.decode_node or 'none'}{tries}"
 
 
-def handoff_line(report: HandoffReport) -> str:
+def format_handoff(report: HandoffReport) -> str:
     return (
         f"hand-off: {report.bytes / 1e6:.2f} MB over {report.transport} in {report.slabs} slabs, "
         f"{landed_early(report):.0%} landed before the last layer was computed\n"

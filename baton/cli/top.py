@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.errors import Unreachable
-from baton.cli.options import DEFAULT_ENDPOINT, AdminToken, Endpoint, Json
+from baton.cli.errors import EndpointUnreachable
+from baton.cli.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
 
 if TYPE_CHECKING:
-    from baton.cli.top_view import Rates
+    from baton.cli.top_view import ClusterRates
 
-Frames = Iterator[tuple[Any, "Rates"]]
+StatusFrames = Iterator[tuple[Any, "ClusterRates"]]
 
 
 def register(app: typer.Typer) -> None:
@@ -25,54 +25,54 @@ def register(app: typer.Typer) -> None:
 def top(
     interval: Annotated[float, typer.Option(min=0.1, max=60.0, metavar="SECONDS", help="Between two looks")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="One look, with rates over one interval")] = False,
-    as_json: Json = False,
-    endpoint: Endpoint = DEFAULT_ENDPOINT,
-    admin_token: AdminToken = "",
+    as_json: JsonOption = False,
+    endpoint: EndpointOption = DEFAULT_ENDPOINT,
+    admin_token: AdminTokenOption = "",
 ) -> None:
     """Show nodes, load, cache, hand-offs and latencies, live.
 
     Ctrl-C ends it. Where there is no terminal it prints one look after the other; --json prints one object a line.
     """
-    from baton.cli.client import admin, connected
-    from baton.cli.watching import watching
+    from baton.cli.client import admin_metadata, coordinator_channel
+    from baton.cli.watching import watch_status
 
-    with connected(endpoint) as channel, watching(channel, interval, admin(admin_token)) as answers:
-        frames = islice(_frames(answers), 1, 2) if once else _frames(answers)
+    with coordinator_channel(endpoint) as channel, watch_status(channel, interval, admin_metadata(admin_token)) as answers:
+        frames = islice(_status_frames(answers), 1, 2) if once else _status_frames(answers)
         try:
-            _show(frames, as_json=as_json, live=not once and sys.stdout.isatty())
+            _print_frames(frames, as_json=as_json, live=not once and sys.stdout.isatty())
         except KeyboardInterrupt:
             return
     if not once:
-        raise Unreachable("the coordinator has stopped")
+        raise EndpointUnreachable("the coordinator has stopped")
 
 
-def _frames(answers: Iterator[Any]) -> Frames:
+def _status_frames(answers: Iterator[Any]) -> StatusFrames:
     """Each status, with what has happened since the one before."""
-    from baton.cli.top_view import rates
+    from baton.cli.top_view import compute_rates
 
     before = None
     for answer in answers:
-        yield answer, rates(before, answer)
+        yield answer, compute_rates(before, answer)
         before = answer
 
 
-def _show(frames: Frames, *, as_json: bool, live: bool) -> None:
+def _print_frames(frames: StatusFrames, *, as_json: bool, live: bool) -> None:
     if as_json:
-        from baton.cli.plain import to_plain
+        from baton.cli.plain import message_to_dict
 
         for status, speed in frames:
-            print(json.dumps({**to_plain(status), "rates": asdict(speed)}), flush=True)
+            print(json.dumps({**message_to_dict(status), "rates": asdict(speed)}), flush=True)
         return
     from rich.live import Live
 
-    from baton.cli.screen import screen
-    from baton.cli.top_view import render
+    from baton.cli.screen import make_console
+    from baton.cli.top_view import render_top
 
-    console = screen()
+    console = make_console()
     if not live:
         for status, speed in frames:
-            console.print(render(status, speed))
+            console.print(render_top(status, speed))
         return
     with Live(console=console, screen=True, auto_refresh=False) as view:
         for status, speed in frames:
-            view.update(render(status, speed), refresh=True)
+            view.update(render_top(status, speed), refresh=True)

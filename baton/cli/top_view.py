@@ -6,12 +6,12 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from baton.cli.pool_view import PoolRates, pool_line, pool_rates, total
-from baton.cli.ratio_view import progress
+from baton.cli.pool_view import PoolRates, format_pools, compute_pool_rates, sum_counter
+from baton.cli.ratio_view import format_ratio_progress
 from baton.pb.cluster_pb2 import NodeStatus, StatusResponse
 
-_CELLS = 16  # of the bar that stands for a node's cache
-_SERVICE = {
+_BAR_CELLS = 16  # of the bar that stands for a node's cache
+_SERVICE_WORDS = {
     "in": "in service",
     "draining": "[yellow]draining[/]",
     "drained": "[red]drained[/]",
@@ -20,7 +20,7 @@ _SERVICE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class ClusterRates:
     """A second, between two statuses; all 0 when there is only one."""
 
     tokens: float = 0.0
@@ -32,35 +32,35 @@ class Rates:
     pool: PoolRates = field(default_factory=PoolRates)
 
 
-def rates(before: StatusResponse | None, now: StatusResponse) -> Rates:
+def compute_rates(before: StatusResponse | None, now: StatusResponse) -> ClusterRates:
     """A coordinator that has restarted in between counts from 0 again: then there is nothing to compare with."""
     seconds = now.clock_seconds - before.clock_seconds if before is not None else 0.0
     if before is None or seconds <= 0:
-        return Rates()
+        return ClusterRates()
 
     def grown(name: str, **labels: str) -> float:
-        return max(0.0, total(now.counters, name, **labels) - total(before.counters, name, **labels)) / seconds
+        return max(0.0, sum_counter(now.counters, name, **labels) - sum_counter(before.counters, name, **labels)) / seconds
 
     ended = grown("baton_requests_total")
     well = sum(grown("baton_requests_total", outcome=outcome) for outcome in ("stop", "length"))
-    return Rates(
+    return ClusterRates(
         tokens=grown("baton_generated_tokens_total"),
         requests=ended,
         failed=max(0.0, ended - well),
         replaced=grown("baton_replaced_total"),
         handoffs=grown("baton_handoffs_total", outcome="committed"),
         handoff_bytes=grown("baton_handoff_bytes_total"),
-        pool=pool_rates(before, now, seconds),
+        pool=compute_pool_rates(before, now, seconds),
     )
 
 
-def render(status: StatusResponse, speed: Rates) -> RenderableType:
-    lines = [_headline(status), escape(progress(status.ratio)), _traffic(status, speed), _latency(status)]
-    pool = pool_line(status, speed.pool)
-    return Group(*lines, *([pool] if pool else []), _nodes(status))
+def render_top(status: StatusResponse, speed: ClusterRates) -> RenderableType:
+    lines = [_readiness_line(status), escape(format_ratio_progress(status.ratio)), _traffic_line(status, speed), _latency_line(status)]
+    pool = format_pools(status, speed.pool)
+    return Group(*lines, *([pool] if pool else []), _node_table(status))
 
 
-def _headline(status: StatusResponse) -> str:
+def _readiness_line(status: StatusResponse) -> str:
     ready = "[green]ready[/]" if status.ready else f"[red]not ready[/]: {escape(status.reason)}"
     return (
         f"{ready}  {escape(status.model)}  {status.mode}  "
@@ -68,8 +68,8 @@ def _headline(status: StatusResponse) -> str:
     )
 
 
-def _traffic(status: StatusResponse, speed: Rates) -> str:
-    committed = total(status.counters, "baton_handoffs_total", outcome="committed")
+def _traffic_line(status: StatusResponse, speed: ClusterRates) -> str:
+    committed = sum_counter(status.counters, "baton_handoffs_total", outcome="committed")
     return (
         f"{speed.tokens:.1f} tokens/s  {speed.requests:.2f} requests/s  {speed.failed:.2f} failed/s  "
         f"{speed.replaced:.2f} placed again/s  hand-offs {speed.handoffs:.2f}/s, "
@@ -77,7 +77,7 @@ def _traffic(status: StatusResponse, speed: Rates) -> str:
     )
 
 
-def _latency(status: StatusResponse) -> str:
+def _latency_line(status: StatusResponse) -> str:
     seen = status.latency
     if not seen.requests:
         return f"no request has ended in the last {seen.window_seconds:.0f} s"
@@ -88,7 +88,7 @@ def _latency(status: StatusResponse) -> str:
     )
 
 
-def _nodes(status: StatusResponse) -> Table:
+def _node_table(status: StatusResponse) -> Table:
     table = Table(box=None, header_style="bold")
     for heading in ("node", "role", "service"):
         table.add_column(heading, no_wrap=True)
@@ -102,27 +102,27 @@ def _nodes(status: StatusResponse) -> Table:
         table.add_row(
             escape(node.name),
             node.role,
-            _SERVICE.get(node.service, node.service),
+            _SERVICE_WORDS.get(node.service, node.service),
             *map(str, numbers),
-            _cache(node),
+            _cache_bar(node),
             f"{node.heard_seconds_ago:.1f} s",
         )
     return table
 
 
-def _cache(node: NodeStatus) -> str:
+def _cache_bar(node: NodeStatus) -> str:
     stats = node.stats
     if not stats.blocks_total:
         return "not heard yet"
     held = stats.blocks_reserved + stats.blocks_writing + stats.blocks_quarantined
-    used = _cells(stats.blocks_in_use, stats.blocks_total)
-    waiting = _cells(held, stats.blocks_total)
-    cached = _cells(stats.blocks_cached, stats.blocks_total)
-    rest = max(0, _CELLS - used - waiting - cached)
+    used = _to_cells(stats.blocks_in_use, stats.blocks_total)
+    waiting = _to_cells(held, stats.blocks_total)
+    cached = _to_cells(stats.blocks_cached, stats.blocks_total)
+    rest = max(0, _BAR_CELLS - used - waiting - cached)
     bar = f"[cyan]{'█' * used}[/][yellow]{'█' * waiting}[/][blue]{'▒' * cached}[/]{'·' * rest}"
     return f"{bar} {stats.blocks_in_use}+{held}+{stats.blocks_cached} of {stats.blocks_total}"
 
 
-def _cells(blocks: int, of: int) -> int:
+def _to_cells(blocks: int, of: int) -> int:
     """Rounded up: any block shows."""
-    return -(-blocks * _CELLS // of)
+    return -(-blocks * _BAR_CELLS // of)

@@ -4,22 +4,22 @@ from collections.abc import Callable, Mapping
 
 import typer
 
-from baton.cli.errors import Bad
+from baton.cli.errors import CommandFailed
 
-COMMANDS = {
+UNAVAILABLE_COMMANDS = {
     "plan": "Recommend a ratio for a workload",
 }
 
 
-def not_available(what: str) -> Bad:
-    return Bad(f"{what} is not available in this version")
+def not_available_error(what: str) -> CommandFailed:
+    return CommandFailed(f"{what} is not available in this version")
 
 
 def register(app: typer.Typer) -> None:
-    refuse_later(app, "", COMMANDS)
+    register_unavailable(app, "", UNAVAILABLE_COMMANDS)
 
 
-def refuse_later(app: typer.Typer, group: str, commands: Mapping[str, str]) -> None:
+def register_unavailable(app: typer.Typer, group: str, commands: Mapping[str, str]) -> None:
     """Give `app`, the commands of `group`, some that refuse when they are called; with their help texts."""
     for name, text in commands.items():
         app.command(
@@ -27,11 +27,11 @@ def refuse_later(app: typer.Typer, group: str, commands: Mapping[str, str]) -> N
             help=text + ".",
             rich_help_panel="Not available in this version",
             context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-        )(_refusal(f"{group} {name}".strip()))
+        )(_make_refusal(f"{group} {name}".strip()))
 
 
-def _refusal(name: str) -> Callable[[], None]:
+def _make_refusal(name: str) -> Callable[[], None]:
     def refuse() -> None:
-        raise not_available(f"baton {name}")
+        raise not_available_error(f"baton {name}")
 
     return refuse

@@ -9,14 +9,14 @@ from typing import Annotated
 import msgspec
 import typer
 
-from baton.cli.errors import exit_code, show_error
+from baton.cli.errors import exit_code, print_error
 from baton.cli.options import add_config_options
-from baton.cli.unbuilt import not_available
-from baton.config import Config, unknown_variables
+from baton.cli.unbuilt import not_available_error
+from baton.config import Config, find_unknown_variables
 from baton.errors import BatonError
 
-UNBUILT = ("quantize",)
-_Unbuilt = Annotated[str | None, typer.Option(hidden=True)]
+UNAVAILABLE_OPTIONS = ("quantize",)
+_UnavailableOption = Annotated[str | None, typer.Option(hidden=True)]
 
 
 def register(app: typer.Typer) -> None:
@@ -26,42 +26,42 @@ def register(app: typer.Typer) -> None:
 def up(
     settings: Config,
     detach: Annotated[bool, typer.Option("--detach", help="Return once it serves; stop it with `baton down`")] = False,
-    quantize: _Unbuilt = None,
+    quantize: _UnavailableOption = None,
 ) -> None:
     """Start coordinator, prefill and decode nodes, and keep them running.
 
     Prints where it listens once ready. Ctrl-C or SIGTERM drains and stops every child; a child that dies is started
     again. Each setting is also a variable BATON_<NAME> and a key of --config FILE; flag > variable > file > default.
     """
-    for flag, value in zip(UNBUILT, (quantize,), strict=True):
+    for flag, value in zip(UNAVAILABLE_OPTIONS, (quantize,), strict=True):
         if value is not None:
-            raise not_available("--" + flag.replace("_", "-"))
+            raise not_available_error("--" + flag.replace("_", "-"))
     try:
-        code = _check_and_run(settings, detach)
+        code = _prepare_and_run(settings, detach)
     except BatonError as error:
-        show_error(error, as_json=settings.log_format == "json")
+        print_error(error, as_json=settings.log_format == "json")
         code = exit_code(error)
     raise typer.Exit(code)
 
 
-def _check_and_run(settings: Config, detach: bool) -> int:
+def _prepare_and_run(settings: Config, detach: bool) -> int:
     """Everything that can be checked at once, then the supervisor. Returns its exit code; raises BatonError."""
     from baton.cli import memory_plan, plan, ports, state
-    from baton.cli.default_model import default_model
-    from baton.cli.detach import detach as go_to_background
+    from baton.cli.default_model import find_default_model
+    from baton.cli.detach import daemonize as go_to_background
     from baton.model_source import with_local_model
-    from baton.segment import sweep
+    from baton.segment import remove_stale_segments
 
     plan.threads_per_node(settings.threads, 1, 1)  # a bad value is told before anything else happens
-    config, notes = plan.complete(settings)
+    config, notes = plan.complete_config(settings)
     if not config.model and config.engine == "model":
-        config = msgspec.structs.replace(config, model=str(default_model()))
-    sweep(Path(config.segment_dir))  # what killed processes left counts for nobody
-    config, memory = memory_plan.with_memory(config)
+        config = msgspec.structs.replace(config, model=str(find_default_model()))
+    remove_stale_segments(Path(config.segment_dir))  # what killed processes left counts for nobody
+    config, memory = memory_plan.fit_memory(config)
     config = with_local_model(config)
-    notes += [memory, *unknown_variables(os.environ)]
-    config, held = ports.hold_all(config)
-    folder = state.folder_of(config)
+    notes += [memory, *find_unknown_variables(os.environ)]
+    config, held = ports.reserve_ports(config)
+    folder = state.state_folder(config)
     pid_file = state.PidFile(folder)
     logs = folder / "logs"
     config = msgspec.structs.replace(config, state_dir=str(folder))
@@ -70,18 +70,18 @@ def _check_and_run(settings: Config, detach: bool) -> int:
         for note in notes:
             sys.stderr.write(f"{note}\n")
         go_to_background(logs / "up.log")
-    pid_file.write()
+    pid_file.write_pid()
     try:
-        return _supervise(config, logs if detach else None, notes)
+        return _run_supervisor(config, logs if detach else None, notes)
     finally:
         pid_file.release()
         for one in held:
             one.close()
 
 
-def _supervise(config: Config, logs: Path | None, notes: Sequence[str]) -> int:
+def _run_supervisor(config: Config, logs: Path | None, notes: Sequence[str]) -> int:
     # uvloop forks to start a child; gRPC would complain about that, and has nothing to do in a process that execs.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    from baton.cli.foreground import supervise
+    from baton.cli.foreground import run_cluster
 
-    return supervise(config, logs, notes)
+    return run_cluster(config, logs, notes)

@@ -8,7 +8,7 @@ from baton.cli.client import Metadata
 
 
 @contextmanager
-def watching(channel: Any, interval: float, metadata: Metadata) -> Iterator[Iterator[Any]]:
+def watch_status(channel: Any, interval: float, metadata: Metadata) -> Iterator[Iterator[Any]]:
     """StatusResponses, `interval` seconds apart at least. The call ends with the block."""
     from baton.pb import cluster_pb2, cluster_pb2_grpc
 

@@ -7,12 +7,12 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from baton.cli.timeline import handoff_line, stages
+from baton.cli.timeline import format_handoff, stage_seconds
 from baton.pb.cluster_pb2 import AttemptReport, Candidate, ExplainResponse, Prediction
 from baton.pb.common_pb2 import FinishReason
 
-_BAR = 48  # characters
-_BECAUSE = {
+_BAR_WIDTH = 48  # characters
+_EXCLUSION_REASONS = {
     "failed before": "its last attempt failed there",
     "newcomer": "it has just joined and is given more and more",
     "kept apart": "hand-offs between the two failed, and they are kept apart",
@@ -20,21 +20,21 @@ _BECAUSE = {
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def render(told: ExplainResponse) -> RenderableType:
-    parts: list[RenderableType] = [Text(_headline(told)), _stages(told), Text(_tokens(told))]
+def render_explanation(told: ExplainResponse) -> RenderableType:
+    parts: list[RenderableType] = [Text(_headline(told)), _stage_table(told), Text(_token_sources(told))]
     if told.timeline.handoff.slabs:
-        parts.append(Text(handoff_line(told.timeline.handoff)))
-    parts.append(_attempts(told))
+        parts.append(Text(format_handoff(told.timeline.handoff)))
+    parts.append(_attempt_table(told))
     if told.attempts_left_out:
         parts.append(Text(f"{told.attempts_left_out} attempts in the middle are not kept"))
     if told.attempts:
-        parts.append(_considered(told.attempts[-1]))
+        parts.append(_candidate_table(told.attempts[-1]))
         if told.attempts[-1].way:
-            parts.append(Text(_way(told.attempts[-1])))
+            parts.append(Text(_describe_prefill_site(told.attempts[-1])))
         if told.attempts[-1].HasField("predicted"):
-            parts.append(_predicted(told))
+            parts.append(_prediction_table(told))
     if told.others:
-        parts.append(_choices([told, *told.others]))
+        parts.append(_choice_table([told, *told.others]))
     return Group(*parts)
 
 
@@ -44,7 +44,7 @@ def _headline(told: ExplainResponse) -> str:
     return f"{kind} {told.request_id}{which}: {_outcome(told)}"
 
 
-def _outcome(told: ExplainResponse) -> str:
+def _request_outcome(told: ExplainResponse) -> str:
     how = told.state or "not kept any more"
     if told.state == "finished":
         how += f" ({FinishReason.Name(told.finish_reason).removeprefix('FINISH_REASON_').lower()})"
@@ -53,36 +53,36 @@ def _outcome(told: ExplainResponse) -> str:
     return how
 
 
-def _stages(told: ExplainResponse) -> Table:
+def _stage_table(told: ExplainResponse) -> Table:
     """Each stage begins where the one before ended; together they are the time to the first token."""
     line = told.timeline
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading, justify in (("stage", "left"), ("ms", "right"), ("share", "right"), ("", "left")):
         table.add_column(heading, justify="right" if justify == "right" else "left", no_wrap=True)
     begun = 0.0
-    for name, seconds in stages(line).items():
+    for name, seconds in stage_seconds(line).items():
         share = seconds / line.ttft if line.ttft else 0.0
-        table.add_row(name.replace("_", " "), _ms(seconds), f"{share:.0%}", _bar(begun, share))
+        table.add_row(name.replace("_", " "), _format_ms(seconds), f"{share:.0%}", _waterfall_bar(begun, share))
         begun += share
     reached = "[bold]time to first token[/]" if told.output_tokens else "no token yet"
     table.add_row(reached, f"[bold]{_ms(line.ttft)}[/]", "", "the sum")
     each = told.decode / (told.output_tokens - 1) if told.output_tokens > 1 else None
     pace = f"{told.output_tokens - 1} more tokens, {_ms(each)} each" if each is not None else ""
-    table.add_row("decode", _ms(told.decode), "", pace)
-    table.add_row("whole request", _ms(line.total), "", "")
+    table.add_row("decode", _format_ms(told.decode), "", pace)
+    table.add_row("whole request", _format_ms(line.total), "", "")
     return table
 
 
-def _bar(begun: float, share: float) -> str:
+def _waterfall_bar(begun: float, share: float) -> str:
     """`share` of the width, after `begun` of it: a stage that took any time at all shows."""
-    start, width = round(begun * _BAR), share * _BAR
+    start, width = round(begun * _BAR_WIDTH), share * _BAR_WIDTH
     whole, part = int(width), int((width - int(width)) * 8)
     if share > 0 and not whole and not part:
         part = 1
-    return " " * min(start, _BAR - 1) + "█" * whole + _EIGHTHS[part].strip()
+    return " " * min(start, _BAR_WIDTH - 1) + "█" * whole + _EIGHTHS[part].strip()
 
 
-def _tokens(told: ExplainResponse) -> str:
+def _token_sources(told: ExplainResponse) -> str:
     sources = told.sources
     known = ", ".join(
         f"{count} {words}"
@@ -102,40 +102,40 @@ def _tokens(told: ExplainResponse) -> str:
     )
 
 
-def _attempts(told: ExplainResponse) -> Table:
+def _attempt_table(told: ExplainResponse) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("attempt", "placed", "over", "prefill", "decode", "context", "how it ended"):
         table.add_column(heading, justify="right" if heading in ("placed", "over", "context") else "left")
     for attempt in told.attempts:
         table.add_row(
             str(attempt.number),
-            _ms(attempt.placed),
-            _ms(attempt.over) if attempt.HasField("over") else "-",
-            escape(_prefill_part(attempt)),
+            _format_ms(attempt.placed),
+            _format_ms(attempt.over) if attempt.HasField("over") else "-",
+            escape(_prefill_cell(attempt)),
             escape(attempt.decode_node or "-"),
             str(attempt.context_tokens),
-            escape(_end(attempt)),
+            escape(_attempt_end(attempt)),
         )
     return table
 
 
-def _prefill_part(attempt: AttemptReport) -> str:
+def _prefill_cell(attempt: AttemptReport) -> str:
     """The prefill node that was chosen, if one was, and whether it had a part in the answer."""
     if not attempt.prefill_node:
         return "-"
     return f"{attempt.prefill_node}, not needed" if attempt.way == "local" else attempt.prefill_node
 
 
-def _end(attempt: AttemptReport) -> str:
-    return _how(attempt) + _notes(attempt)
+def _attempt_end(attempt: AttemptReport) -> str:
+    return _attempt_outcome(attempt) + _attempt_remarks(attempt)
 
 
-def _notes(attempt: AttemptReport) -> str:
+def _attempt_remarks(attempt: AttemptReport) -> str:
     held = f"; the retry budget had held it back for {_ms(attempt.held_back)} ms" if attempt.held_back else ""
     return held + ("; a probe of two nodes that had been kept apart" if attempt.probe else "")
 
 
-def _how(attempt: AttemptReport) -> str:
+def _attempt_outcome(attempt: AttemptReport) -> str:
     if not attempt.ended:
         return "runs"
     if attempt.ended == "refused":
@@ -143,7 +143,7 @@ def _how(attempt: AttemptReport) -> str:
     return f"{attempt.ended}: {attempt.reason}" if attempt.reason else attempt.ended
 
 
-def _considered(attempt: AttemptReport) -> Table:
+def _candidate_table(attempt: AttemptReport) -> Table:
     """Of the last attempt. `predicted` is what the policy ranks by: seconds until a prefill node would have the prompt
     computed and handed over, and what the whole answer would take on a decode node."""
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -152,13 +152,13 @@ def _considered(attempt: AttemptReport) -> Table:
         table.add_column(heading, justify="right" if heading in numbers else "left")
     for one in attempt.considered:
         to_compute = str(one.uncomputed_tokens) if one.role == "prefill" else "-"
-        predicted = _ms(one.predicted_seconds) if one.HasField("predicted_seconds") else "-"
+        predicted = _format_ms(one.predicted_seconds) if one.HasField("predicted_seconds") else "-"
         counts = (str(one.attempts), to_compute, str(one.room), str(one.held_tokens), predicted)
-        table.add_row(escape(one.node), one.role, *counts, _verdict(one))
+        table.add_row(escape(one.node), one.role, *counts, _candidate_verdict(one))
     return table
 
 
-def _predicted(told: ExplainResponse) -> Table:
+def _prediction_table(told: ExplainResponse) -> Table:
     """What was expected of the last attempt, beside what came of it. Expected output is of the whole attempt."""
     attempt, line = told.attempts[-1], told.timeline
     expected = attempt.predicted
@@ -169,15 +169,15 @@ def _predicted(told: ExplainResponse) -> Table:
     first = line.ttft - attempt.placed if told.output_tokens and line.ttft >= attempt.placed else None
     step = told.decode / (told.output_tokens - 1) if told.output_tokens > 1 else None
     prompt = expected.queue + expected.prefill
-    table.add_row("prompt computed, ms", _ms(prompt), "-" if computed is None else _ms(computed))
-    table.add_row("first token, ms", _ms(prompt + expected.transfer), "-" if first is None else _ms(first))
-    table.add_row("each step, ms", _ms(expected.step), "-" if step is None else _ms(step))
+    table.add_row("prompt computed, ms", _format_ms(prompt), "-" if computed is None else _format_ms(computed))
+    table.add_row("first token, ms", _format_ms(prompt + expected.transfer), "-" if first is None else _format_ms(first))
+    table.add_row("each step, ms", _format_ms(expected.step), "-" if step is None else _format_ms(step))
     table.add_row("output, tokens", f"{expected.output_tokens:.0f}", str(told.output_tokens))
     return table
 
 
-_WAYS = {"hand_off": "a prefill node, which hands it over", "local": "the decode node itself"}
-_WHYS = {
+_PREFILL_SITES = {"hand_off": "a prefill node, which hands it over", "local": "the decode node itself"}
+_PLACEMENT_REASONS = {
     "mode": "the mode leaves no choice",
     "no_prefill_node": "no prefill node serves",
     "held": "its cache has the context",
@@ -187,27 +187,27 @@ _WHYS = {
 }
 
 
-def _way(attempt: AttemptReport) -> str:
+def _describe_prefill_site(attempt: AttemptReport) -> str:
     """Who computed the prompt, and what was predicted of whom."""
     told = f"prompt computed by: {_WAYS.get(attempt.way, attempt.way)} ({_WHYS.get(attempt.why, attempt.why)}"
     if attempt.HasField("other_way"):
-        taken, other = _until_first(attempt.predicted), _until_first(attempt.other_way)
+        taken, other = _predicted_ttft(attempt.predicted), _predicted_ttft(attempt.other_way)
         told += f": first token predicted after {_ms(taken)} ms, the other way after {_ms(other)} ms"
     return told + ")"
 
 
-def _until_first(one: Prediction) -> float:
+def _predicted_ttft(one: Prediction) -> float:
     return one.queue + one.prefill + one.transfer
 
 
-def _verdict(one: Candidate) -> str:
+def _candidate_verdict(one: Candidate) -> str:
     if one.chosen:
         return "[green]chosen[/]"
     verdict = "could have" if one.able else "had no room"
     return f"{verdict}: {_BECAUSE.get(one.because, one.because)}" if one.because else verdict
 
 
-def _choices(told: Sequence[ExplainResponse]) -> Table:
+def _choice_table(told: Sequence[ExplainResponse]) -> Table:
     """All of an answer, a line each; the id of one explains it by itself."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("choice", "request", "first token", "whole", "tokens", "prefill", "decode", "how it ended"):
@@ -217,15 +217,15 @@ def _choices(told: Sequence[ExplainResponse]) -> Table:
         table.add_row(
             str(index),
             one.request_id,
-            _ms(line.ttft) if one.output_tokens else "-",
-            _ms(line.total) if one.state else "-",
+            _format_ms(line.ttft) if one.output_tokens else "-",
+            _format_ms(line.total) if one.state else "-",
             str(one.output_tokens) if one.state else "-",
             escape(line.prefill_node or "-"),
             escape(line.decode_node or "-"),
-            escape(_outcome(one)),
+            escape(_request_outcome(one)),
         )
     return table
 
 
-def _ms(seconds: float) -> str:
+def _format_ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"

@@ -16,12 +16,12 @@ from typing import Protocol
 MAX_LINES = 4096  # that wait for the sink
 MAX_LINE_BYTES = 16 << 10  # a longer line is cut
 _BATCH_LINES = 256
-_GATHERING = 0.005  # seconds that the first line of a batch waits for others: one write then carries them all
+_BATCH_DELAY_SECONDS = 0.005  # seconds that the first line of a batch waits for others: one write then carries them all
 
 _writers: "weakref.WeakSet[LineWriter]" = weakref.WeakSet()
 
 
-class Sink(Protocol):
+class LineSink(Protocol):
     """Where a LineWriter writes. Called on the writer's thread only."""
 
     def write(self, data: memoryview) -> int:
@@ -29,7 +29,7 @@ class Sink(Protocol):
         ...
 
 
-class Descriptor:
+class DescriptorSink:
     """A file descriptor that somebody else opened. One that is full and does not block is waited for."""
 
     def __init__(self, number: int) -> None:
@@ -50,35 +50,35 @@ class LineWriter:
     a fork. It is a daemon: a process ends while its sink blocks."""
 
     def __init__(
-        self, sink: Sink, describe_drops: Callable[[int], str], *, name: str = "log", max_lines: int = MAX_LINES
+        self, sink: LineSink, describe_drops: Callable[[int], str], *, name: str = "log", max_lines: int = MAX_LINES
     ) -> None:
         """`describe_drops` makes the line that says how many were dropped."""
         self._sink = sink
         self._describe_drops = describe_drops
         self._name = name
         self._max_lines = max_lines
-        self._dropped = 0
-        self._reported = 0  # of those dropped
-        self._torn = False  # the sink took the beginning of a line only
-        self._begin_anew()
+        self._dropped_lines = 0
+        self._reported_drops = 0  # of those dropped
+        self._is_line_torn = False  # the sink took the beginning of a line only
+        self._reset_thread()
         _writers.add(self)
 
     @property
-    def dropped(self) -> int:
+    def dropped_lines(self) -> int:
         """Lines that the sink never got."""
-        return self._dropped
+        return self._dropped_lines
 
     def write(self, line: str) -> None:
         """Queue a line, without its newline. Never blocks and never raises."""
         try:
             if self._lines.qsize() >= self._max_lines:
-                self._drop(1)
+                self._count_dropped(1)
                 return
             if self._thread is None:
                 self._start()
-            self._lines.put(_encoded(line))
+            self._lines.put(_encode_line(line))
         except Exception:  # no thread can be started, no memory
-            self._drop(1)
+            self._count_dropped(1)
 
     def flush(self, timeout: float) -> bool:
         """Wait until what was queued before has been written or dropped, for `timeout` seconds at most."""
@@ -94,7 +94,7 @@ class LineWriter:
         self._lines.put(None)
         return flushed
 
-    def _begin_anew(self) -> None:
+    def _reset_thread(self) -> None:
         self._lines: queue.SimpleQueue[bytes | threading.Event | None] = queue.SimpleQueue()  # put() is reentrant
         self._thread: threading.Thread | None = None
         self._lock = threading.RLock()  # a finalizer may come between
@@ -105,16 +105,16 @@ class LineWriter:
                 self._thread = threading.Thread(target=self._run, name=f"{self._name}-writer", daemon=True)
                 self._thread.start()
 
-    def _drop(self, lines: int) -> None:
+    def _count_dropped(self, lines: int) -> None:
         with self._lock:
-            self._dropped += lines
+            self._dropped_lines += lines
 
     def _run(self) -> None:
         ended = False
         while not ended:
             items = [self._lines.get()]
             if isinstance(items[0], bytes):
-                time.sleep(_GATHERING)
+                time.sleep(_BATCH_DELAY_SECONDS)
             while len(items) < _BATCH_LINES:
                 try:
                     items.append(self._lines.get_nowait())
@@ -127,21 +127,21 @@ class LineWriter:
             ended = None in items
 
     def _write_batch(self, lines: list[bytes]) -> None:
-        missing = self._dropped - self._reported
+        missing = self._dropped_lines - self._reported_drops
         if not lines:
             return
-        notice = [_encoded(self._describe_drops(missing))] if missing else []
-        mended = b"\n" if self._torn else b""
+        notice = [_encode_line(self._describe_drops(missing))] if missing else []
+        mended = b"\n" if self._is_line_torn else b""
         data = memoryview(mended + b"".join([*notice, *lines]))
-        sent = self._send(data)
+        sent = self._write_to_sink(data)
         whole = bytes(data[len(mended) : sent]).count(b"\n")
         if notice and whole:
-            self._reported += missing
-        self._drop(len(lines) - max(0, whole - len(notice)))
+            self._reported_drops += missing
+        self._count_dropped(len(lines) - max(0, whole - len(notice)))
         if sent:
-            self._torn = data[sent - 1] != ord("\n")
+            self._is_line_torn = data[sent - 1] != ord("\n")
 
-    def _send(self, data: memoryview) -> int:
+    def _write_to_sink(self, data: memoryview) -> int:
         """Write as much as the sink takes; returns how many bytes."""
         sent = 0
         try:
@@ -152,17 +152,17 @@ class LineWriter:
         return sent
 
 
-def _encoded(line: str) -> bytes:
+def _encode_line(line: str) -> bytes:
     data = line.encode(errors="backslashreplace").replace(b"\n", b"\\n")
     if len(data) > MAX_LINE_BYTES:
         data = data[:MAX_LINE_BYTES] + b"..."
     return data + b"\n"
 
 
-def _forget_threads() -> None:
+def _reset_after_fork() -> None:
     """In the child of a fork no thread lives on: what was queued is the parent's to write."""
     for writer in _writers:
-        writer._begin_anew()
+        writer._reset_thread()
 
 
-os.register_at_fork(after_in_child=_forget_threads)
+os.register_at_fork(after_in_child=_reset_after_fork)

@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import os
 
-VARIABLE = "BATON_LIVENESS_FD"  # the descriptor of the pipe, inherited from the supervisor
-PERIOD = 1.0  # seconds between signs of life
+LIVENESS_FD_VARIABLE = "BATON_LIVENESS_FD"  # the descriptor of the pipe, inherited from the supervisor
+LIVENESS_PERIOD_SECONDS = 1.0  # seconds between signs of life
 
 
-def inherited_pipe() -> int | None:
+def take_inherited_pipe() -> int | None:
     """The pipe that the supervisor gave this process, if it has one. It is not passed on to children."""
-    number = os.environ.pop(VARIABLE, "")
+    number = os.environ.pop(LIVENESS_FD_VARIABLE, "")
     if not number.isdecimal():
         return None
     try:
@@ -21,9 +21,9 @@ def inherited_pipe() -> int | None:
     return int(number)
 
 
-async def show_signs_of_life(pipe: int) -> None:
+async def send_liveness_signals(pipe: int) -> None:
     """Until cancelled. A supervisor that does not read, or is gone, is none of this process's business."""
     while True:
         with contextlib.suppress(OSError):
             os.write(pipe, b".")
-        await asyncio.sleep(PERIOD)  # the period itself, not a poll
+        await asyncio.sleep(LIVENESS_PERIOD_SECONDS)  # the period itself, not a poll

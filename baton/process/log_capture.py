@@ -14,27 +14,27 @@ from baton import log
 _MAX_MESSAGE = 300  # characters of a library's line
 
 
-class _ToStructlog(logging.Handler):
+class _StructlogHandler(logging.Handler):
     """Lines of the standard library's loggers: their first line, since others quote what was being worked on."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             text = record.getMessage().strip().partition("\n")[0][:_MAX_MESSAGE]
             error = record.exc_info[1] if record.exc_info else None
-            fields = log.describe_error(error) if error is not None else {}
-            log.get(record.name).log(record.levelno, text, **fields)
+            fields = log.get_error_fields(error) if error is not None else {}
+            log.get_logger(record.name).log(record.levelno, text, **fields)
         except Exception:  # arguments that do not fit the format
-            log.get(record.name).log(record.levelno, "a library's log line could not be rendered")
+            log.get_logger(record.name).log(record.levelno, "a library's log line could not be rendered")
 
 
-def install() -> None:
+def install_log_capture() -> None:
     """For the whole process, once its own logging is configured."""
     logging.raiseExceptions = False
-    logging.basicConfig(level=logging.WARNING, handlers=[_ToStructlog()], force=True)
+    logging.basicConfig(level=logging.WARNING, handlers=[_StructlogHandler()], force=True)
     logging.captureWarnings(True)
-    sys.excepthook = _on_end
+    sys.excepthook = _on_uncaught_exception
     sys.unraisablehook = _on_unraisable
-    threading.excepthook = _on_thread_end
+    threading.excepthook = _on_thread_exception
     faulthandler.enable()  # its tracebacks show no values
 
 
@@ -42,23 +42,23 @@ def on_loop_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None
     """The handler of an event loop for errors that nobody awaited."""
     what = str(context.get("message", "an error in the event loop")).partition("\n")[0][:_MAX_MESSAGE]
     error = context.get("exception")
-    log.get("asyncio").error(what, **(log.describe_error(error) if error is not None else {}))
+    log.get_logger("asyncio").error(what, **(log.get_error_fields(error) if error is not None else {}))
 
 
-def _on_end(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+def _on_uncaught_exception(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
     if issubclass(kind, KeyboardInterrupt):
         return
-    log.get("process").critical("ended by an error that nobody foresaw", **log.describe_error(error))
-    log.flush()
+    log.get_logger("process").critical("ended by an error that nobody foresaw", **log.get_error_fields(error))
+    log.flush_log()
 
 
 def _on_unraisable(raised: "sys.UnraisableHookArgs") -> None:
-    fields = log.describe_error(raised.exc_value) if raised.exc_value is not None else {}
-    log.get("process").error(raised.err_msg or "an error in a finalizer or callback", **fields)
+    fields = log.get_error_fields(raised.exc_value) if raised.exc_value is not None else {}
+    log.get_logger("process").error(raised.err_msg or "an error in a finalizer or callback", **fields)
 
 
-def _on_thread_end(ended: threading.ExceptHookArgs) -> None:
+def _on_thread_exception(ended: threading.ExceptHookArgs) -> None:
     if ended.exc_value is None:
         return
     thread = ended.thread.name if ended.thread is not None else ""
-    log.get("process").error("a thread ended by an error", thread=thread, **log.describe_error(ended.exc_value))
+    log.get_logger("process").error("a thread ended by an error", thread=thread, **log.get_error_fields(ended.exc_value))

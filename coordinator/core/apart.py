@@ -5,26 +5,26 @@ from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from baton.types import Role
-from coordinator.core.breakers import Pair
-from coordinator.core.placement import Choice, Demand, NodeView, Outlook, Placement
+from coordinator.core.breakers import NodePair
+from coordinator.core.placement import NodeChoice, PlacementDemand, NodeView, PlacementContext, PlacementPolicy
 
 
-def choose_apart(
-    placement: Placement, demand: Demand, nodes: Sequence[NodeView], outlook: Outlook, apart: AbstractSet[Pair]
-) -> Choice | None:
+def choose_excluding_open_breakers(
+    placement: PlacementPolicy, demand: PlacementDemand, nodes: Sequence[NodeView], outlook: PlacementContext, apart: AbstractSet[NodePair]
+) -> NodeChoice | None:
     """As the policy chooses among the decode nodes that some prefill node can write to; should it choose a pair that is
     kept apart, then among the other prefill nodes for that decode node. Costs nothing while no pair is."""
-    if not apart or not (demand.prefill and demand.decode):
-        return placement.choose(demand, nodes, outlook)
-    writers = [node.incarnation for node in nodes if node.role is Role.PREFILL and node.takes_prefill(demand)]
+    if not apart or not (demand.needs_prefill and demand.needs_decode):
+        return placement.choose_nodes(demand, nodes, outlook)
+    writers = [node.incarnation for node in nodes if node.role is Role.PREFILL and node.can_accept_prefill(demand)]
     reached = [
         node
         for node in nodes
         if node.role is Role.PREFILL
-        or node.incarnation == demand.holder  # needs no writer, or is not chosen
+        or node.incarnation == demand.prefix_holder  # needs no writer, or is not chosen
         or any((writer, node.incarnation) not in apart for writer in writers)
     ]
-    first = placement.choose(demand, reached, outlook)
+    first = placement.choose_nodes(demand, reached, outlook)
     if first is None or (first.prefill, first.decode) not in apart:
         return first
     able = [
@@ -33,5 +33,5 @@ def choose_apart(
         if node.incarnation == first.decode
         or (node.role is Role.PREFILL and (node.incarnation, first.decode) not in apart)
     ]
-    second = placement.choose(demand, able, outlook)
-    return replace(second, scores={**first.scores, **second.scores}) if second is not None else None
+    second = placement.choose_nodes(demand, able, outlook)
+    return replace(second, predicted_seconds={**first.predicted_seconds, **second.predicted_seconds}) if second is not None else None

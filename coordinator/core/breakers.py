@@ -1,6 +1,6 @@
 """A circuit breaker for each pair of a prefill and a decode node (Nygard, "Release It!", 2007).
 
-    CLOSED ---- `TRIP` hand-offs in a row failed ----> OPEN ---- it has cooled down ----> HALF_OPEN
+    CLOSED ---- `FAILURES_TO_OPEN` hand-offs in a row failed ----> OPEN ---- it has cooled down ----> HALF_OPEN
        ^                                                ^                                  |    |
        |                                                +------- the probe failed ---------+    |
        +-------------------------------- the probe was committed -------------------------------+
@@ -15,10 +15,10 @@ from enum import Enum
 
 from baton.types import AttemptKey, Incarnation
 
-TRIP = 3  # failures in a row
-FIRST_REST, LONGEST_REST = 1.0, 4.0  # seconds before a pair is tried again; doubled each time
+FAILURES_TO_OPEN = 3  # failures in a row
+FIRST_COOLDOWN_SECONDS, MAX_COOLDOWN_SECONDS = 1.0, 4.0  # seconds before a pair is tried again; doubled each time
 
-Pair = tuple[Incarnation, Incarnation]  # prefill, decode
+NodePair = tuple[Incarnation, Incarnation]  # prefill, decode
 
 
 class BreakerState(Enum):
@@ -28,59 +28,59 @@ class BreakerState(Enum):
 
 
 @dataclass(slots=True)
-class _Breaker:
+class _PairBreaker:
     state: BreakerState = BreakerState.CLOSED
     failures: int = 0  # in a row
-    rest: float = FIRST_REST
-    until: float = 0.0  # of OPEN
+    cooldown_seconds: float = FIRST_COOLDOWN_SECONDS
+    open_until: float = 0.0  # of OPEN
     probe: AttemptKey | None = None  # of HALF_OPEN
 
-    def open(self, now: float) -> None:
+    def open_breaker(self, now: float) -> None:
         self.state, self.probe = BreakerState.OPEN, None
-        self.until = now + self.rest
-        self.rest = min(2 * self.rest, LONGEST_REST)
+        self.open_until = now + self.cooldown_seconds
+        self.cooldown_seconds = min(2 * self.cooldown_seconds, MAX_COOLDOWN_SECONDS)
 
 
-class Breakers:
+class CircuitBreakers:
     """Pairs that never failed, and those whose last hand-off was committed, take no memory."""
 
     def __init__(self) -> None:
-        self._pairs: dict[Pair, _Breaker] = {}
-        self._apart: frozenset[Pair] = frozenset()
+        self._pairs: dict[NodePair, _PairBreaker] = {}
+        self._blocked_pairs: frozenset[NodePair] = frozenset()
 
     @property
-    def apart(self) -> frozenset[Pair]:
+    def blocked_pairs(self) -> frozenset[NodePair]:
         """Pairs that must not be placed together now."""
-        return self._apart
+        return self._blocked_pairs
 
-    def state(self, pair: Pair) -> BreakerState:
+    def get_state(self, pair: NodePair) -> BreakerState:
         found = self._pairs.get(pair)
         return found.state if found else BreakerState.CLOSED
 
-    def count(self, state: BreakerState) -> int:
+    def count_in_state(self, state: BreakerState) -> int:
         return sum(breaker.state is state for breaker in self._pairs.values())
 
-    def placed(self, pair: Pair, key: AttemptKey) -> bool:
+    def try_start_probe(self, pair: NodePair, key: AttemptKey) -> bool:
         """A hand-off between them is to begin. Is it the probe?"""
         breaker = self._pairs.get(pair)
         if breaker is None or breaker.state is not BreakerState.HALF_OPEN or breaker.probe is not None:
             return False
         breaker.probe = key
-        self._look()
+        self._update_blocked_pairs()
         return True
 
-    def failed(self, pair: Pair, key: AttemptKey, now: float) -> bool:
+    def record_failure(self, pair: NodePair, key: AttemptKey, now: float) -> bool:
         """A hand-off failed between them, and not because of its client. Has the breaker opened?"""
-        breaker = self._pairs.setdefault(pair, _Breaker())
+        breaker = self._pairs.setdefault(pair, _PairBreaker())
         breaker.failures += 1
-        trips = breaker.state is BreakerState.CLOSED and breaker.failures >= TRIP
+        trips = breaker.state is BreakerState.CLOSED and breaker.failures >= FAILURES_TO_OPEN
         if not trips and not (breaker.state is BreakerState.HALF_OPEN and breaker.probe == key):
             return False
-        breaker.open(now)
-        self._look()
+        breaker.open_breaker(now)
+        self._update_blocked_pairs()
         return True
 
-    def committed(self, pair: Pair, key: AttemptKey) -> bool:
+    def record_commit(self, pair: NodePair, key: AttemptKey) -> bool:
         """A hand-off went through. Has the breaker closed? What began before it opened does not decide."""
         breaker = self._pairs.get(pair)
         if breaker is None:
@@ -88,40 +88,40 @@ class Breakers:
         closes = breaker.state is BreakerState.HALF_OPEN and breaker.probe == key
         if closes or breaker.state is BreakerState.CLOSED:
             del self._pairs[pair]
-            self._look()
+            self._update_blocked_pairs()
         return closes
 
-    def left(self, pair: Pair, key: AttemptKey) -> bool:
+    def abandon_probe(self, pair: NodePair, key: AttemptKey) -> bool:
         """The attempt is over, whatever came of it. Was it a probe without a verdict, so that another may try?"""
         breaker = self._pairs.get(pair)
         if breaker is None or breaker.probe != key:
             return False
         breaker.probe = None
-        self._look()
+        self._update_blocked_pairs()
         return True
 
-    def due(self, now: float) -> list[Pair]:
+    def half_open_due_pairs(self, now: float) -> list[NodePair]:
         """Those that have cooled down: one attempt each may be placed."""
         found = [
-            pair for pair, breaker in self._pairs.items() if breaker.state is BreakerState.OPEN and now >= breaker.until
+            pair for pair, breaker in self._pairs.items() if breaker.state is BreakerState.OPEN and now >= breaker.open_until
         ]
         for pair in found:
             self._pairs[pair].state = BreakerState.HALF_OPEN
         if found:
-            self._look()
+            self._update_blocked_pairs()
         return found
 
-    def next(self) -> float | None:
-        opened = (breaker.until for breaker in self._pairs.values() if breaker.state is BreakerState.OPEN)
+    def next_half_open_at(self) -> float | None:
+        opened = (breaker.open_until for breaker in self._pairs.values() if breaker.state is BreakerState.OPEN)
         return min(opened, default=None)
 
-    def forget(self, node: Incarnation) -> None:
+    def forget_node(self, node: Incarnation) -> None:
         """It is no member any more."""
         self._pairs = {pair: breaker for pair, breaker in self._pairs.items() if node not in pair}
-        self._look()
+        self._update_blocked_pairs()
 
-    def _look(self) -> None:
-        self._apart = frozenset(
+    def _update_blocked_pairs(self) -> None:
+        self._blocked_pairs = frozenset(
             pair
             for pair, breaker in self._pairs.items()
             if breaker.state is BreakerState.OPEN or breaker.probe is not None

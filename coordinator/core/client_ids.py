@@ -11,11 +11,11 @@ from baton.errors import InvalidRequest
 from baton.types import RequestId
 
 MAX_CLIENT_IDS = 4096  # those used last
-MAX_REQUESTS = 16  # of one client id, the last ones
+MAX_REQUESTS_PER_ID = 16  # of one client id, the last ones
 _BODY_PREFIXES = ("chatcmpl-", "cmpl-")
 
 
-def request_id_of(name: str) -> RequestId:
+def parse_request_id(name: str) -> RequestId:
     """Of an id as it stands in an answer's body, or as it is without its prefix."""
     for prefix in _BODY_PREFIXES:
         name = name.removeprefix(prefix)
@@ -24,7 +24,7 @@ def request_id_of(name: str) -> RequestId:
 
 class ClientIds:
     """The last `MAX_CLIENT_IDS` ids that clients gave their requests, each with its last
-    `MAX_REQUESTS` requests."""
+    `MAX_REQUESTS_PER_ID` requests."""
 
     def __init__(self) -> None:
         self._requests: OrderedDict[str, list[RequestId]] = OrderedDict()
@@ -32,10 +32,10 @@ class ClientIds:
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, client_id: str, request: RequestId) -> None:
+    def add_request(self, client_id: str, request: RequestId) -> None:
         requests = self._requests.setdefault(client_id, [])
         requests.append(request)
-        del requests[:-MAX_REQUESTS]
+        del requests[:-MAX_REQUESTS_PER_ID]
         self._requests.move_to_end(client_id)
         if len(self._requests) > MAX_CLIENT_IDS:
             self._requests.popitem(last=False)

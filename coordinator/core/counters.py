@@ -4,8 +4,8 @@ doors write it. Tuple keys are label values in the order of the metric's labels.
 from collections import Counter
 from dataclasses import dataclass, field
 
-CLASS = "default"  # the class of clients that have no tenant
-INTERNAL = "internal"  # the class of warm-ups
+DEFAULT_TENANT_CLASS = "default"  # the class of clients that have no tenant
+INTERNAL_CLASS = "internal"  # the class of warm-ups
 
 
 @dataclass(slots=True)
@@ -17,9 +17,9 @@ class Counters:
     handoffs: Counter[tuple[str, str]] = field(default_factory=Counter)  # outcome, transport
     handoff_bytes: Counter[str] = field(default_factory=Counter)  # transport
     placements: Counter[tuple[str, str]] = field(default_factory=Counter)  # way, why
-    replaced: Counter[str] = field(default_factory=Counter)  # reason
+    replaced_attempts: Counter[str] = field(default_factory=Counter)  # reason
     recomputed_tokens: Counter[str] = field(default_factory=Counter)  # reason
     dropped_messages: Counter[str] = field(default_factory=Counter)  # reason: stale, unexpected, duplicate
     joins: Counter[str] = field(default_factory=Counter)  # outcome: joined, refused, unauthenticated
-    breakers: Counter[str] = field(default_factory=Counter)  # state that one came into
-    nodes_lost: Counter[str] = field(default_factory=Counter)  # reason
+    breaker_changes: Counter[str] = field(default_factory=Counter)  # state that one came into
+    lost_nodes: Counter[str] = field(default_factory=Counter)  # reason

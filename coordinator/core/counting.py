@@ -2,23 +2,23 @@
 
 from coordinator.core import sources
 from coordinator.core.counters import Counters
-from coordinator.core.record import Attempt, Record
+from coordinator.core.record import Attempt, RequestRecord
 
 
-def count_sources(record: Record, attempt: Attempt, counters: Counters, *, last: bool = False) -> None:
+def count_token_sources(record: RequestRecord, attempt: Attempt, counters: Counters, *, last: bool = False) -> None:
     """Once an attempt: when both nodes have reported, or with what is known at its end (`last`)."""
-    complete = attempt.admitted is not None and (attempt.prefill is None or attempt.ended is not None)
-    known = attempt.admitted is not None or attempt.ended is not None
-    if attempt.counted or not (complete or (last and known)):
+    complete = attempt.decode_report is not None and (attempt.prefill is None or attempt.prefill_report is not None)
+    known = attempt.decode_report is not None or attempt.prefill_report is not None
+    if attempt.is_counted or not (complete or (last and known)):
         return
-    attempt.counted = True
-    if record.sources is None:
-        record.sources = sources.split(attempt.ended, attempt.admitted)
-        if attempt.key.attempt > 1:
+    attempt.is_counted = True
+    if record.token_sources is None:
+        record.token_sources = sources.compute_token_sources(attempt.prefill_report, attempt.decode_report)
+        if attempt.key.attempt_number > 1:
             by_prefill = attempt.prefill is not None
-            record.sources = sources.without_own(record.sources, record.cached_before, prefill=by_prefill)
-        for source, tokens in record.sources._asdict().items() if not record.internal else ():
+            record.token_sources = sources.exclude_own_tokens(record.token_sources, record.cached_at_first_placement, prefill=by_prefill)
+        for source, tokens in record.token_sources._asdict().items() if not record.is_internal else ():
             counters.prompt_tokens[source] += tokens
     else:
-        recomputed = sources.computed(attempt.ended, attempt.admitted)
-        counters.recomputed_tokens[record.replaced_because] += recomputed
+        recomputed = sources.count_computed_tokens(attempt.prefill_report, attempt.decode_report)
+        counters.recomputed_tokens[record.replace_reason] += recomputed

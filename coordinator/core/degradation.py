@@ -6,9 +6,9 @@ takes back in the opposite one.
     capped_output         new requests get at most so many tokens
     local_prefill_only    hand-offs, which fail, are given up: decode nodes compute every prompt
 
-*Pressure* is the longest wait of a request that was not placed yet, over what its class may wait (see `Strain`). At 1
-and more for `ENGAGE` seconds the next step is taken that can help; each step has as long to act before the next one. At
-`LOW` and less for `RELEASE` seconds the last one is taken back. Between the two nothing changes, and both begin anew:
+*Pressure* is the longest wait of a request that was not placed yet, over what its class may wait (see `PressureMonitor`). At 1
+and more for `ENGAGE_SECONDS` seconds the next step is taken that can help; each step has as long to act before the next one. At
+`LOW_PRESSURE` and less for `RELEASE_SECONDS` seconds the last one is taken back. Between the two nothing changes, and both begin anew:
 what a load near the limit does, it does once.
 """
 
@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-HIGH, LOW = 1.0, 0.5
-ENGAGE, RELEASE = 3.0, 10.0  # seconds
-PERIOD = 0.5  # seconds between two readings
+HIGH_PRESSURE, LOW_PRESSURE = 1.0, 0.5
+ENGAGE_SECONDS, RELEASE_SECONDS = 3.0, 10.0  # seconds
+SAMPLE_PERIOD_SECONDS = 0.5  # seconds between two readings
 
 
-class Step(Enum):
+class DegradationStep(Enum):
     SHED_LOWEST = "shed_lowest"
     SMALLER_TOKEN_BUDGET = "smaller_token_budget"
     CAPPED_OUTPUT = "capped_output"
@@ -30,70 +30,70 @@ class Step(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """`pressure` None: requests wait for nodes, not for their turn. `cannot_help`: why a step would change nothing; one
+class PressureSample:
+    """`pressure` None: requests wait for nodes, not for their turn. `unhelpful_steps`: why a step would change nothing; one
     that is not among them can."""
 
     pressure: float | None
-    cannot_help: Mapping[Step, str]
+    unhelpful_steps: Mapping[DegradationStep, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class DegradationChange:
     """For the log and the metrics."""
 
-    step: Step
-    taken: bool
+    step: DegradationStep
+    is_taken: bool
     pressure: float
 
 
-class Degradation:
+class DegradationController:
     def __init__(self) -> None:
-        self.active: dict[Step, float] = {}  # since when; in the order in which they were taken
-        self.last = Reading(0.0, {})
-        self.counts: Counter[tuple[str, str]] = Counter()  # step, taken or taken_back
+        self.active_steps: dict[DegradationStep, float] = {}  # since when; in the order in which they were taken
+        self.last_sample = PressureSample(0.0, {})
+        self.change_counts: Counter[tuple[str, str]] = Counter()  # step, taken or taken_back
         self._high_since: float | None = None
         self._low_since: float | None = None
-        self._read_at: float | None = None
+        self._sampled_at: float | None = None
 
-    def __contains__(self, step: Step) -> bool:
-        return step in self.active
+    def __contains__(self, step: DegradationStep) -> bool:
+        return step in self.active_steps
 
-    def is_due(self, now: float) -> bool:
-        return self._read_at is None or now >= self._read_at + PERIOD
+    def is_sample_due(self, now: float) -> bool:
+        return self._sampled_at is None or now >= self._sampled_at + SAMPLE_PERIOD_SECONDS
 
-    def next(self, *, waiting: bool) -> float | None:
+    def next_sample_at(self, *, waiting: bool) -> float | None:
         """When it is to be read next, if nothing else happens. `waiting`: somebody is."""
-        if not waiting and not self.active:
+        if not waiting and not self.active_steps:
             return None
-        return self._read_at + PERIOD if self._read_at is not None else None
+        return self._sampled_at + SAMPLE_PERIOD_SECONDS if self._sampled_at is not None else None
 
-    def read(self, reading: Reading, now: float) -> Change | None:
+    def apply_sample(self, reading: PressureSample, now: float) -> DegradationChange | None:
         """What follows from a reading, at most one step."""
-        self.last, self._read_at = reading, now
+        self.last_sample, self._sampled_at = reading, now
         pressure = reading.pressure
-        high = pressure is not None and pressure >= HIGH
-        low = pressure is not None and pressure <= LOW
+        high = pressure is not None and pressure >= HIGH_PRESSURE
+        low = pressure is not None and pressure <= LOW_PRESSURE
         self._high_since = (now if self._high_since is None else self._high_since) if high else None
         self._low_since = (now if self._low_since is None else self._low_since) if low else None
-        if pressure is not None and self._high_since is not None and now - self._high_since >= ENGAGE:
-            return self._take(pressure, now)
-        if pressure is not None and self._low_since is not None and now - self._low_since >= RELEASE:
-            return self._take_back(pressure, now)
+        if pressure is not None and self._high_since is not None and now - self._high_since >= ENGAGE_SECONDS:
+            return self._take_next_step(pressure, now)
+        if pressure is not None and self._low_since is not None and now - self._low_since >= RELEASE_SECONDS:
+            return self._take_last_step_back(pressure, now)
         return None
 
-    def _take(self, pressure: float, now: float) -> Change | None:
-        step = next((step for step in Step if step not in self.active and step not in self.last.cannot_help), None)
+    def _take_next_step(self, pressure: float, now: float) -> DegradationChange | None:
+        step = next((step for step in DegradationStep if step not in self.active_steps and step not in self.last_sample.unhelpful_steps), None)
         if step is None:
             return None
-        self.active[step] = self._high_since = now
-        self.counts[step.value, "taken"] += 1
-        return Change(step, True, pressure)
+        self.active_steps[step] = self._high_since = now
+        self.change_counts[step.value, "taken"] += 1
+        return DegradationChange(step, True, pressure)
 
-    def _take_back(self, pressure: float, now: float) -> Change | None:
-        if not self.active:
+    def _take_last_step_back(self, pressure: float, now: float) -> DegradationChange | None:
+        if not self.active_steps:
             return None
-        step, _ = self.active.popitem()
+        step, _ = self.active_steps.popitem()
         self._low_since = now
-        self.counts[step.value, "taken_back"] += 1
-        return Change(step, False, pressure)
+        self.change_counts[step.value, "taken_back"] += 1
+        return DegradationChange(step, False, pressure)

@@ -7,56 +7,56 @@ from baton.errors import InvalidRequest
 from baton.pb.cluster_pb2 import NodeStats
 from baton.types import NodeName
 
-MAX_NAMES = 1024
-QUIET_REPORTS = 2  # heartbeats since the last work ended there: the second was sent after every order had arrived
+MAX_DRAINED_NODES = 1024
+MIN_QUIET_REPORTS = 2  # heartbeats since the last work ended there: the second was sent after every order had arrived
 
 
-class Service(Enum):
+class NodeServiceState(Enum):
     """Whether a node is given new work, and if not, whether it still has some."""
 
-    IN = "in"
+    IN_SERVICE = "in"
     DRAINING = "draining"
     DRAINED = "drained"
     SWITCHING = "switching"  # to another role
 
 
-class Drains:
+class DrainSet:
     def __init__(self) -> None:
-        self._until: dict[NodeName, float | None] = {}
-        self.names = self._until.keys()
+        self._deadlines: dict[NodeName, float | None] = {}
+        self.names = self._deadlines.keys()
 
     def __contains__(self, name: NodeName) -> bool:
-        return name in self._until
+        return name in self._deadlines
 
-    def begin(self, name: NodeName, until: float | None) -> None:
+    def start_drain(self, name: NodeName, until: float | None) -> None:
         """Give it no new work; what it holds at `until` is to be placed again (None: never). Again: a new `until`."""
-        if name not in self._until and len(self._until) >= MAX_NAMES:
+        if name not in self._deadlines and len(self._deadlines) >= MAX_DRAINED_NODES:
             raise InvalidRequest(f"{MAX_NAMES} names are drained, which is the most: undrain some", param="node")
-        self._until[name] = until
+        self._deadlines[name] = until
 
-    def end(self, name: NodeName) -> bool:
+    def end_drain(self, name: NodeName) -> bool:
         """Whether it was out of service."""
-        known = name in self._until
-        self._until.pop(name, None)
+        known = name in self._deadlines
+        self._deadlines.pop(name, None)
         return known
 
-    def until(self, name: NodeName) -> float | None:
-        return self._until.get(name)
+    def get_deadline(self, name: NodeName) -> float | None:
+        return self._deadlines.get(name)
 
-    def next(self) -> float | None:
-        return min((until for until in self._until.values() if until is not None), default=None)
+    def next_deadline(self) -> float | None:
+        return min((until for until in self._deadlines.values() if until is not None), default=None)
 
-    def due(self, now: float) -> list[NodeName]:
+    def pop_due(self, now: float) -> list[NodeName]:
         """Those whose patience is over; each is told once."""
-        found = [name for name, until in self._until.items() if until is not None and until <= now]
+        found = [name for name, until in self._deadlines.items() if until is not None and until <= now]
         for name in found:
-            self._until[name] = None
+            self._deadlines[name] = None
         return found
 
 
-def is_empty(attempts: int, quiet_reports: int, stats: NodeStats | None) -> bool:
+def is_node_empty(attempts: int, quiet_reports: int, stats: NodeStats | None) -> bool:
     """Nothing is placed on the node by the coordinator's books, and by the node's own word it holds nothing."""
-    if attempts or quiet_reports < QUIET_REPORTS or stats is None:
+    if attempts or quiet_reports < MIN_QUIET_REPORTS or stats is None:
         return False
     held = stats.blocks_reserved + stats.blocks_writing + stats.blocks_in_use + stats.blocks_quarantined
     return not (held or stats.waiting or stats.running)

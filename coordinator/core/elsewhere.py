@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from baton.types import Incarnation
 from coordinator.core.pools import PoolMember
 
-LEAST_BLOCKS = 4  # more than there are here: for fewer the asking alone is not worth it
+MIN_EXTRA_BLOCKS = 4  # more than there are here: for fewer the asking alone is not worth it
 
 
-def richer_pool(
+def best_remote_pool(
     found: Mapping[Incarnation, int], pools: Iterable[PoolMember], host: str, here: int
 ) -> tuple[PoolMember, int] | None:
     """The pool of another host that has the most blocks of a prompt, and how many, if `here` on `host` are so many
@@ -18,4 +18,4 @@ def richer_pool(
     if not there:
         return None
     blocks, _, pool = max(there, key=lambda one: one[:2])
-    return (pool, blocks) if blocks - here >= LEAST_BLOCKS else None
+    return (pool, blocks) if blocks - here >= MIN_EXTRA_BLOCKS else None

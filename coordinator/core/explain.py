@@ -14,66 +14,66 @@ from baton.pb import cluster_pb2 as pb
 from baton.pb.cluster_pb2 import AttemptReport, Candidate, ExplainResponse, PromptSources
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import AttemptKey, FinishReason, RequestId
-from coordinator.core.notes import Considered
-from coordinator.core.prediction import Prediction
-from coordinator.core.record import Attempt, Record
-from coordinator.core.sources import split
+from coordinator.core.notes import ConsideredNode
+from coordinator.core.prediction import LatencyPrediction
+from coordinator.core.record import Attempt, RequestRecord
+from coordinator.core.sources import compute_token_sources
 
-MAX_AGE = 3600.0  # seconds that an ended request is kept at most
-_MAX_REASON = 500  # characters
+MAX_AGE_SECONDS = 3600.0  # seconds that an ended request is kept at most
+_MAX_REASON_CHARS = 500  # characters
 
 
-def explain(record: Record, now: float, result: FinishReason | BatonError | None = None) -> ExplainResponse:
+def build_explanation(record: RequestRecord, now: float, result: FinishReason | BatonError | None = None) -> ExplainResponse:
     """`result` is how it ended, None while it runs. Of the others of its answer, only their names."""
     told = ExplainResponse(
         request_id=record.request.id,
         state=record.state.value,
-        prompt_tokens=len(record.request.prompt),
-        output_tokens=len(record.emitted),
+        prompt_tokens=len(record.request.prompt_token_ids),
+        output_tokens=len(record.emitted_token_ids),
         max_tokens=record.request.sampling.max_tokens,
-        timeline=record.marks.timeline(now, record.attempts),
-        decode=0.0 if record.marks.first_token is None else now - record.marks.first_token,
-        attempts=[_attempt(attempt, record.marks.arrival) for attempt in record.tried],
-        attempts_left_out=record.attempts - len(record.tried),
-        warm_up=record.internal,
-        others=[ExplainResponse(request_id=other) for other in record.others],
+        timeline=record.timestamps.build_timeline(now, record.attempt_count),
+        decode=0.0 if record.timestamps.first_token is None else now - record.timestamps.first_token,
+        attempts=[_attempt_report(attempt, record.timestamps.arrival) for attempt in record.attempt_history],
+        attempts_left_out=record.attempt_count - len(record.attempt_history),
+        warm_up=record.is_internal,
+        others=[ExplainResponse(request_id=other) for other in record.sibling_requests],
     )
-    if record.sources is not None:
-        told.sources.CopyFrom(PromptSources(**record.sources._asdict()))
-        told.sources.received = next((a.admitted.received_tokens for a in record.tried if a.counted and a.admitted), 0)
+    if record.token_sources is not None:
+        told.sources.CopyFrom(PromptSources(**record.token_sources._asdict()))
+        told.sources.received = next((a.decode_report.received_tokens for a in record.attempt_history if a.is_counted and a.decode_report), 0)
     if isinstance(result, BatonError):
         told.error.CopyFrom(wire.error_to_pb(result))
     elif result is not None:
-        told.finish_reason = wire.FINISH_TO_PB[result]
+        told.finish_reason = wire.FINISH_REASON_TO_PB[result]
     return told
 
 
-def _attempt(attempt: Attempt, arrival: float) -> AttemptReport:
-    notes, sources = attempt.notes, split(attempt.ended, attempt.admitted)
+def _attempt_report(attempt: Attempt, arrival: float) -> AttemptReport:
+    notes, sources = attempt.trace, compute_token_sources(attempt.prefill_report, attempt.decode_report)
     report = AttemptReport(
-        number=attempt.key.attempt,
+        number=attempt.key.attempt_number,
         prefill_node=notes.prefill_node,
         decode_node=notes.decode_node,
         placed=notes.placed - arrival,
         context_tokens=notes.context_tokens,
-        ended=notes.ended,
-        reason=notes.reason[:_MAX_REASON],
-        needed=notes.needed,
-        free=notes.free,
+        ended=notes.outcome,
+        reason=notes.reason[:_MAX_REASON_CHARS],
+        needed=notes.needed_blocks,
+        free=notes.free_blocks,
         computed_prefill=sources.computed_prefill,
         computed_decode=sources.computed_decode,
         local_cache=sources.local_cache,
         pool=sources.pool,
         remote_pool=sources.remote_pool,
-        received=attempt.admitted.received_tokens if attempt.admitted else 0,
-        handoff=notes.handoff,
-        considered=[_candidate(one) for one in notes.considered],
-        predicted=_prediction(notes.prediction),
-        way=notes.way.value,
-        why=notes.why.value,
-        other_way=_prediction(notes.other) if notes.other else None,
-        held_back=notes.held_back,
-        probe=notes.probe,
+        received=attempt.decode_report.received_tokens if attempt.decode_report else 0,
+        handoff=notes.handoff_report,
+        considered=[_candidate_to_pb(one) for one in notes.considered],
+        predicted=_prediction_to_pb(notes.prediction),
+        way=notes.prefill_site.value,
+        why=notes.placement_reason.value,
+        other_way=_prediction_to_pb(notes.rejected_prediction) if notes.rejected_prediction else None,
+        held_back=notes.held_back_seconds,
+        probe=notes.is_breaker_probe,
     )
     for moment in ("reserved", "prefill_ended", "committed", "over"):
         at = getattr(notes, moment)
@@ -82,68 +82,68 @@ def _attempt(attempt: Attempt, arrival: float) -> AttemptReport:
     return report
 
 
-def _prediction(one: Prediction) -> pb.Prediction:
+def _prediction_to_pb(one: LatencyPrediction) -> pb.Prediction:
     return pb.Prediction(
-        queue=one.queue,
-        prefill=one.prefill,
-        transfer=one.transfer,
-        step=one.step,
+        queue=one.queue_seconds,
+        prefill=one.prefill_seconds,
+        transfer=one.transfer_seconds,
+        step=one.step_seconds,
         output_tokens=one.output_tokens,
     )
 
 
-def _candidate(one: Considered) -> Candidate:
+def _candidate_to_pb(one: ConsideredNode) -> Candidate:
     return Candidate(
         node=one.node,
         role=one.role.value,
         attempts=one.attempts,
         uncomputed_tokens=one.uncomputed_tokens,
-        room=max(0, one.room),
-        able=one.able,
-        chosen=one.chosen,
-        held_tokens=one.held_tokens,
-        predicted_seconds=one.seconds,
-        because=one.because,
+        room=max(0, one.free_blocks),
+        able=one.is_eligible,
+        chosen=one.is_chosen,
+        held_tokens=one.cached_tokens,
+        predicted_seconds=one.predicted_seconds,
+        because=one.objection,
     )
 
 
 @dataclass(slots=True)
-class _Kept:
+class _StoredExplanation:
     ended_at: float
-    told: bytes
+    payload: bytes
 
 
-class Explanations:
-    """The last `most` ended requests, none older than `MAX_AGE` seconds."""
+class ExplanationStore:
+    """The last `max_kept` ended requests, none older than `MAX_AGE_SECONDS` seconds."""
 
     def __init__(self, most: int) -> None:
-        self.most = most
-        self._kept: OrderedDict[RequestId, _Kept] = OrderedDict()
+        self.max_kept = most
+        self._kept: OrderedDict[RequestId, _StoredExplanation] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def add(self, told: ExplainResponse, now: float) -> None:
-        if self.most:
-            self._kept[RequestId(told.request_id)] = _Kept(now, told.SerializeToString())
-        while self._kept and (len(self._kept) > self.most or self._oldest_end() <= now - MAX_AGE):
+    def add_explanation(self, told: ExplainResponse, now: float) -> None:
+        if self.max_kept:
+            self._kept[RequestId(told.request_id)] = _StoredExplanation(now, told.SerializeToString())
+        while self._kept and (len(self._kept) > self.max_kept or self._oldest_ended_at() <= now - MAX_AGE_SECONDS):
             self._kept.popitem(last=False)
 
     def get(self, request: RequestId, now: float) -> ExplainResponse | None:
         kept = self._kept.get(request)
-        return ExplainResponse.FromString(kept.told) if kept and kept.ended_at > now - MAX_AGE else None
+        return ExplainResponse.FromString(kept.payload) if kept and kept.ended_at > now - MAX_AGE_SECONDS else None
 
-    def add_handoff(self, key: AttemptKey, report: HandoffReport) -> None:
+    def add_handoff_report(self, key: AttemptKey, report: HandoffReport) -> None:
         """A report that came after the end, of the attempt that served the request."""
-        kept = self._kept.get(key.request)
+        kept = self._kept.get(key.request_id)
         if kept is None:
             return
-        told = ExplainResponse.FromString(kept.told)
+        told = ExplainResponse.FromString(kept.payload)
         told.timeline.handoff.CopyFrom(report)
         for attempt in told.attempts:
-            if attempt.number == key.attempt:
+            if attempt.number == key.attempt_number:
                 attempt.handoff.CopyFrom(report)
-        kept.told = told.SerializeToString()
+        kept.payload = told.SerializeToString()
 
-    def _oldest_end(self) -> float:
+    def _oldest_ended_at(self) -> float:
         return next(iter(self._kept.values())).ended_at

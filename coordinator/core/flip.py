@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from enum import Enum
 
 from baton.types import Incarnation, NodeName, RequestId, Role
-from coordinator.core.messages import Switched
+from coordinator.core.messages import RoleSwitchReport
 
-ORDER_PATIENCE = 30.0  # seconds in which a node that has nothing placed on it must have joined in its new role
-PROBE_TIMEOUT = 30.0
-PROBE_REST = 0.5  # seconds between a probe that failed and the next
+ORDER_TIMEOUT_SECONDS = 30.0  # seconds in which a node that has nothing placed on it must have joined in its new role
+PROBE_TIMEOUT_SECONDS = 30.0
+PROBE_BACKOFF_SECONDS = 0.5  # seconds between a probe that failed and the next
 
 
-class Phase(Enum):
+class RoleSwitchPhase(Enum):
     DRAINING = "draining"
     ORDERED = "switching"
     PROBING = "probing"
@@ -27,49 +27,49 @@ class Phase(Enum):
 
 
 @dataclass(slots=True)
-class Flip:
-    """`incarnation` is the present one. `generation`: of the ratio for which it began. `due`: when time alone ends the
+class PendingRoleSwitch:
+    """`incarnation` is the present one. `generation`: of the ratio for which it began. `due_at`: when time alone ends the
     phase. Moments on the brain's clock; None has not come."""
 
     node: NodeName
     incarnation: Incarnation
-    source: Role
-    to: Role
+    source_role: Role
+    target_role: Role
     generation: int
-    began: float
-    phase: Phase = Phase.DRAINING
-    ordered: float | None = None
-    joined: float | None = None
-    due: float | None = None
-    probe: RequestId | None = None
-    probes: int = 0
+    started_at: float
+    phase: RoleSwitchPhase = RoleSwitchPhase.DRAINING
+    ordered_at: float | None = None
+    joined_at: float | None = None
+    due_at: float | None = None
+    probe_request: RequestId | None = None
+    probe_count: int = 0
     detail: str = ""
 
-    def order(self, now: float) -> None:
-        self.phase, self.ordered, self.due = Phase.ORDERED, now, now + ORDER_PATIENCE
+    def mark_ordered(self, now: float) -> None:
+        self.phase, self.ordered_at, self.due_at = RoleSwitchPhase.ORDERED, now, now + ORDER_TIMEOUT_SECONDS
 
-    def join(self, incarnation: Incarnation, now: float) -> None:
-        self.incarnation, self.joined = incarnation, now
+    def mark_joined(self, incarnation: Incarnation, now: float) -> None:
+        self.incarnation, self.joined_at = incarnation, now
 
-    def begin_probe(self, request: RequestId) -> None:
-        self.phase, self.probe, self.due = Phase.PROBING, request, None
-        self.probes += 1
+    def start_probe(self, request: RequestId) -> None:
+        self.phase, self.probe_request, self.due_at = RoleSwitchPhase.PROBING, request, None
+        self.probe_count += 1
 
-    def rest(self, reason: str, now: float) -> None:
-        self.phase, self.probe, self.due, self.detail = Phase.RESTING, None, now + PROBE_REST, reason
+    def back_off(self, reason: str, now: float) -> None:
+        self.phase, self.probe_request, self.due_at, self.detail = RoleSwitchPhase.RESTING, None, now + PROBE_BACKOFF_SECONDS, reason
 
-    def report(self, outcome: str, now: float, detail: str = "") -> Switched:
+    def build_report(self, outcome: str, now: float, detail: str = "") -> RoleSwitchReport:
         """As it stands: `outcome` of one that is over, or its phase."""
-        ordered = now if self.ordered is None else self.ordered
-        joined = now if self.joined is None else self.joined
-        return Switched(
+        ordered = now if self.ordered_at is None else self.ordered_at
+        joined = now if self.joined_at is None else self.joined_at
+        return RoleSwitchReport(
             node=self.node,
-            source=self.source,
-            to=self.to,
+            source_role=self.source_role,
+            target_role=self.target_role,
             outcome=outcome,
-            drain=ordered - self.began,
-            switch=joined - ordered,
-            probe=now - joined,
+            drain_seconds=ordered - self.started_at,
+            switch_seconds=joined - ordered,
+            probe_seconds=now - joined,
             detail=detail or self.detail,
             generation=self.generation,
         )

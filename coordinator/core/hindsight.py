@@ -1,7 +1,7 @@
 """Which split would have missed how many of the requests that came lately.
 
 Every split is played through (`replay`) from where the cluster was when it was begun. One that has missed most of what
-came in the last `ANEW` seconds is begun anew from where the present one is, as if it were chosen now: else the line
+came in the last `RESTART_SECONDS` seconds is begun anew from where the present one is, as if it were chosen now: else the line
 that it had by then would tell against it long after the load has turned.
 """
 
@@ -9,90 +9,90 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.ratio import Split
+from baton.ratio import RoleSplit
 from baton.slo import Slo
-from coordinator.core.forecast import Machine
-from coordinator.core.replay import Replay
-from coordinator.core.workload import Asked
+from coordinator.core.forecast import NodeProfile
+from coordinator.core.replay import SplitReplay
+from coordinator.core.workload import RequestShape
 
-LONG = 480.0  # seconds that are remembered
-ANEW, MOST = 10.0, 0.6
-NEAREST = 16  # splits around the present one that are played through, the present one among them
-AT_ONCE = 512  # requests between two looks: of more, so many are taken
-PLAYS = 1024  # requests times splits: with many requests fewer splits are played through, so that a look is short
-_FEWEST = 3  # the present split and one on each side
+HISTORY_SECONDS = 480.0  # seconds that are remembered
+RESTART_SECONDS, RESTART_MISS_SHARE = 10.0, 0.6
+MAX_SPLITS = 16  # splits around the present one that are played through, the present one among them
+MAX_REQUESTS = 512  # requests between two looks: of more, so many are taken
+MAX_REPLAYED = 1024  # requests times splits: with many requests fewer splits are played through, so that a look is short
+_MIN_SPLITS = 3  # the present split and one on each side
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    at: float
-    asked: int
-    missed: dict[Split, int]
+class _BacktestInterval:
+    ended_at: float
+    request_count: int
+    missed_by_split: dict[RoleSplit, int]
 
 
-class Hindsight:
+class SplitBacktest:
     def __init__(self, slo: Slo, now: float) -> None:
-        self.until = now
+        self.replayed_until = now
         self._slo = slo
-        self._replays: dict[Split, Replay] = {}
-        self._anew: dict[Split, float] = {}
-        self._rows: deque[_Row] = deque()
+        self._replays: dict[RoleSplit, SplitReplay] = {}
+        self._restarted_at: dict[RoleSplit, float] = {}
+        self._intervals: deque[_BacktestInterval] = deque()
 
-    def add(
+    def add_requests(
         self,
-        asked: Sequence[tuple[float, Asked]],
+        asked: Sequence[tuple[float, RequestShape]],
         computed: float,
-        machine: Machine,
-        splits: Sequence[Split],
-        present: Split,
+        machine: NodeProfile,
+        splits: Sequence[RoleSplit],
+        present: RoleSplit,
         now: float,
     ) -> None:
         """All that came since the last time. `splits` are those that may be, the present one among them."""
-        near = sorted(splits, key=lambda split: abs(split.prefill - present.prefill))
-        near = near[: max(_FEWEST, min(NEAREST, PLAYS // max(1, len(asked))))]
-        self._keep(near, present, machine)
-        before = {split: replay.missed for split, replay in self._replays.items()}
+        near = sorted(splits, key=lambda split: abs(split.prefill_nodes - present.prefill_nodes))
+        near = near[: max(_MIN_SPLITS, min(MAX_SPLITS, MAX_REPLAYED // max(1, len(asked))))]
+        self._select_splits(near, present, machine)
+        before = {split: replay.missed_count for split, replay in self._replays.items()}
         for replay in self._replays.values():
-            replay.machine = machine
-            for at, one in asked[-AT_ONCE:]:
-                replay.ask(at, one, computed)
-            replay.advance(now)
-        missed = {split: replay.missed - before[split] for split, replay in self._replays.items()}
-        self._rows.append(_Row(now, len(asked[-AT_ONCE:]), missed))
-        self.until = now
-        while self._rows[0].at <= now - LONG:
-            self._rows.popleft()
-        self._begin_anew(present, now)
+            replay.profile = machine
+            for at, one in asked[-MAX_REQUESTS:]:
+                replay.add_request(at, one, computed)
+            replay.advance_to(now)
+        missed = {split: replay.missed_count - before[split] for split, replay in self._replays.items()}
+        self._intervals.append(_BacktestInterval(now, len(asked[-MAX_REQUESTS:]), missed))
+        self.replayed_until = now
+        while self._intervals[0].ended_at <= now - HISTORY_SECONDS:
+            self._intervals.popleft()
+        self._restart_overloaded(present, now)
 
-    def asked(self, seconds: float) -> int:
-        return sum(row.asked for row in self._rows if row.at > self.until - seconds)
+    def count_requests(self, seconds: float) -> int:
+        return sum(row.request_count for row in self._intervals if row.ended_at > self.replayed_until - seconds)
 
-    def missed(self, split: Split, seconds: float = LONG) -> int:
+    def count_missed(self, split: RoleSplit, seconds: float = HISTORY_SECONDS) -> int:
         """In the last `seconds`; of one that was not played through, as many as came."""
-        rows = [row for row in self._rows if row.at > self.until - seconds]
-        return sum(row.missed.get(split, row.asked) for row in rows)
+        rows = [row for row in self._intervals if row.ended_at > self.replayed_until - seconds]
+        return sum(row.missed_by_split.get(split, row.request_count) for row in rows)
 
-    def saved(self, present: Split, other: Split) -> int:
+    def count_saved(self, present: RoleSplit, other: RoleSplit) -> int:
         """Requests that `other` would have missed since the last time, and the present split would not."""
-        missed = self._rows[-1].missed
+        missed = self._intervals[-1].missed_by_split
         return missed.get(other, missed[present]) - missed[present]
 
-    def move(self, present: Split, to: Split) -> None:
+    def on_split_changed(self, present: RoleSplit, to: RoleSplit) -> None:
         """The cluster is about to be split so: what waits now will be served by that split."""
-        self._replays[to] = self._replays[present].onto(to)
+        self._replays[to] = self._replays[present].with_split(to)
 
-    def _keep(self, splits: Sequence[Split], present: Split, machine: Machine) -> None:
-        new = Replay(present, machine, self._slo, self.until)
+    def _select_splits(self, splits: Sequence[RoleSplit], present: RoleSplit, machine: NodeProfile) -> None:
+        new = SplitReplay(present, machine, self._slo, self.replayed_until)
         origin = self._replays.get(present) or new
         self._replays = {
-            split: self._replays.get(split) or (new if split == present else origin.onto(split)) for split in splits
+            split: self._replays.get(split) or (new if split == present else origin.with_split(split)) for split in splits
         }
 
-    def _begin_anew(self, present: Split, now: float) -> None:
-        asked, least = self.asked(ANEW), self.missed(present, ANEW)
+    def _restart_overloaded(self, present: RoleSplit, now: float) -> None:
+        asked, least = self.count_requests(RESTART_SECONDS), self.count_missed(present, RESTART_SECONDS)
         for split in self._replays:
-            missed = self.missed(split, ANEW)
-            due = self._anew.get(split, 0.0) + ANEW <= now
-            if due and split != present and asked and missed >= MOST * asked and missed > least:
-                self._replays[split] = self._replays[present].onto(split)
-                self._anew[split] = now
+            missed = self.count_missed(split, RESTART_SECONDS)
+            due = self._restarted_at.get(split, 0.0) + RESTART_SECONDS <= now
+            if due and split != present and asked and missed >= RESTART_MISS_SHARE * asked and missed > least:
+                self._replays[split] = self._replays[present].with_split(split)
+                self._restarted_at[split] = now

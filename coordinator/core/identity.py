@@ -5,7 +5,7 @@ from typing import Protocol
 
 from baton.errors import ConfigError
 from baton.kv_layout import KVLayout
-from baton.model_files import UNKNOWN_FILES, ModelFiles
+from baton.model_files import UNKNOWN_DIGESTS, ModelFileDigests
 from baton.model_identity import UNQUANTIZED, ModelIdentity
 from baton.types import NodeName, Role
 from baton.wire import PROTOCOL_VERSION
@@ -36,7 +36,7 @@ class JoinInfo:
     implementation: str = ""
     dtype: str = ""
     quantization: str = UNQUANTIZED
-    files: ModelFiles = UNKNOWN_FILES
+    files: ModelFileDigests = UNKNOWN_DIGESTS
 
     @property
     def model(self) -> ModelIdentity:
@@ -51,37 +51,37 @@ class JoinInfo:
         )
 
     @property
-    def context(self) -> int:
+    def max_context_tokens(self) -> int:
         """The longest prompt and output that it can hold, in tokens."""
         return min(self.max_model_len, self.num_blocks * self.layout.block_size)
 
 
 @dataclass(frozen=True, slots=True)
-class CoordinatorModel:
+class ServedModel:
     """What the coordinator knows of the model that it is to serve, "" for what it does not know: such facts are not
     compared."""
 
     engine: str = ""
-    files: ModelFiles = UNKNOWN_FILES
+    files: ModelFileDigests = UNKNOWN_DIGESTS
 
 
 _POSITIVE = ("num_blocks", "max_num_seqs", "max_batched_tokens", "max_model_len", "vocab_size")
 _POSITIVE_OF_LAYOUT = ("num_layers", "num_kv_heads", "head_dim", "block_size")
-MAX_NAME = 128
-_SOONEST_RETRY = 0.1  # seconds
-_UNTIL_UNBOUND = 1.0  # seconds between a node's attempts to join while requests of another model live
+MAX_NAME_LENGTH = 128
+_MIN_RETRY_AFTER = 0.1  # seconds
+_BOUND_MODEL_RETRY_AFTER = 1.0  # seconds between a node's attempts to join while requests of another model live
 _HEX = frozenset("0123456789abcdef")
-_SAME = "start every node of a cluster with the same version, model and settings"
-_SAME_MODEL = "start the coordinator and its nodes with the same --model, --engine and --load-format"
+_SAME_SETTINGS_REMEDY = "start every node of a cluster with the same version, model and settings"
+_SAME_MODEL_REMEDY = "start the coordinator and its nodes with the same --model, --engine and --load-format"
 
 
-def require_sane(info: JoinInfo) -> None:
+def require_valid_join(info: JoinInfo) -> None:
     """Raises ConfigError for another protocol version, a bad name, no process or a size below 1."""
     if info.protocol_version != PROTOCOL_VERSION:
         raise _mismatch(info, "protocol_version", info.protocol_version, f"the cluster has {PROTOCOL_VERSION}")
-    if not 0 < len(info.name) <= MAX_NAME or not info.name.isprintable():
+    if not 0 < len(info.name) <= MAX_NAME_LENGTH or not info.name.isprintable():
         raise ConfigError(f"node name {info.name!r} must be 1 to {MAX_NAME} printable characters: set --name")
-    require_process(info)
+    require_process_nonce(info)
     if len(info.model_digest) % 2 or set(info.model_digest) - _HEX:
         raise ConfigError(f"node {info.name!r} has model_digest {info.model_digest[:64]!r}: it must be bytes in hex")
     sizes: dict[str, int] = {name: getattr(info, name) for name in _POSITIVE}
@@ -91,12 +91,12 @@ def require_sane(info: JoinInfo) -> None:
             raise ConfigError(f"node {info.name!r} has {name} {size}: it must be at least 1", param=name)
 
 
-def require_equal(info: JoinInfo, cluster: ModelIdentity, bound_requests: int) -> None:
+def require_cluster_model(info: JoinInfo, cluster: ModelIdentity, bound_requests: int) -> None:
     """Raises ConfigError naming the first field that differs from the cluster's identity, both values and what to do.
     `bound_requests`: so many were placed on nodes of that identity and nobody else is a member. They end, so the error
     has a `retry_after` then."""
-    theirs = cluster.fields()
-    for name, mine in info.model.fields().items():
+    theirs = cluster.named_fields()
+    for name, mine in info.model.named_fields().items():
         if mine == theirs[name]:
             continue
         ours = f"the cluster has {theirs[name]!r}"
@@ -106,25 +106,25 @@ def require_equal(info: JoinInfo, cluster: ModelIdentity, bound_requests: int) -
             f"{bound_requests} requests of that model have not ended: bring a node of it back, or wait until they have"
             " ended (--request-timeout)"
         )
-        raise _mismatch(info, name, mine, ours, remedy, retry_after=_UNTIL_UNBOUND)
+        raise _mismatch(info, name, mine, ours, remedy, retry_after=_BOUND_MODEL_RETRY_AFTER)
 
 
-def require_served(info: JoinInfo, served: CoordinatorModel) -> None:
+def require_served_model(info: JoinInfo, served: ServedModel) -> None:
     """Raises ConfigError unless the node's model is the one that the coordinator encodes prompts for and serves under
     its name. What either side does not know is not compared."""
     files = info.files
     compared = (
         ("engine", info.engine, served.engine),
-        ("config_digest", files.config, served.files.config),
-        ("tokenizer_digest", files.tokenizer, served.files.tokenizer),
-        ("weights_digest", files.weights, served.files.weights),
+        ("config_digest", files.config_digest, served.files.config_digest),
+        ("tokenizer_digest", files.tokenizer_digest, served.files.tokenizer_digest),
+        ("weights_digest", files.weights_digest, served.files.weights_digest),
     )
     for name, mine, ours in compared:
         if mine and ours and mine != ours:
-            raise _mismatch(info, name, mine, f"the coordinator's --model has {ours!r}", _SAME_MODEL)
+            raise _mismatch(info, name, mine, f"the coordinator's --model has {ours!r}", _SAME_MODEL_REMEDY)
 
 
-class NameHolder(Protocol):
+class MemberIdentity(Protocol):
     """A process that is a member, or wants to be one: a node or a pool."""
 
     @property
@@ -137,7 +137,7 @@ class NameHolder(Protocol):
     def host_id(self) -> str: ...
 
 
-def require_process(info: NameHolder) -> None:
+def require_process_nonce(info: MemberIdentity) -> None:
     """Raises ConfigError for a Join without `process`: any two of those would take each other's name."""
     if not info.process:
         raise ConfigError(
@@ -145,7 +145,7 @@ def require_process(info: NameHolder) -> None:
         )
 
 
-def require_free_name(info: NameHolder, held_by: NameHolder, free_in: float) -> None:
+def require_free_name(info: MemberIdentity, held_by: MemberIdentity, free_in: float) -> None:
     """Raises ConfigError unless the member `held_by` is an earlier stream of the same process. `free_in`: seconds until
     that member counts as silent if nothing more is heard of it."""
     if info.process != held_by.process:
@@ -153,12 +153,12 @@ def require_free_name(info: NameHolder, held_by: NameHolder, free_in: float) -> 
             f"the name {info.name!r} is in use by process {held_by.pid} of host {held_by.host_id[:16]!r}, which is"
             " alive: give one of the two another --name, or stop one",
             param="name",
-            retry_after=max(free_in, _SOONEST_RETRY),
+            retry_after=max(free_in, _MIN_RETRY_AFTER),
         )
 
 
 def _mismatch(
-    info: JoinInfo, field: str, mine: object, theirs: str, remedy: str = _SAME, retry_after: float | None = None
+    info: JoinInfo, field: str, mine: object, theirs: str, remedy: str = _SAME_SETTINGS_REMEDY, retry_after: float | None = None
 ) -> ConfigError:
     message = f"node {info.name!r} has {field} {mine!r}, {theirs}: {remedy}"
     return ConfigError(message, param=field, retry_after=retry_after)

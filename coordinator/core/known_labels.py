@@ -10,54 +10,54 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 
 from baton.errors import (
-    BY_CODE,
+    ERRORS_BY_CODE,
     BatonError,
     ConfigError,
     HandoffFailed,
     NodeFailed,
-    NotAvailable,
+    NotSupported,
     NotFound,
-    Rejected,
-    TooLarge,
+    RequestRejected,
+    RequestTooLarge,
     Unauthenticated,
 )
 from baton.types import FinishReason, Role
 from coordinator.core.breakers import BreakerState
-from coordinator.core.counters import CLASS, INTERNAL
-from coordinator.core.degradation import Step
-from coordinator.core.prediction import Way, Why
-from coordinator.core.sources import Sources
+from coordinator.core.counters import DEFAULT_TENANT_CLASS, INTERNAL_CLASS
+from coordinator.core.degradation import DegradationStep
+from coordinator.core.prediction import PrefillSite, PlacementReason
+from coordinator.core.sources import TokenSources
 
-Labels = tuple[str, ...]
+MetricLabels = tuple[str, ...]
 
 TRANSPORTS = ("shm", "zmq", "grpc")
 # A front door says these before there is a request that could end so.
-_BEFORE_SUBMISSION = (NotAvailable, NotFound, TooLarge, Unauthenticated)
+_BEFORE_SUBMISSION = (NotSupported, NotFound, RequestTooLarge, Unauthenticated)
 
 
-def known_labels(classes: Sequence[str]) -> dict[str, list[Labels]]:
+def list_known_labels(classes: Sequence[str]) -> dict[str, list[MetricLabels]]:
     """By the name of the metric; label values in the order of its labels. `classes` are those of
     the tenants."""
-    every_class = (*classes, INTERNAL)
-    at_the_door = dict.fromkeys((*every_class, CLASS))  # whoever has no valid key has the class of all
-    replaced = [*_codes(HandoffFailed, NodeFailed), "refused"]
-    handoff_ends: list[Labels] = [("committed", transport) for transport in TRANSPORTS]
-    handoff_ends += product(_codes(HandoffFailed), (*TRANSPORTS, "none"))
+    every_class = (*classes, INTERNAL_CLASS)
+    at_the_door = dict.fromkeys((*every_class, DEFAULT_TENANT_CLASS))  # whoever has no valid key has the class of all
+    replaced = [*_error_codes(HandoffFailed, NodeFailed), "refused"]
+    handoff_ends: list[MetricLabels] = [("committed", transport) for transport in TRANSPORTS]
+    handoff_ends += product(_error_codes(HandoffFailed), (*TRANSPORTS, "none"))
     return {
-        "baton_requests_total": list(product(_outcomes(), every_class)),
-        "baton_rejected_total": list(product(_codes(Rejected), at_the_door)),
-        "baton_prompt_tokens_total": _single(Sources._fields),
+        "baton_requests_total": list(product(_list_outcomes(), every_class)),
+        "baton_rejected_total": list(product(_error_codes(RequestRejected), at_the_door)),
+        "baton_prompt_tokens_total": _single_labels(TokenSources._fields),
         "baton_handoffs_total": handoff_ends,
-        "baton_handoff_bytes_total": _single(TRANSPORTS),
-        "baton_placements_total": [(way.value, why.value) for way, why in product(Way, Why)],
-        "baton_replaced_total": _single(replaced),
-        "baton_recomputed_tokens_total": _single(replaced),
-        "baton_dropped_messages_total": _single(("stale", "unexpected", "damaged", "repeated", "lost")),
-        "baton_joins_total": _single(("joined", "refused", "unauthenticated")),
-        "baton_nodes_lost_total": _single(_codes(NodeFailed)),
-        "baton_breaker_changes_total": _single([state.value for state in BreakerState]),
+        "baton_handoff_bytes_total": _single_labels(TRANSPORTS),
+        "baton_placements_total": [(way.value, why.value) for way, why in product(PrefillSite, PlacementReason)],
+        "baton_replaced_total": _single_labels(replaced),
+        "baton_recomputed_tokens_total": _single_labels(replaced),
+        "baton_dropped_messages_total": _single_labels(("stale", "unexpected", "damaged", "repeated", "lost")),
+        "baton_joins_total": _single_labels(("joined", "refused", "unauthenticated")),
+        "baton_nodes_lost_total": _single_labels(_error_codes(NodeFailed)),
+        "baton_breaker_changes_total": _single_labels([state.value for state in BreakerState]),
         "baton_degradation_changes_total": [
-            (step.value, change) for step, change in product(Step, ("taken", "taken_back"))
+            (step.value, change) for step, change in product(DegradationStep, ("taken", "taken_back"))
         ],
         "baton_role_switches_total": list(
             product([role.value for role in Role], ("done", "recalled", "superseded", "lost"))
@@ -65,18 +65,18 @@ def known_labels(classes: Sequence[str]) -> dict[str, list[Labels]]:
     }
 
 
-def _outcomes() -> Iterator[str]:
+def _list_outcomes() -> Iterator[str]:
     """How a request that was admitted can end."""
     yield from (reason.value for reason in FinishReason)
     yield BatonError.code
-    for code, error in BY_CODE.items():
+    for code, error in ERRORS_BY_CODE.items():
         if not issubclass(error, (*_BEFORE_SUBMISSION, ConfigError)):
             yield code
 
 
-def _codes(*kinds: type[BatonError]) -> list[str]:
-    return [code for code, error in BY_CODE.items() if issubclass(error, kinds)]
+def _error_codes(*kinds: type[BatonError]) -> list[str]:
+    return [code for code, error in ERRORS_BY_CODE.items() if issubclass(error, kinds)]
 
 
-def _single(values: Sequence[str]) -> list[Labels]:
+def _single_labels(values: Sequence[str]) -> list[MetricLabels]:
     return [(value,) for value in values]

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from baton.errors import BatonError
 from baton.pb.cluster_pb2 import NodeStats
 from baton.pb.common_pb2 import HandoffReport, Timeline
-from baton.pool_terms import Elsewhere
-from baton.ratio import Split
+from baton.pool_terms import RemotePrefix
+from baton.ratio import RoleSplit
 from baton.types import (
     AttemptKey,
     FinishReason,
@@ -20,8 +20,8 @@ from baton.types import (
     Role,
     Ticket,
     TokenEvent,
-    TokenScore,
-    Work,
+    TokenLogprobs,
+    AttemptSpec,
 )
 from coordinator.core.breakers import BreakerState
 
@@ -29,7 +29,7 @@ from coordinator.core.breakers import BreakerState
 
 
 @dataclass(frozen=True, slots=True)
-class Reserved:
+class BlocksReserved:
     """Decode has set blocks aside. Without a ticket it needs no writer and computes the last token itself."""
 
     key: AttemptKey
@@ -38,55 +38,55 @@ class Reserved:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class ReservationRefused:
     """No room now, nothing is held. In blocks."""
 
     key: AttemptKey
-    needed: int
-    free: int
+    needed_blocks: int
+    free_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class StepTokens:
     """What one step produced, of all sequences; a sequence's tokens stand together and in order."""
 
     events: tuple[TokenEvent, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class PromptScores:
-    """Of the prompt's tokens `first` .. `first + len(scores)`, from the node that computes the prompt, in order."""
+class PromptLogprobsReport:
+    """Of the prompt's tokens `first_index` .. `first + len(scores)`, from the node that computes the prompt, in order."""
 
     key: AttemptKey
-    first: int
-    scores: tuple[TokenScore, ...]
+    first_index: int
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
-    """`caused_by`: of a preemption, the class that took the blocks."""
+    """`preempting_class`: of a preemption, the class that took the blocks."""
 
     key: AttemptKey
     error: BatonError
-    caused_by: str = ""
+    preempting_class: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillEnded:
     """The prompt is computed on the prefill node; the hand-off is about to be sealed. In tokens, and in seconds of its
-    steps: the prompt's share of them. Of `cached_tokens` the shared pool had `pooled_tokens`, and `remote_tokens` of
+    steps: the prompt's share of them. Of `cached_tokens` the shared pool had `pool_tokens`, and `remote_pool_tokens` of
     these it has fetched from another host's pool for this attempt."""
 
     key: AttemptKey
     computed_tokens: int
     cached_tokens: int
-    share_seconds: float = 0.0
-    pooled_tokens: int = 0
-    remote_tokens: int = 0
+    compute_seconds: float = 0.0
+    pool_tokens: int = 0
+    remote_pool_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class HandedOff:
+class HandoffCompleted:
     """Decode has committed, says the prefill node."""
 
     key: AttemptKey
@@ -94,16 +94,16 @@ class HandedOff:
 
 
 @dataclass(frozen=True, slots=True)
-class Admitted:
+class DecodeStarted:
     """The attempt runs on decode; where its context came from there, in tokens; seconds as in PrefillEnded."""
 
     key: AttemptKey
     computed_tokens: int
     cached_tokens: int
     received_tokens: int
-    share_seconds: float = 0.0
-    pooled_tokens: int = 0
-    remote_tokens: int = 0
+    compute_seconds: float = 0.0
+    pool_tokens: int = 0
+    remote_pool_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,118 +125,118 @@ class CacheSnapshot:
     """What it has; all that was told before is void."""
 
     sequence: int
-    names: tuple[int, ...]
+    block_hashes: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Leaving:
+class NodeLeaving:
     reason: str
 
 
-NodeInput = (
-    Reserved
-    | Refused
-    | PromptScores
-    | Tokens
+NodeReport = (
+    BlocksReserved
+    | ReservationRefused
+    | PromptLogprobsReport
+    | StepTokens
     | AttemptFailed
     | PrefillEnded
-    | HandedOff
-    | Admitted
+    | HandoffCompleted
+    | DecodeStarted
     | Heartbeat
     | CacheEvents
     | CacheSnapshot
-    | Leaving
+    | NodeLeaving
 )
 
 # what nodes are told
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
+class DecodeOrder:
     """Without a writer the node computes the prompt itself. From now on prompts that are computed there may make a step
-    of running sequences longer by `prefill_share` of it; 0: there is no such bound. `elsewhere`: another host's pool
+    of running sequences longer by `prefill_step_share` of it; 0: there is no such bound. `remote_prefix`: another host's pool
     that has more of the context than there is on the node's."""
 
-    work: Work
-    writer: PeerAddress | None
-    prefill_share: float = 0.0
-    elsewhere: Elsewhere | None = None
+    work: AttemptSpec
+    kv_writer: PeerAddress | None
+    prefill_step_share: float = 0.0
+    remote_prefix: RemotePrefix | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Prefill:
-    """`elsewhere`: as in Submit."""
+class PrefillOrder:
+    """`remote_prefix`: as in Submit."""
 
-    work: Work
-    alone: bool
-    elsewhere: Elsewhere | None = None
+    work: AttemptSpec
+    needs_no_decode: bool
+    remote_prefix: RemotePrefix | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class GiveTicket:
+class TicketOrder:
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class CancelOrder:
     key: AttemptKey
     reason: BatonError
 
 
 @dataclass(frozen=True, slots=True)
-class PeerGone:
+class PeerLostNotice:
     incarnation: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
-class CacheQuery:
+class CacheSnapshotRequest:
     """Send a CacheSnapshot."""
 
 
 @dataclass(frozen=True, slots=True)
-class SetRole:
+class SetRoleOrder:
     """Take this role and join anew in it. The last thing that an incarnation is told."""
 
     role: Role
 
 
-NodeOrder = Submit | Prefill | GiveTicket | Cancel | PeerGone | CacheQuery | SetRole
+NodeOrder = DecodeOrder | PrefillOrder | TicketOrder | CancelOrder | PeerLostNotice | CacheSnapshotRequest | SetRoleOrder
 
 # what the shell is to do, in this order
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
-    node: Incarnation
-    message: NodeOrder
+class SendOrder:
+    incarnation: Incarnation
+    order: NodeOrder
 
 
 @dataclass(frozen=True, slots=True)
-class Admit:
+class AdmitRequest:
     """The request is accepted for good: from here on only its own end ends it."""
 
-    request: RequestId
+    request_id: RequestId
 
 
 @dataclass(frozen=True, slots=True)
-class Emit:
-    """`scores`: one for each token if the request asks for them, else none."""
+class EmitTokens:
+    """`logprobs`: one for each token if the request asks for them, else none."""
 
-    request: RequestId
-    tokens: tuple[int, ...]
-    scores: tuple[TokenScore, ...] = ()
+    request_id: RequestId
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class EmitPromptScores:
+class EmitPromptLogprobs:
     """All of them, once, before the first Emit."""
 
-    request: RequestId
-    scores: tuple[TokenScore, ...]
+    request_id: RequestId
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedResult:
     """The good end. `cached_tokens`: prompt tokens that the first placement did not have to compute."""
 
     reason: FinishReason
@@ -244,21 +244,21 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
-    """The one terminal event. `tokens` is the number of tokens the client was sent; `ttft` is None without any;
-    `internal` marks a request that no client made; `tenant_class` labels it."""
+class EndRequest:
+    """The one terminal event. `output_tokens` is the number of tokens the client was sent; `ttft_seconds` is None without any;
+    `is_internal` marks a request that no client made; `tenant_class` labels it."""
 
-    request: RequestId
-    result: Finished | BatonError
-    tokens: int
+    request_id: RequestId
+    result: FinishedResult | BatonError
+    output_tokens: int
     timeline: Timeline
-    ttft: float | None
-    internal: bool
+    ttft_seconds: float | None
+    is_internal: bool
     tenant_class: str = "default"
 
 
 @dataclass(frozen=True, slots=True)
-class Replaced:
+class AttemptReplaced:
     """An attempt is given up and its request will be placed again: for the log, nothing is to be done."""
 
     key: AttemptKey
@@ -266,56 +266,56 @@ class Replaced:
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """The incarnation is a member no more: its stream is to end. `expected`: it was told to join anew."""
+class MemberLost:
+    """The incarnation is a member no more: its stream is to end. `is_expected`: it was told to join anew."""
 
-    node: Incarnation
+    incarnation: Incarnation
     name: NodeName
     error: BatonError
-    expected: bool = False
+    is_expected: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class PairChanged:
+class BreakerChanged:
     """The circuit breaker between two nodes, likewise for the log."""
 
-    prefill: NodeName
-    decode: NodeName
+    prefill_node: NodeName
+    decode_node: NodeName
     state: BreakerState
 
 
 @dataclass(frozen=True, slots=True)
-class Switched:
+class RoleSwitchReport:
     """A change of role is over, for the log and the metrics. `outcome`: done, recalled (while draining), superseded
     (before it counted), or lost (the node came back as what it was, or not at all). Seconds of each phase; 0 of those
     that were not reached."""
 
     node: NodeName
-    source: Role
-    to: Role
+    source_role: Role
+    target_role: Role
     outcome: str
-    drain: float
-    switch: float
-    probe: float
+    drain_seconds: float
+    switch_seconds: float
+    probe_seconds: float
     detail: str
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Steered:
+class RatioChanged:
     """The ratio was changed so that an objective is kept: for the log."""
 
-    target: Split
+    target_split: RoleSplit
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Degraded:
+class DegradationChanged:
     """A step of degradation was taken, or taken back: for the log, nothing is to be done."""
 
     step: str
-    taken: bool
+    is_taken: bool
     pressure: float
 
 
-Effect = Degraded | Send | Admit | EmitPromptScores | Emit | End | Replaced | Lost | PairChanged | Switched | Steered
+Effect = DegradationChanged | SendOrder | AdmitRequest | EmitPromptLogprobs | EmitTokens | EndRequest | AttemptReplaced | MemberLost | BreakerChanged | RoleSwitchReport | RatioChanged

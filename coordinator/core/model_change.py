@@ -7,21 +7,21 @@ bounded for the old model, so it ends with Unavailable and its client sends it a
 
 from collections.abc import Iterable
 
-from baton.errors import Unavailable
-from coordinator.core.record import Record
+from baton.errors import ServiceUnavailable
+from coordinator.core.record import RequestRecord
 from coordinator.core.requests import RequestTable
 
-_RETRY = 1.0  # seconds that a client is told to wait
+_RETRY_AFTER_SECONDS = 1.0  # seconds that a client is told to wait
 
 
-def count_bound_requests(records: Iterable[Record]) -> int:
+def count_bound_requests(records: Iterable[RequestRecord]) -> int:
     """Requests of clients that were placed on nodes of the cluster's model and have not ended."""
-    return sum(1 for record in records if record.attempts and not record.internal)
+    return sum(1 for record in records if record.attempt_count and not record.is_internal)
 
 
 def end_requests_of_model(table: RequestTable, model: bytes, now: float) -> None:
     """End every request that was admitted under the identity of this digest."""
     for record in list(table.records.values()):
-        if record.model == model and record.request.id in table.records:
-            error = Unavailable("the cluster has begun to serve another model: send it again", retry_after=_RETRY)
-            table.end(record, error, now)
+        if record.identity_digest == model and record.request.id in table.records:
+            error = ServiceUnavailable("the cluster has begun to serve another model: send it again", retry_after=_RETRY_AFTER_SECONDS)
+            table.end_request(record, error, now)

@@ -2,22 +2,22 @@
 
 from collections.abc import Iterator
 
-from baton.block_hash import short_name
+from baton.block_hash import short_hash
 from baton.hash_chain import HashChain
 
 
-class PromptNames:
+class PromptBlockHashes:
     def __init__(self, chain: HashChain) -> None:
-        self._chain = chain
-        self._known: list[int] = []
+        self._hash_chain = chain
+        self._hashes: list[int] = []
 
     @property
     def block_size(self) -> int:
-        return self._chain.block_size
+        return self._hash_chain.block_size
 
     def __iter__(self) -> Iterator[int]:
         """Of the full blocks, the first one first."""
-        for block in range(len(self._chain.tokens) // self._chain.block_size):
-            if block == len(self._known):
-                self._known.append(short_name(self._chain.name(block)))
-            yield self._known[block]
+        for block in range(len(self._hash_chain.tokens) // self._hash_chain.block_size):
+            if block == len(self._hashes):
+                self._hashes.append(short_hash(self._hash_chain.block_hash(block)))
+            yield self._hashes[block]

@@ -7,100 +7,100 @@ from typing import NamedTuple
 
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import Incarnation, NodeName, Role
-from coordinator.core.placement import NodeView, needed
-from coordinator.core.prediction import Decision, Prediction, Way, Why
-from coordinator.core.prefix_aware import ramps_up
+from coordinator.core.placement import NodeView, required_roles
+from coordinator.core.prediction import PlacementDecision, LatencyPrediction, PrefillSite, PlacementReason
+from coordinator.core.prefix_aware import is_ramping_up
 
 MAX_CONSIDERED = 16  # nodes of each role; those chosen are always among them
 SERVED, REFUSED = "served", "refused"
-FAILED, NEWCOMER, APART = "failed before", "newcomer", "kept apart"
+FAILED_BEFORE, RAMPING_UP, BLOCKED_PAIR = "failed before", "newcomer", "kept apart"
 
 
-class Considered(NamedTuple):
+class ConsideredNode(NamedTuple):
     """One node as placement saw it: attempts placed there, their uncomputed tokens, room in blocks, tokens of the
-    context that its cache seems to have; `seconds` that its policy predicted, None if it predicts nothing; `because`:
+    context that its cache seems to have; `predicted_seconds` that its policy predicted, None if it predicts nothing; `objection`:
     what spoke against it, if something did: FAILED, NEWCOMER or APART."""
 
     node: NodeName
     role: Role
     attempts: int
     uncomputed_tokens: int
-    room: int
-    able: bool
-    chosen: bool
-    held_tokens: int
-    seconds: float | None
-    because: str
+    free_blocks: int
+    is_eligible: bool
+    is_chosen: bool
+    cached_tokens: int
+    predicted_seconds: float | None
+    objection: str
 
 
 @dataclass(slots=True)
-class Notes:
-    """Of one attempt. Moments on the brain's clock; None has not happened. `ended` is "" while it runs, SERVED, REFUSED
-    or an error's code; `needed` and `free` are a refusal's, in blocks; `way`, `why` and `other`: see `Decision`.
-    `held_back`: seconds by the retry budget, before it; `probe`: of its two nodes' breaker."""
+class AttemptTrace:
+    """Of one attempt. Moments on the brain's clock; None has not happened. `outcome` is "" while it runs, SERVED, REFUSED
+    or an error's code; `needed_blocks` and `free_blocks` are a refusal's, in blocks; `prefill_site`, `placement_reason` and `rejected_prediction`: see `PlacementDecision`.
+    `held_back_seconds`: seconds by the retry budget, before it; `is_breaker_probe`: of its two nodes' breaker."""
 
     prefill_node: NodeName
     decode_node: NodeName
     placed: float
     context_tokens: int
-    considered: tuple[Considered, ...]
-    prediction: Prediction
-    way: Way
-    why: Why
-    other: Prediction | None
+    considered: tuple[ConsideredNode, ...]
+    prediction: LatencyPrediction
+    prefill_site: PrefillSite
+    placement_reason: PlacementReason
+    rejected_prediction: LatencyPrediction | None
     reserved: float | None = None
     prefill_ended: float | None = None
     committed: float | None = None
     over: float | None = None
-    ended: str = ""
+    outcome: str = ""
     reason: str = ""
-    held_back: float = 0.0
-    probe: bool = False
-    needed: int = 0
-    free: int = 0
-    handoff: HandoffReport | None = None
-    handoff_spared: bool = False
+    held_back_seconds: float = 0.0
+    is_breaker_probe: bool = False
+    needed_blocks: int = 0
+    free_blocks: int = 0
+    handoff_report: HandoffReport | None = None
+    is_handoff_skipped: bool = False
 
-    def spare_handoff(self) -> None:
+    def mark_handoff_skipped(self) -> None:
         """Decode turned out to hold the context: it computes the last token itself, and prefill has no part in it."""
-        self.handoff_spared = True
-        self.way, self.why, self.other, self.prefill_ended = Way.LOCAL, Why.HELD, None, None
+        self.is_handoff_skipped = True
+        self.prefill_site, self.placement_reason, self.rejected_prediction, self.prefill_ended = PrefillSite.LOCAL, PlacementReason.PREFIX_CACHED, None, None
 
     def mark_committed(self, now: float) -> None:
         if self.committed is None:
             self.committed = now
 
-    def end(self, now: float, ended: str, reason: str = "") -> None:
+    def mark_ended(self, now: float, ended: str, reason: str = "") -> None:
         """The first end counts."""
         if self.over is None:
-            self.over, self.ended, self.reason = now, ended, reason
+            self.over, self.outcome, self.reason = now, ended, reason
 
 
-NameOf = Callable[[Incarnation | None], NodeName]
+NodeNameLookup = Callable[[Incarnation | None], NodeName]
 
 
-def begin(decision: Decision, name: NameOf, now: float) -> Notes:
+def start_trace(decision: PlacementDecision, name: NodeNameLookup, now: float) -> AttemptTrace:
     """Of an attempt that is placed at this moment."""
     choice = decision.choice
-    roles = needed(decision.demand) if decision.other is None else tuple(Role)
-    considered = tuple(one for role in roles for one in _consider(decision, role))
-    return Notes(
+    roles = required_roles(decision.demand) if decision.rejected_prediction is None else tuple(Role)
+    considered = tuple(one for role in roles for one in _rank_candidates(decision, role))
+    return AttemptTrace(
         name(choice.prefill),
         name(choice.decode),
         now,
-        decision.demand.tokens,
+        decision.demand.context_tokens,
         considered,
         decision.prediction,
-        decision.way,
-        decision.why,
-        decision.other,
+        decision.prefill_site,
+        decision.reason,
+        decision.rejected_prediction,
     )
 
 
-def _consider(decision: Decision, role: Role) -> Iterator[Considered]:
+def _rank_candidates(decision: PlacementDecision, role: Role) -> Iterator[ConsideredNode]:
     """What was known of nodes that the demand could have gone to, when it was placed: the one chosen first, then those
     that were predicted to be fastest."""
-    demand, scores = decision.demand, decision.choice.scores
+    demand, scores = decision.demand, decision.choice.predicted_seconds
     chosen = {decision.choice.prefill, decision.choice.decode}
     ranked = [
         (view.incarnation not in chosen, scores.get(view.incarnation, inf), number)
@@ -110,25 +110,25 @@ def _consider(decision: Decision, role: Role) -> Iterator[Considered]:
     ranked.sort()
     for _, _, number in ranked[:MAX_CONSIDERED]:
         view = decision.views[number]
-        yield Considered(
+        yield ConsideredNode(
             node=view.name,
             role=view.role,
             attempts=view.attempts,
             uncomputed_tokens=view.uncomputed_tokens,
-            room=view.room,
-            able=view.takes(demand),
-            chosen=view.incarnation in chosen,
-            held_tokens=demand.held_by(view.incarnation),
-            seconds=scores.get(view.incarnation),
-            because=_against(decision, view),
+            free_blocks=view.free_blocks,
+            is_eligible=view.can_accept(demand),
+            is_chosen=view.incarnation in chosen,
+            cached_tokens=demand.cached_tokens_on(view.incarnation),
+            predicted_seconds=scores.get(view.incarnation),
+            objection=_objection_to(decision, view),
         )
 
 
-def _against(decision: Decision, view: NodeView) -> str:
+def _objection_to(decision: PlacementDecision, view: NodeView) -> str:
     choice, mine = decision.choice, view.incarnation
     pair = (mine, choice.decode) if view.role is Role.PREFILL else (choice.prefill, mine)
-    if pair in decision.apart:
-        return APART
-    if mine in decision.demand.avoid:
-        return FAILED
-    return NEWCOMER if mine in choice.scores and ramps_up(view, decision.now) else ""
+    if pair in decision.blocked_pairs:
+        return BLOCKED_PAIR
+    if mine in decision.demand.avoided_nodes:
+        return FAILED_BEFORE
+    return RAMPING_UP if mine in choice.predicted_seconds and is_ramping_up(view, decision.now) else ""

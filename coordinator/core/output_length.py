@@ -7,37 +7,37 @@ exponentially weighted mean, because those who ask for 16 tokens tend to take th
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from baton.mean_error import MEMORY, MeanError
+from baton.mean_error import DECAY_OBSERVATIONS, MeanRelativeError
 
 PRIOR_SHARE = 0.5
-MAX_KEPT = 4096  # pairs of tenant and power, the last used first
+MAX_KEYS = 4096  # pairs of tenant and power, the last used first
 
 
 @dataclass(slots=True)
-class _Share:
+class _OutputShare:
     mean: float = PRIOR_SHARE
-    seen: int = 0
+    sample_count: int = 0
 
-    def add(self, share: float) -> None:
-        self.seen += 1
-        self.mean += (share - self.mean) / min(self.seen + 1, MEMORY)  # the prior is one of them
+    def add_sample(self, share: float) -> None:
+        self.sample_count += 1
+        self.mean += (share - self.mean) / min(self.sample_count + 1, DECAY_OBSERVATIONS)  # the prior is one of them
 
 
-class OutputLengths:
+class OutputLengthPredictor:
     def __init__(self) -> None:
-        self.error = MeanError()
-        self._shares: OrderedDict[tuple[str, int], _Share] = OrderedDict()
+        self.relative_error = MeanRelativeError()
+        self._shares: OrderedDict[tuple[str, int], _OutputShare] = OrderedDict()
 
-    def expect(self, who: str, max_tokens: int) -> float:
+    def predict_tokens(self, who: str, max_tokens: int) -> float:
         """Tokens, from 1 to `max_tokens`."""
         known = self._shares.get((who, max_tokens.bit_length()))
         return max(1.0, (known.mean if known else PRIOR_SHARE) * max_tokens)
 
-    def took(self, who: str, max_tokens: int, tokens: int) -> None:
+    def record_output(self, who: str, max_tokens: int, tokens: int) -> None:
         """An answer that ended well."""
-        self.error.add(self.expect(who, max_tokens), tokens)
+        self.relative_error.add_prediction(self.predict_tokens(who, max_tokens), tokens)
         kind = (who, max_tokens.bit_length())
-        self._shares.setdefault(kind, _Share()).add(tokens / max_tokens)
+        self._shares.setdefault(kind, _OutputShare()).add_sample(tokens / max_tokens)
         self._shares.move_to_end(kind)
-        if len(self._shares) > MAX_KEPT:
+        if len(self._shares) > MAX_KEYS:
             self._shares.popitem(last=False)

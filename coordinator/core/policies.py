@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 
-from coordinator.core.placement import Placement
-from coordinator.core.prefix_aware import PrefixAware
-from coordinator.core.simple_policies import LeastLoaded, RoundRobin
+from coordinator.core.placement import PlacementPolicy
+from coordinator.core.prefix_aware import PrefixAwarePolicy
+from coordinator.core.simple_policies import LeastLoadedPolicy, RoundRobinPolicy
 
-POLICIES: dict[str, Callable[[], Placement]] = {
-    "round_robin": RoundRobin,
-    "least_loaded": LeastLoaded,
-    "prefix_aware": PrefixAware,
+POLICIES: dict[str, Callable[[], PlacementPolicy]] = {
+    "round_robin": RoundRobinPolicy,
+    "least_loaded": LeastLoadedPolicy,
+    "prefix_aware": PrefixAwarePolicy,
 }

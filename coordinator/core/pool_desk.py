@@ -1,40 +1,40 @@
 """What the brain does with a pool: lets it join, hears it, and gives it up."""
 
-from baton.errors import BatonError, NodeGone
+from baton.errors import BatonError, NodeLost
 from baton.types import Incarnation
 from coordinator.core import messages as m
-from coordinator.core.pools import PoolInfo
-from coordinator.core.registry import Registry
+from coordinator.core.pools import PoolJoinInfo
+from coordinator.core.registry import NodeRegistry
 from coordinator.core.requests import RequestTable
 
 
-class PoolDesk:
+class PoolMembership:
     """Leaves effects in the table's `out`."""
 
-    def __init__(self, registry: Registry, table: RequestTable) -> None:
-        self._registry = registry
+    def __init__(self, registry: NodeRegistry, table: RequestTable) -> None:
+        self._node_registry = registry
         self._table = table
-        self._knowledge = table.knowledge
-        self._pools = table.knowledge.pools
+        self._placement_state = table.placement_state
+        self._pool_registry = table.placement_state.pools
 
-    def join(self, info: PoolInfo, incarnation: Incarnation, now: float) -> None:
+    def join_pool(self, info: PoolJoinInfo, incarnation: Incarnation, now: float) -> None:
         """Raises ConfigError, counted."""
         joins = self._table.counters.joins
-        model = self._registry.model if self._registry.nodes else None
+        model = self._node_registry.model_identity if self._node_registry.nodes else None
         try:
-            replaced = self._pools.check(info, model, now)
+            replaced = self._pool_registry.check_join(info, model, now)
         except BatonError:
             joins["refused"] += 1
             raise
         if replaced is not None:
-            self.drop(replaced.incarnation, NodeGone(f"pool {info.name} has joined anew"))
-        self._pools.add(info, incarnation, now)
-        self._knowledge.directory.join(incarnation, info.num_blocks)
+            self.remove_pool(replaced.incarnation, NodeLost(f"pool {info.name} has joined anew"))
+        self._pool_registry.add_pool(info, incarnation, now)
+        self._placement_state.prefix_directory.add_node(incarnation, info.num_blocks)
         joins["joined"] += 1
 
-    def hear(self, sender: Incarnation, message: m.NodeInput, now: float) -> bool:
+    def receive_report(self, sender: Incarnation, message: m.NodeReport, now: float) -> bool:
         """Whether `sender` is a pool."""
-        pool = self._pools.members.get(sender)
+        pool = self._pool_registry.members.get(sender)
         if pool is None:
             return False
         pool.heard_at = now
@@ -42,23 +42,23 @@ class PoolDesk:
             case m.Heartbeat(stats):
                 pool.stats = stats
             case m.CacheSnapshot():
-                self._knowledge.cache_snapshot(sender, message)
+                self._placement_state.apply_cache_snapshot(sender, message)
             case m.CacheEvents():
-                if self._knowledge.cache_events(sender, message, now):
-                    self._table.out.append(m.Send(sender, m.CacheQuery()))
-            case m.Leaving():
+                if self._placement_state.apply_cache_events(sender, message, now):
+                    self._table.effects.append(m.SendOrder(sender, m.CacheSnapshotRequest()))
+            case m.NodeLeaving():
                 pass
             case _:
                 self._table.counters.dropped_messages["unexpected"] += 1
         return True
 
-    def drop(self, incarnation: Incarnation, error: BatonError) -> None:
+    def remove_pool(self, incarnation: Incarnation, error: BatonError) -> None:
         """A no-op for who is no pool. Its nodes find out by themselves."""
-        pool = self._pools.members.pop(incarnation, None)
+        pool = self._pool_registry.members.pop(incarnation, None)
         if pool is not None:
-            self._knowledge.left(incarnation)
-            self._table.out.append(m.Lost(incarnation, pool.info.name, error, expected=False))
+            self._placement_state.remove_node(incarnation)
+            self._table.effects.append(m.MemberLost(incarnation, pool.info.name, error, is_expected=False))
 
-    def expire(self, now: float) -> None:
-        for pool, error in self._pools.expired(now):
-            self.drop(pool.incarnation, error)
+    def remove_silent_pools(self, now: float) -> None:
+        for pool, error in self._pool_registry.find_expired(now):
+            self.remove_pool(pool.incarnation, error)

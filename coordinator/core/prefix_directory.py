@@ -20,173 +20,173 @@ from itertools import chain, islice
 
 from baton.types import Incarnation
 
-PATIENCE = 1.0  # seconds
-SLICE = 4096  # names that are swept at a time
-SHARDS = 64
-_SWEPT = Incarnation("")  # has a slot whose bit is still in entries
+SNAPSHOT_TIMEOUT_SECONDS = 1.0  # seconds
+SWEEP_SLICE = 4096  # names that are swept at a time
+SHARD_COUNT = 64
+_RETIRED = Incarnation("")  # has a slot whose bit is still in entries
 
 
 @dataclass(slots=True)
-class _Cache:
-    """What one node has told. `last` is the number of its last event; `asked_at`: a snapshot is being waited for."""
+class _NodeCache:
+    """What one node has told. `last_sequence` is the number of its last event; `snapshot_asked_at`: a snapshot is being waited for."""
 
     slot: int
-    capacity: int
-    names: list[set[int]] = field(default_factory=lambda: [set() for _ in range(SHARDS)])
-    count: int = 0  # of them
-    last: int = 0
-    in_step: bool = False  # nothing counts before the first snapshot
-    asked_at: float | None = None
+    max_blocks: int
+    hash_shards: list[set[int]] = field(default_factory=lambda: [set() for _ in range(SHARD_COUNT)])
+    block_count: int = 0  # of them
+    last_sequence: int = 0
+    is_synced: bool = False  # nothing counts before the first snapshot
+    snapshot_asked_at: float | None = None
 
 
 class PrefixDirectory:
     def __init__(self) -> None:
-        self.resyncs = 0  # snapshots that were asked for
-        self._holders: list[dict[int, int]] = [{} for _ in range(SHARDS)]  # name -> a bit for each node, by slot
-        self._caches: dict[Incarnation, _Cache] = {}
-        self._by_slot: list[Incarnation | None] = []
-        self._all = 0  # the bits of all nodes
-        self._given_up: deque[tuple[int, Iterator[int]]] = deque()  # slots, and the names that still have their bits
+        self.resync_count = 0  # snapshots that were asked for
+        self._node_bits: list[dict[int, int]] = [{} for _ in range(SHARD_COUNT)]  # name -> a bit for each node, by slot
+        self._caches: dict[Incarnation, _NodeCache] = {}
+        self._slots: list[Incarnation | None] = []
+        self._live_bits = 0  # the bits of all nodes
+        self._retired: deque[tuple[int, Iterator[int]]] = deque()  # slots, and the names that still have their bits
 
     def __len__(self) -> int:
         """Different blocks, those that are to be swept included."""
-        return sum(map(len, self._holders))
+        return sum(map(len, self._node_bits))
 
-    def blocks_of(self, node: Incarnation) -> frozenset[int]:
-        return frozenset(chain.from_iterable(self._caches[node].names))
+    def get_block_hashes(self, node: Incarnation) -> frozenset[int]:
+        return frozenset(chain.from_iterable(self._caches[node].hash_shards))
 
-    def join(self, node: Incarnation, capacity: int) -> None:
+    def add_node(self, node: Incarnation, capacity: int) -> None:
         """`capacity` in blocks: more than so many are not believed."""
-        self._caches[node] = _Cache(self._take_slot(node), capacity)
+        self._caches[node] = _NodeCache(self._assign_slot(node), capacity)
 
-    def leave(self, node: Incarnation) -> None:
+    def remove_node(self, node: Incarnation) -> None:
         cache = self._caches.pop(node, None)
         if cache is not None:
-            self._give_up(cache)
+            self._retire_cache(cache)
 
-    def sweep(self) -> bool:
+    def sweep_slice(self) -> bool:
         """Take up to SLICE entries of those who have left, or told anew, away. Whether there are more."""
-        left = SLICE
-        while self._given_up and left:
-            slot, names = self._given_up[0]
+        left = SWEEP_SLICE
+        while self._retired and left:
+            slot, names = self._retired[0]
             before = left
             for name in islice(names, before):
-                self._drop(name, 1 << slot)
+                self._clear_bit(name, 1 << slot)
                 left -= 1
             if left:
-                self._given_up.popleft()
-                self._by_slot[slot] = None
-        return bool(self._given_up)
+                self._retired.popleft()
+                self._slots[slot] = None
+        return bool(self._retired)
 
     @property
-    def is_to_sweep(self) -> bool:
-        return bool(self._given_up)
+    def needs_sweep(self) -> bool:
+        return bool(self._retired)
 
-    def events(
+    def apply_events(
         self, node: Incarnation, sequence: int, inserted: Iterable[int], evicted: Iterable[int], now: float
     ) -> bool:
         """Whether to ask the node for a snapshot. Of names that stand in both, the insertion counts."""
         cache = self._caches[node]
-        if sequence <= cache.last and cache.in_step:  # again
+        if sequence <= cache.last_sequence and cache.is_synced:  # again
             return False
-        if not cache.in_step or sequence != cache.last + 1:
-            cache.in_step = False
-            return self._is_to_ask(cache, now)
-        cache.last = sequence
+        if not cache.is_synced or sequence != cache.last_sequence + 1:
+            cache.is_synced = False
+            return self._should_request_snapshot(cache, now)
+        cache.last_sequence = sequence
         self._evict(cache, evicted)
         self._insert(cache, inserted)
         return False
 
-    def snapshot(self, node: Incarnation, sequence: int, names: Iterable[int]) -> None:
+    def apply_snapshot(self, node: Incarnation, sequence: int, names: Iterable[int]) -> None:
         """All that the node has, or the first part of it; late ones are dropped."""
         cache = self._caches[node]
-        if sequence <= cache.last:
+        if sequence <= cache.last_sequence:
             return
-        cache.last, cache.in_step, cache.asked_at = sequence, True, None
-        if cache.count:
-            self._give_up(cache)
-            fresh = self._caches[node] = _Cache(self._take_slot(node), cache.capacity, last=sequence, in_step=True)
+        cache.last_sequence, cache.is_synced, cache.snapshot_asked_at = sequence, True, None
+        if cache.block_count:
+            self._retire_cache(cache)
+            fresh = self._caches[node] = _NodeCache(self._assign_slot(node), cache.max_blocks, last_sequence=sequence, is_synced=True)
             cache = fresh
         self._insert(cache, names)
 
-    def match(self, names: Iterable[int]) -> dict[Incarnation, int]:
+    def match_prefix(self, names: Iterable[int]) -> dict[Incarnation, int]:
         """How many of `names`, the blocks of a prompt in order, each node has, from the first one on without a gap.
         Nodes that lack the first are left out. `names` is read no further than somebody has it."""
         found: dict[Incarnation, int] = {}
-        depth, holders, have = 0, self._holders, self._all
+        depth, holders, have = 0, self._node_bits, self._live_bits
         for name in names:
-            still = have & holders[name % SHARDS].get(name, 0)
+            still = have & holders[name % SHARD_COUNT].get(name, 0)
             if depth and still != have:
-                self._add(found, have & ~still, depth)
+                self._set_depths(found, have & ~still, depth)
             have = still
             if not have:
                 return found
             depth += 1
         if depth:
-            self._add(found, have, depth)
+            self._set_depths(found, have, depth)
         return found
 
-    def _add(self, found: dict[Incarnation, int], bits: int, depth: int) -> None:
+    def _set_depths(self, found: dict[Incarnation, int], bits: int, depth: int) -> None:
         while bits:
             lowest = bits & -bits
-            node = self._by_slot[lowest.bit_length() - 1]
+            node = self._slots[lowest.bit_length() - 1]
             if node is not None:
                 found[node] = depth
             bits ^= lowest
 
-    def _insert(self, cache: _Cache, names: Iterable[int]) -> None:
+    def _insert(self, cache: _NodeCache, names: Iterable[int]) -> None:
         bit = 1 << cache.slot
         for name in names:
-            if cache.count >= cache.capacity:
+            if cache.block_count >= cache.max_blocks:
                 return
-            shard = name % SHARDS
-            mine, holders = cache.names[shard], self._holders[shard]
+            shard = name % SHARD_COUNT
+            mine, holders = cache.hash_shards[shard], self._node_bits[shard]
             if name not in mine:
                 mine.add(name)
-                cache.count += 1
+                cache.block_count += 1
                 holders[name] = holders.get(name, 0) | bit
 
-    def _evict(self, cache: _Cache, names: Iterable[int]) -> None:
+    def _evict(self, cache: _NodeCache, names: Iterable[int]) -> None:
         """Those of `names` that are the node's."""
         for name in names:
-            mine = cache.names[name % SHARDS]
+            mine = cache.hash_shards[name % SHARD_COUNT]
             if name in mine:
                 mine.remove(name)
-                cache.count -= 1
-                self._drop(name, 1 << cache.slot)
+                cache.block_count -= 1
+                self._clear_bit(name, 1 << cache.slot)
 
-    def _drop(self, name: int, bit: int) -> None:
-        holders = self._holders[name % SHARDS]
+    def _clear_bit(self, name: int, bit: int) -> None:
+        holders = self._node_bits[name % SHARD_COUNT]
         left = holders[name] & ~bit
         if left:
             holders[name] = left
         else:
             del holders[name]
 
-    def _take_slot(self, node: Incarnation) -> int:
-        slot = self._by_slot.index(None) if None in self._by_slot else len(self._by_slot)
-        self._by_slot[slot : slot + 1] = [node]
-        self._all |= 1 << slot
+    def _assign_slot(self, node: Incarnation) -> int:
+        slot = self._slots.index(None) if None in self._slots else len(self._slots)
+        self._slots[slot : slot + 1] = [node]
+        self._live_bits |= 1 << slot
         return slot
 
-    def _give_up(self, cache: _Cache) -> None:
+    def _retire_cache(self, cache: _NodeCache) -> None:
         """What the node has told means nothing any more. A few entries are swept at once."""
-        self._all &= ~(1 << cache.slot)
-        self._by_slot[cache.slot] = _SWEPT
-        few = cache.count < SLICE and not self._given_up
-        self._given_up.append((cache.slot, _taken_apart(cache.names)))
+        self._live_bits &= ~(1 << cache.slot)
+        self._slots[cache.slot] = _RETIRED
+        few = cache.block_count < SWEEP_SLICE and not self._retired
+        self._retired.append((cache.slot, _drain_shards(cache.hash_shards)))
         if few:
-            self.sweep()
+            self.sweep_slice()
 
-    def _is_to_ask(self, cache: _Cache, now: float) -> bool:
-        if cache.asked_at is not None and now - cache.asked_at < PATIENCE:
+    def _should_request_snapshot(self, cache: _NodeCache, now: float) -> bool:
+        if cache.snapshot_asked_at is not None and now - cache.snapshot_asked_at < SNAPSHOT_TIMEOUT_SECONDS:
             return False
-        cache.asked_at = now
-        self.resyncs += 1
+        cache.snapshot_asked_at = now
+        self.resync_count += 1
         return True
 
 
-def _taken_apart(shards: list[set[int]]) -> Iterator[int]:
+def _drain_shards(shards: list[set[int]]) -> Iterator[int]:
     """All names; each set is freed when it has been read, and not all of them in the end."""
     while shards:
         yield from shards.pop()

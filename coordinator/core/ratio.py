@@ -9,78 +9,78 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.ratio import Split
+from baton.ratio import RoleSplit
 from baton.types import NodeName, Role
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """A live node. `role`: that it has, or is on its way to. `serves`: it is given new work. `moving`: it is between
-    two roles, and `leaving` it still has the other one. `fixed`: nothing can be decided for it now. `load`: attempts
+class NodeRoleState:
+    """A live node. `role`: that it has, or is on its way to. `is_serving`: it is given new work. `is_switching`: it is between
+    two roles, and `is_draining` it still has the other one. `is_locked`: nothing can be decided for it now. `attempts`: attempts
     placed there."""
 
     name: NodeName
     role: Role
-    serves: bool = True
-    moving: bool = False
-    leaving: bool = False
-    fixed: bool = False
-    load: int = 0
+    is_serving: bool = True
+    is_switching: bool = False
+    is_draining: bool = False
+    is_locked: bool = False
+    attempts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class RoleMove:
     name: NodeName
-    to: Role
+    target_role: Role
 
 
-def other(role: Role) -> Role:
+def opposite_role(role: Role) -> Role:
     return Role.DECODE if role is Role.PREFILL else Role.PREFILL
 
 
-def moves(target: Split, nodes: Iterable[Standing], bare: Sequence[Role] = ()) -> list[Move]:
+def plan_role_moves(target: RoleSplit, nodes: Iterable[NodeRoleState], bare: Sequence[Role] = ()) -> list[RoleMove]:
     """What to do now. The last node in service of a role that the target has stays; one that is leaving such a role is
     called back if nobody else serves. First those that are between two roles, then the least loaded in service, then
     those out of service. `bare`: roles that nobody has had for too long; one that can be spared takes such a role."""
     standings = list(nodes)
     for role in Role:
-        if target.of(role) and not _serving(standings, role):
-            back = [node for node in standings if node.leaving and node.role is other(role)]
+        if target.node_count(role) and not _count_serving(standings, role):
+            back = [node for node in standings if node.is_draining and node.role is opposite_role(role)]
             if back:
-                return [Move(min(back, key=_reluctance).name, role)]
+                return [RoleMove(min(back, key=_move_cost).name, role)]
     for role in bare:
-        able = [node for node in standings if node.role is other(role) and not node.fixed]
-        for node in sorted(able, key=_reluctance):
-            if _serving(standings, other(role)) > node.serves:
-                return [Move(node.name, role)]
+        able = [node for node in standings if node.role is opposite_role(role) and not node.is_locked]
+        for node in sorted(able, key=_move_cost):
+            if _count_serving(standings, opposite_role(role)) > node.is_serving:
+                return [RoleMove(node.name, role)]
     have = Counter(node.role for node in standings)
     for role in Role:
-        count = min(have[role] - target.of(role), target.of(other(role)) - have[other(role)])
+        count = min(have[role] - target.node_count(role), target.node_count(opposite_role(role)) - have[opposite_role(role)])
         if count > 0:
-            return _leave(target, role, count, standings)
+            return _pick_leavers(target, role, count, standings)
     return []
 
 
-def _leave(target: Split, role: Role, count: int, standings: Sequence[Standing]) -> list[Move]:
+def _pick_leavers(target: RoleSplit, role: Role, count: int, standings: Sequence[NodeRoleState]) -> list[RoleMove]:
     """Those that cannot be turned round yet will be as soon as they can: nobody else goes in their place."""
-    count -= sum(node.fixed and node.moving for node in standings if node.role is role)
-    spare = _serving(standings, role) - bool(target.of(role))
-    found: list[Move] = []
-    able = [node for node in standings if node.role is role and not node.fixed]
-    for node in sorted(able, key=_reluctance):
+    count -= sum(node.is_locked and node.is_switching for node in standings if node.role is role)
+    spare = _count_serving(standings, role) - bool(target.node_count(role))
+    found: list[RoleMove] = []
+    able = [node for node in standings if node.role is role and not node.is_locked]
+    for node in sorted(able, key=_move_cost):
         if len(found) >= count:
             break
-        if node.serves:
+        if node.is_serving:
             spare -= 1
             if spare < 0:
                 continue
-        found.append(Move(node.name, other(role)))
+        found.append(RoleMove(node.name, opposite_role(role)))
     return found
 
 
-def _serving(standings: Sequence[Standing], role: Role) -> int:
-    return sum(node.serves for node in standings if node.role is role)
+def _count_serving(standings: Sequence[NodeRoleState], role: Role) -> int:
+    return sum(node.is_serving for node in standings if node.role is role)
 
 
-def _reluctance(node: Standing) -> tuple[int, int, NodeName]:
-    return (0 if node.moving else 1 if node.serves else 2, node.load, node.name)
+def _move_cost(node: NodeRoleState) -> tuple[int, int, NodeName]:
+    return (0 if node.is_switching else 1 if node.is_serving else 2, node.attempts, node.name)

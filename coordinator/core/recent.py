@@ -5,34 +5,34 @@ from collections.abc import Sequence
 
 from baton.pb.cluster_pb2 import Latency
 
-WINDOW = 60.0  # seconds
-MOST = 1024  # requests
+WINDOW_SECONDS = 60.0  # seconds
+MAX_REQUESTS = 1024  # requests
 
 
-class Recent:
+class LatencyWindow:
     def __init__(self) -> None:
-        self._ended: deque[tuple[float, float, float | None]] = deque(maxlen=MOST)
+        self._ended: deque[tuple[float, float, float | None]] = deque(maxlen=MAX_REQUESTS)
 
-    def add(self, now: float, ttft: float, tpot: float | None) -> None:
+    def add_request(self, now: float, ttft: float, tpot: float | None) -> None:
         """In seconds; a request of one token has no TPOT."""
         self._ended.append((now, ttft, tpot))
 
-    def latency(self, now: float) -> Latency:
+    def compute_latency(self, now: float) -> Latency:
         """Of the requests that ended in the last `WINDOW` seconds; percentiles are 0 without any."""
-        while self._ended and self._ended[0][0] <= now - WINDOW:
+        while self._ended and self._ended[0][0] <= now - WINDOW_SECONDS:
             self._ended.popleft()
         ttft = sorted(ttft for _, ttft, _ in self._ended)
         tpot = sorted(tpot for _, _, tpot in self._ended if tpot is not None)
         return Latency(
-            window_seconds=WINDOW,
+            window_seconds=WINDOW_SECONDS,
             requests=len(self._ended),
-            ttft_p50=_quantile(ttft, 0.5),
-            ttft_p90=_quantile(ttft, 0.9),
-            tpot_p50=_quantile(tpot, 0.5),
-            tpot_p90=_quantile(tpot, 0.9),
+            ttft_p50=_nearest_rank(ttft, 0.5),
+            ttft_p90=_nearest_rank(ttft, 0.9),
+            tpot_p50=_nearest_rank(tpot, 0.5),
+            tpot_p90=_nearest_rank(tpot, 0.9),
         )
 
 
-def _quantile(ordered: Sequence[float], share: float) -> float:
+def _nearest_rank(ordered: Sequence[float], share: float) -> float:
     """The nearest rank."""
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

@@ -8,44 +8,44 @@ compare as they stand, and nothing has to be touched as time passes.
 
 import math
 
-WINDOW = 30.0  # seconds
-_LONGEST = 200.0  # windows after which the scale is chosen anew, long before floats end
+WINDOW_SECONDS = 30.0  # seconds
+_MAX_WINDOWS = 200.0  # windows after which the scale is chosen anew, long before floats end
 
 
 class RecentWork:
-    def __init__(self, window: float = WINDOW) -> None:
+    def __init__(self, window: float = WINDOW_SECONDS) -> None:
         self._window = window
         self._landmark = -math.inf  # when a second of work counts 1
         self._sums: dict[str, float] = {}
         self._total = 0.0
 
     @property
-    def total(self) -> float:
+    def total_work(self) -> float:
         return self._total
 
-    def keep_scale(self, now: float) -> bool:
+    def rescale(self, now: float) -> bool:
         """To be called before anything else at a moment. True if every sum has changed: the scale is another one."""
         windows = (now - self._landmark) / self._window
-        if windows <= _LONGEST:
+        if windows <= _MAX_WINDOWS:
             return False
         self._sums = {name: work * math.exp(-windows) for name, work in self._sums.items()}
         self._total = sum(self._sums.values())
         self._landmark = now
         return True
 
-    def unit(self, now: float) -> float:
+    def work_unit(self, now: float) -> float:
         """What a second, or token, of work given now adds to a sum."""
         return math.exp((now - self._landmark) / self._window)
 
-    def of(self, name: str) -> float:
+    def get_work(self, name: str) -> float:
         return self._sums.get(name, 0.0)
 
-    def add(self, name: str, work: float, now: float) -> None:
-        added = work * self.unit(now)
+    def add_work(self, name: str, work: float, now: float) -> None:
+        added = work * self.work_unit(now)
         self._sums[name] = self._sums.get(name, 0.0) + added
         self._total += added
 
-    def forget(self, name: str) -> None:
+    def remove_key(self, name: str) -> None:
         self._total -= self._sums.pop(name, 0.0)
         if not self._sums:
             self._total = 0.0  # and no error of rounding is left

@@ -3,83 +3,83 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from baton.errors import Draining, InvalidRequest, OverLimit, Overloaded, Rejected, Unavailable
-from baton.limits import ModelBounds, check_length
-from baton.types import Request, RequestId, Standing
-from coordinator.core.admission import Bid
-from coordinator.core.counters import INTERNAL
-from coordinator.core.degradation import Step
-from coordinator.core.requests import UNSERVED_PATIENCE, RequestTable
-from coordinator.core.settings import Settings
+from baton.errors import ShuttingDown, InvalidRequest, TenantLimitExceeded, Overloaded, RequestRejected, ServiceUnavailable
+from baton.limits import ModelBounds, check_context_length
+from baton.types import Request, RequestId, Principal
+from coordinator.core.admission import AdmissionRequest
+from coordinator.core.counters import INTERNAL_CLASS
+from coordinator.core.degradation import DegradationStep
+from coordinator.core.requests import ADMIT_TIMEOUT_SECONDS, RequestTable
+from coordinator.core.settings import BrainSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request that comes in. `after`: one of the same prompt, on whose decode node it needs no prefill; a request
+class SubmittedRequest:
+    """A request that comes in. `leader_id`: one of the same prompt, on whose decode node it needs no prefill; a request
     that is not here, has another prompt or another salt is no reason to wait."""
 
     request: Request
-    after: RequestId | None = None
+    leader_id: RequestId | None = None
 
 
-class Reception:
-    """While `draining`, nobody is let in."""
+class RequestAdmitter:
+    """While `is_draining`, nobody is let in."""
 
-    def __init__(self, table: RequestTable, settings: Settings) -> None:
-        self.draining = False
+    def __init__(self, table: RequestTable, settings: BrainSettings) -> None:
+        self.is_draining = False
         self._table = table
         self._settings = settings
 
-    def take_in(self, arrivals: Sequence[Arrival], now: float, *, internal: bool) -> None:
+    def admit_requests(self, arrivals: Sequence[SubmittedRequest], now: float, *, internal: bool) -> None:
         """See `Brain.submit_all`."""
         first = arrivals[0].request
         try:
-            self._require_room([arrival.request for arrival in arrivals], now)
-            bounds = self.bounds()
+            self._check_room([arrival.request for arrival in arrivals], now)
+            bounds = self.model_bounds()
             for request in (arrival.request for arrival in arrivals):
-                check_length(len(request.prompt), request.sampling.max_tokens, bounds)
-        except Rejected as error:
-            self.refuse(error, INTERNAL if internal else first.standing.tenant_class, now)
+                check_context_length(len(request.prompt_token_ids), request.sampling.max_tokens, bounds)
+        except RequestRejected as error:
+            self.count_rejection(error, INTERNAL_CLASS if internal else first.principal.tenant_class, now)
             raise
         if not internal:
-            arrivals = [self._capped(arrival) for arrival in arrivals]
-        records = [self._table.add(one.request, now, internal=internal, after=one.after) for one in arrivals]
-        records[0].others = tuple(record.request.id for record in records[1:])
+            arrivals = [self._cap_output(arrival) for arrival in arrivals]
+        records = [self._table.add_request(one.request, now, internal=internal, after=one.leader_id) for one in arrivals]
+        records[0].sibling_requests = tuple(record.request.id for record in records[1:])
 
-    def require(self, standing: Standing, bid: Bid, now: float) -> None:
+    def check_admission(self, standing: Principal, bid: AdmissionRequest, now: float) -> None:
         """Whether it would be let in. Raises Draining, Overloaded or InvalidRequest; not counted."""
-        if self.draining:
-            raise Draining("the cluster is stopping and takes no new requests")
+        if self.is_draining:
+            raise ShuttingDown("the cluster is stopping and takes no new requests")
         limit = self._settings.max_queue
-        if bid.count > limit:
+        if bid.request_count > limit:
             raise InvalidRequest(
                 f"{bid.count} outputs are asked for at once, the limit is {limit} (--max-queue)", param="n"
             )
-        self._table.admission.require(standing, bid, now)
+        self._table.admission.check_admission(standing, bid, now)
 
-    def refuse(self, error: Rejected, tenant_class: str, now: float) -> None:
+    def count_rejection(self, error: RequestRejected, tenant_class: str, now: float) -> None:
         """Count a request that is not let in. What there is no room for is asked for all the same."""
         self._table.counters.rejected[error.code, tenant_class] += 1
-        no_room = isinstance(error, Overloaded) and not isinstance(error, OverLimit)
-        if no_room and tenant_class != INTERNAL:
-            self._table.knowledge.workload.refused(now)
+        no_room = isinstance(error, Overloaded) and not isinstance(error, TenantLimitExceeded)
+        if no_room and tenant_class != INTERNAL_CLASS:
+            self._table.placement_state.workload_meter.record_rejection(now)
 
-    def bounds(self) -> ModelBounds:
+    def model_bounds(self) -> ModelBounds:
         """Raises Unavailable before the first join."""
-        bounds = self._table.capacity.bounds()
+        bounds = self._table.context_capacity.get_model_bounds()
         if bounds is None:
-            raise Unavailable("no node has joined the cluster yet", retry_after=UNSERVED_PATIENCE)
+            raise ServiceUnavailable("no node has joined the cluster yet", retry_after=ADMIT_TIMEOUT_SECONDS)
         return bounds
 
-    def _require_room(self, requests: Sequence[Request], now: float) -> None:
-        tokens = sum(len(request.prompt) for request in requests)
+    def _check_room(self, requests: Sequence[Request], now: float) -> None:
+        tokens = sum(len(request.prompt_token_ids) for request in requests)
         longest = max(request.sampling.max_tokens for request in requests)
-        self.require(requests[0].standing, Bid(len(requests), requests[0].timeout, tokens, longest), now)
+        self.check_admission(requests[0].principal, AdmissionRequest(len(requests), requests[0].timeout_seconds, tokens, longest), now)
 
-    def _capped(self, arrival: Arrival) -> Arrival:
+    def _cap_output(self, arrival: SubmittedRequest) -> SubmittedRequest:
         """As it is let in while outputs are capped."""
         most, sampling = self._settings.degraded_max_tokens, arrival.request.sampling
-        if Step.CAPPED_OUTPUT not in self._table.degradation or sampling.max_tokens <= most:
+        if DegradationStep.CAPPED_OUTPUT not in self._table.degradation or sampling.max_tokens <= most:
             return arrival
         capped = replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
         return replace(arrival, request=replace(arrival.request, sampling=capped))

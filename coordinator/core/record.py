@@ -17,16 +17,16 @@ from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from baton.types import AttemptKey, Incarnation, Request, RequestId, TokenEvent, TokenScore, Work
-from coordinator.core.breakers import Pair
-from coordinator.core.counters import INTERNAL
-from coordinator.core.messages import Admitted, PrefillEnded
-from coordinator.core.names import PromptNames
-from coordinator.core.notes import Notes
-from coordinator.core.sources import Sources
-from coordinator.core.timeline import Marks
+from baton.types import AttemptKey, Incarnation, Request, RequestId, TokenEvent, TokenLogprobs, AttemptSpec
+from coordinator.core.breakers import NodePair
+from coordinator.core.counters import INTERNAL_CLASS
+from coordinator.core.messages import DecodeStarted, PrefillEnded
+from coordinator.core.names import PromptBlockHashes
+from coordinator.core.notes import AttemptTrace
+from coordinator.core.sources import TokenSources
+from coordinator.core.timeline import Timestamps
 
-MAX_TRIED = 16  # attempts that are remembered: the first half and the last
+MAX_ATTEMPT_HISTORY = 16  # attempts that are remembered: the first half and the last
 
 
 class RequestState(Enum):
@@ -38,13 +38,13 @@ class RequestState(Enum):
     FAILED = "failed"
 
 
-TERMINAL = frozenset({RequestState.FINISHED, RequestState.FAILED})
+TERMINAL_STATES = frozenset({RequestState.FINISHED, RequestState.FAILED})
 
-_NEXT: dict[RequestState, frozenset[RequestState]] = {
-    RequestState.QUEUED: frozenset({RequestState.PLACED, *TERMINAL}),
-    RequestState.PLACED: frozenset({RequestState.RESERVED, RequestState.STREAMING, RequestState.QUEUED, *TERMINAL}),
-    RequestState.RESERVED: frozenset({RequestState.STREAMING, RequestState.QUEUED, *TERMINAL}),
-    RequestState.STREAMING: frozenset({RequestState.QUEUED, *TERMINAL}),
+_TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
+    RequestState.QUEUED: frozenset({RequestState.PLACED, *TERMINAL_STATES}),
+    RequestState.PLACED: frozenset({RequestState.RESERVED, RequestState.STREAMING, RequestState.QUEUED, *TERMINAL_STATES}),
+    RequestState.RESERVED: frozenset({RequestState.STREAMING, RequestState.QUEUED, *TERMINAL_STATES}),
+    RequestState.STREAMING: frozenset({RequestState.QUEUED, *TERMINAL_STATES}),
     RequestState.FINISHED: frozenset(),
     RequestState.FAILED: frozenset(),
 }
@@ -53,123 +53,123 @@ _NEXT: dict[RequestState, frozenset[RequestState]] = {
 @dataclass(slots=True)
 class Attempt:
     """One try. `legs` are the nodes that still work on it; `prefill` and `decode` those that it was given to.
-    `prompt_scores` are those that have come, `held` tokens of decode that wait for the rest of them."""
+    `prompt_logprobs` are those that have come, `buffered_tokens` tokens of decode that wait for the rest of them."""
 
     key: AttemptKey
     prefill: Incarnation | None
     decode: Incarnation | None
-    notes: Notes
+    trace: AttemptTrace
     legs: set[Incarnation] = field(default_factory=set)
-    ended: PrefillEnded | None = None
-    admitted: Admitted | None = None
-    handed_off: bool = False
-    committed: bool = False  # decode runs it
-    prompt_scores: list[TokenScore] = field(default_factory=list)
-    held: list[TokenEvent] = field(default_factory=list)
+    prefill_report: PrefillEnded | None = None
+    decode_report: DecodeStarted | None = None
+    is_handed_off: bool = False
+    is_committed: bool = False  # decode runs it
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    buffered_tokens: list[TokenEvent] = field(default_factory=list)
     transport: str = ""
-    counted: bool = False  # its prompt tokens are in the books
-    answer_by: float | None = None  # decode must have said Reserved or Refused by then
+    is_counted: bool = False  # its prompt tokens are in the books
+    reserve_deadline: float | None = None  # decode must have said Reserved or Refused by then
 
     @property
-    def pair(self) -> Pair | None:
+    def node_pair(self) -> NodePair | None:
         """Between whom a hand-off is, if it takes one."""
         return (self.prefill, self.decode) if self.prefill is not None and self.decode is not None else None
 
     @property
-    def computes(self) -> Incarnation | None:
+    def computing_node(self) -> Incarnation | None:
         """The node that computes the prompt, and so its scores."""
         return self.prefill or self.decode
 
 
 @dataclass(slots=True)
-class Record:
-    """`admit_by` is set while nobody could serve the request: it is not accepted yet. Times on the brain's clock.
+class RequestRecord:
+    """`admit_deadline` is set while nobody could serve the request: it is not accepted yet. Times on the brain's clock.
 
-    `holder` is a decode node whose cache has the prompt, because another request brought it there. `prompt_scores` are
-    complete, or None if they are not or nobody asked. `others` are those that came in with it, if it is the first of
-    them: further choices of one answer. `pin`: a node out of service that this request, a probe, is to go through."""
+    `prefix_holder` is a decode node whose cache has the prompt, because another request brought it there. `prompt_logprobs` are
+    complete, or None if they are not or nobody asked. `sibling_requests` are those that came in with it, if it is the first of
+    them: further choices of one answer. `probe_node`: a node out of service that this request, a probe, is to go through."""
 
     request: Request
     deadline: float
-    marks: Marks
-    internal: bool
+    timestamps: Timestamps
+    is_internal: bool
     state: RequestState = RequestState.QUEUED
-    emitted: list[int] = field(default_factory=list)
+    emitted_token_ids: list[int] = field(default_factory=list)
     attempt: Attempt | None = None
-    attempts: int = 0
-    tried: list[Attempt] = field(default_factory=list)
-    failures: int = 0
-    admit_by: float | None = None
-    not_before: float | None = None  # it rests, out of the queue, after attempts that failed one upon the other
-    avoid: frozenset[Incarnation] = frozenset()
-    others: tuple[RequestId, ...] = ()
-    holder: Incarnation | None = None
-    prompt_scores: tuple[TokenScore, ...] | None = None
-    sources: Sources | None = None
-    replaced_because: str = ""
-    prefill_payer: str = ""  # class that pays for computing the context again: who preempted the last attempt
-    held_back: float = 0.0  # seconds, by the retry budget, since its last attempt
-    pin: Incarnation | None = None
-    cached_before: int = 0  # tokens of its prompt that some cache seemed to have when it was first placed
-    names: PromptNames | None = None  # of the prompt's blocks, once placement has been tried
-    model: bytes = b""  # digest of the identity that it was admitted under: nothing else may answer it
+    attempt_count: int = 0
+    attempt_history: list[Attempt] = field(default_factory=list)
+    failure_count: int = 0
+    admit_deadline: float | None = None
+    retry_at: float | None = None  # it rests, out of the queue, after attempts that failed one upon the other
+    avoided_nodes: frozenset[Incarnation] = frozenset()
+    sibling_requests: tuple[RequestId, ...] = ()
+    prefix_holder: Incarnation | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    token_sources: TokenSources | None = None
+    replace_reason: str = ""
+    prefill_charged_class: str = ""  # class that pays for computing the context again: who preempted the last attempt
+    held_back_seconds: float = 0.0  # seconds, by the retry budget, since its last attempt
+    probe_node: Incarnation | None = None
+    cached_at_first_placement: int = 0  # tokens of its prompt that some cache seemed to have when it was first placed
+    prompt_block_hashes: PromptBlockHashes | None = None  # of the prompt's blocks, once placement has been tried
+    identity_digest: bytes = b""  # digest of the identity that it was admitted under: nothing else may answer it
 
     @property
     def tenant_class(self) -> str:
         """Its class in metrics."""
-        return INTERNAL if self.internal else self.request.standing.tenant_class
+        return INTERNAL_CLASS if self.is_internal else self.request.principal.tenant_class
 
     @property
-    def remaining(self) -> int:
-        return self.request.sampling.max_tokens - len(self.emitted)
+    def remaining_tokens(self) -> int:
+        return self.request.sampling.max_tokens - len(self.emitted_token_ids)
 
     @property
     def context_tokens(self) -> int:
-        return len(self.request.prompt) + len(self.emitted)
+        return len(self.request.prompt_token_ids) + len(self.emitted_token_ids)
 
     @property
-    def length(self) -> int:
+    def max_total_tokens(self) -> int:
         """Tokens of the prompt and of the longest output that was asked for."""
-        return len(self.request.prompt) + self.request.sampling.max_tokens
+        return len(self.request.prompt_token_ids) + self.request.sampling.max_tokens
 
     @property
-    def awaits_scores(self) -> bool:
+    def awaits_prompt_logprobs(self) -> bool:
         """The prompt's scores were asked for and are not complete: nothing may be shown yet."""
-        return self.request.sampling.prompt_logprobs is not None and self.prompt_scores is None
+        return self.request.sampling.prompt_logprobs is not None and self.prompt_logprobs is None
 
-    def blamed(self, attempt: Attempt, members: Container[Incarnation]) -> frozenset[Incarnation]:
+    def nodes_to_avoid(self, attempt: Attempt, members: Container[Incarnation]) -> frozenset[Incarnation]:
         """Whom the next attempt had better avoid: a node that is no more, else all that had a part in this one. Once
         decode runs it, its writer has none any more, and what it computed is in its cache."""
-        writing = not attempt.committed or self.awaits_scores
+        writing = not attempt.is_committed or self.awaits_prompt_logprobs
         nodes = frozenset(filter(None, (attempt.prefill if writing else None, attempt.decode)))
         return frozenset(node for node in nodes if node not in members) or nodes
 
-    def begin(self, attempt: Attempt) -> None:
+    def begin_attempt(self, attempt: Attempt) -> None:
         self.attempt = attempt
-        self.tried.append(attempt)
-        if len(self.tried) > MAX_TRIED:
-            del self.tried[MAX_TRIED // 2]
+        self.attempt_history.append(attempt)
+        if len(self.attempt_history) > MAX_ATTEMPT_HISTORY:
+            del self.attempt_history[MAX_ATTEMPT_HISTORY // 2]
 
-    def work(self, key: AttemptKey, now: float) -> Work:
+    def make_attempt_spec(self, key: AttemptKey, now: float) -> AttemptSpec:
         """What is left to do, as nodes are told for this attempt."""
         sampling = self.request.sampling
-        if sampling.prompt_logprobs is not None and not self.awaits_scores:
+        if sampling.prompt_logprobs is not None and not self.awaits_prompt_logprobs:
             sampling = replace(sampling, prompt_logprobs=None)  # so that it may use caches
-        left = replace(self.request, sampling=sampling, timeout=self.deadline - now)
-        return Work(key, left, tuple(self.emitted), self.prefill_payer, self.model)
+        left = replace(self.request, sampling=sampling, timeout_seconds=self.deadline - now)
+        return AttemptSpec(key, left, tuple(self.emitted_token_ids), self.prefill_charged_class, self.identity_digest)
 
-    def to(self, state: RequestState) -> None:
-        if state not in _NEXT[self.state]:
+    def set_state(self, state: RequestState) -> None:
+        if state not in _TRANSITIONS[self.state]:
             raise AssertionError(f"request {self.request.id} cannot go from {self.state.value} to {state.value}")
         self.state = state
 
-    def next_due(self) -> float:
+    def next_timer_at(self) -> float:
         """The next moment at which time alone changes something for this request."""
         due = self.deadline
-        if self.admit_by is not None:
-            due = min(due, self.admit_by)
-        if self.not_before is not None:
-            due = min(due, self.not_before)
-        if self.attempt is not None and self.attempt.answer_by is not None:
-            due = min(due, self.attempt.answer_by)
+        if self.admit_deadline is not None:
+            due = min(due, self.admit_deadline)
+        if self.retry_at is not None:
+            due = min(due, self.retry_at)
+        if self.attempt is not None and self.attempt.reserve_deadline is not None:
+            due = min(due, self.attempt.reserve_deadline)
         return due

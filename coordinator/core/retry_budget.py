@@ -7,48 +7,48 @@ are held to a share of the offered load (Finagle's RetryBudget, and "Handling ov
 
 from collections import deque
 
-WINDOW = 10.0  # seconds
-FLOOR = 30  # retries in any window, whatever the load
-_GRAIN = 0.1  # seconds: requests that come within are counted as one entry
+WINDOW_SECONDS = 10.0  # seconds
+MIN_RETRIES = 30  # retries in any window, whatever the load
+_BUCKET_SECONDS = 0.1  # seconds: requests that come within are counted as one entry
 
 
 class RetryBudget:
-    """`share` of the requests offered in the last `WINDOW` seconds may be retried in it, and at least `FLOOR`."""
+    """`retry_share` of the requests offered in the last `WINDOW` seconds may be retried in it, and at least `MIN_RETRIES`."""
 
     def __init__(self, share: float) -> None:
-        self.share = share
-        self._offered: deque[tuple[float, int]] = deque()  # since when, how many
+        self.retry_share = share
+        self._request_counts: deque[tuple[float, int]] = deque()  # since when, how many
         self._total = 0
         self._retries: deque[float] = deque()
 
-    def offered(self, now: float) -> None:
+    def record_request(self, now: float) -> None:
         """A request came in."""
-        self._forget(now)
-        if self._offered and now - self._offered[-1][0] < _GRAIN:
-            since, count = self._offered.pop()
-            self._offered.append((since, count + 1))
+        self._expire(now)
+        if self._request_counts and now - self._request_counts[-1][0] < _BUCKET_SECONDS:
+            since, count = self._request_counts.pop()
+            self._request_counts.append((since, count + 1))
         else:
-            self._offered.append((now, 1))
+            self._request_counts.append((now, 1))
         self._total += 1
 
-    def take(self, now: float) -> bool:
+    def try_spend(self, now: float) -> bool:
         """May one more be placed again? It counts from now on."""
-        if self.left(now) <= 0:
+        if self.available_retries(now) <= 0:
             return False
         self._retries.append(now)
         return True
 
-    def left(self, now: float) -> int:
+    def available_retries(self, now: float) -> int:
         """Retries that would be allowed at this moment."""
-        self._forget(now)
-        return max(0, max(FLOOR, int(self.share * self._total)) - len(self._retries))
+        self._expire(now)
+        return max(0, max(MIN_RETRIES, int(self.retry_share * self._total)) - len(self._retries))
 
-    def next(self) -> float | None:
+    def next_expiry_at(self) -> float | None:
         """When the oldest retry counts no more, which may let another one go."""
-        return self._retries[0] + WINDOW if self._retries else None
+        return self._retries[0] + WINDOW_SECONDS if self._retries else None
 
-    def _forget(self, now: float) -> None:
-        while self._offered and self._offered[0][0] <= now - WINDOW:
-            self._total -= self._offered.popleft()[1]
-        while self._retries and self._retries[0] + WINDOW <= now:
+    def _expire(self, now: float) -> None:
+        while self._request_counts and self._request_counts[0][0] <= now - WINDOW_SECONDS:
+            self._total -= self._request_counts.popleft()[1]
+        while self._retries and self._retries[0] + WINDOW_SECONDS <= now:
             self._retries.popleft()

@@ -5,33 +5,33 @@ coordinator holds at most one score for each prompt token of a request that was 
 score holds at most `baton.limits.MAX_LOGPROBS` tokens.
 """
 
-from baton.errors import Stale
-from baton.types import TokenScore
-from coordinator.core.messages import PromptScores
-from coordinator.core.record import Attempt, Record
+from baton.errors import StaleMessage
+from baton.types import TokenLogprobs
+from coordinator.core.messages import PromptLogprobsReport
+from coordinator.core.record import Attempt, RequestRecord
 
 
-def width(wanted: int | None, vocab_size: int) -> int | None:
+def required_top_logprobs(wanted: int | None, vocab_size: int) -> int | None:
     """How many of the most likely tokens a score must name, None where no score is asked for."""
     return None if wanted is None else min(wanted, vocab_size)
 
 
-def is_whole(score: TokenScore | None, width: int) -> bool:
-    return score is not None and len(score.top) == width
+def has_required_logprobs(score: TokenLogprobs | None, width: int) -> bool:
+    return score is not None and len(score.top_logprobs) == width
 
 
-def collect(record: Record, attempt: Attempt, message: PromptScores, vocab_size: int) -> None:
+def collect_prompt_logprobs(record: RequestRecord, attempt: Attempt, message: PromptLogprobsReport, vocab_size: int) -> None:
     """The next scores of a prompt that awaits some. Raises Stale unless they continue what has come exactly."""
-    expected, last = len(attempt.prompt_scores) + 1, len(record.request.prompt)
-    end = message.first + len(message.scores)
-    if message.first != expected or not expected < end <= last:
-        raise Stale(
+    expected, last = len(attempt.prompt_logprobs) + 1, len(record.request.prompt_token_ids)
+    end = message.first_index + len(message.logprobs)
+    if message.first_index != expected or not expected < end <= last:
+        raise StaleMessage(
             f"prompt scores {message.first} to {end} have come, expected were some from {expected}, up to {last}"
         )
-    names = width(record.request.sampling.prompt_logprobs, vocab_size)
-    if names is None or not all(is_whole(score, names) for score in message.scores):
-        raise Stale(f"a prompt score does not name {names} tokens")
-    attempt.prompt_scores += message.scores
+    names = required_top_logprobs(record.request.sampling.prompt_logprobs, vocab_size)
+    if names is None or not all(has_required_logprobs(score, names) for score in message.logprobs):
+        raise StaleMessage(f"a prompt score does not name {names} tokens")
+    attempt.prompt_logprobs += message.logprobs
     if end == last:
-        record.prompt_scores = tuple(attempt.prompt_scores)
-        attempt.prompt_scores.clear()
+        record.prompt_logprobs = tuple(attempt.prompt_logprobs)
+        attempt.prompt_logprobs.clear()

@@ -7,262 +7,262 @@ in its first role while there is a target is switched again.
 from collections import Counter, deque
 from collections.abc import Callable
 
-from baton.errors import BatonError, Cancelled, Drained, InvalidRequest, Stalled
-from baton.ratio import Split, possible_splits, told
+from baton.errors import BatonError, Cancelled, NodeDrained, InvalidRequest, NodeStalled
+from baton.ratio import RoleSplit, list_possible_splits, format_splits
 from baton.types import FinishReason, NodeName, Request, RequestId, Role, SamplingParams
-from coordinator.core.flip import ORDER_PATIENCE, PROBE_TIMEOUT, Flip, Phase
-from coordinator.core.messages import Send, SetRole, Switched
-from coordinator.core.ratio import Standing, moves, other
-from coordinator.core.registry import Node, Registry
+from coordinator.core.flip import ORDER_TIMEOUT_SECONDS, PROBE_TIMEOUT_SECONDS, PendingRoleSwitch, RoleSwitchPhase
+from coordinator.core.messages import SendOrder, SetRoleOrder, RoleSwitchReport
+from coordinator.core.ratio import NodeRoleState, plan_role_moves, opposite_role
+from coordinator.core.registry import NodeMember, NodeRegistry
 from coordinator.core.requests import RequestTable
-from coordinator.core.tenants import OURS
+from coordinator.core.tenants import INTERNAL_PRINCIPAL
 
-KEPT = 64  # reports of changes that are over
-MOST_AT_ONCE = 64  # nodes between two roles
-BARE_PATIENCE = 5.0  # seconds that a role may have nobody before a node of the other one takes it
-_FIRST_REST, _LONGEST_REST = 1.0, 30.0  # seconds after a change of a node that failed
-_OUTPUT_TOKENS = 2  # of a probe: one by prefill, one by decode
+MAX_FINISHED = 64  # reports of changes that are over
+MAX_CONCURRENT = 64  # nodes between two roles
+UNSTAFFED_SECONDS = 5.0  # seconds that a role may have nobody before a node of the other one takes it
+_MIN_BACKOFF_SECONDS, _MAX_BACKOFF_SECONDS = 1.0, 30.0  # seconds after a change of a node that failed
+_PROBE_OUTPUT_TOKENS = 2  # of a probe: one by prefill, one by decode
 _PROBE_BLOCKS = 2
 
-Drop = Callable[[Node, BatonError, float], None]
+DropNode = Callable[[NodeMember, BatonError, float], None]
 
 
-class Switches:
-    """`drop` gives up a node. Inputs only note what has happened; `step`, after each of them, acts on it."""
+class RoleSwitcher:
+    """`drop` gives up a node. Inputs only note what has happened; `advance_switches`, after each of them, acts on it."""
 
-    def __init__(self, registry: Registry, table: RequestTable, mode: str, drop: Drop) -> None:
-        self.target: Split | None = None
-        self.generation = 0  # counts the targets
-        self.flips: dict[NodeName, Flip] = {}
-        self.over: deque[Switched] = deque(maxlen=KEPT)
-        self.counts: Counter[tuple[str, str]] = Counter()  # role, outcome
+    def __init__(self, registry: NodeRegistry, table: RequestTable, mode: str, drop: DropNode) -> None:
+        self.target_split: RoleSplit | None = None
+        self.target_generation = 0  # counts the targets
+        self.pending: dict[NodeName, PendingRoleSwitch] = {}
+        self.finished: deque[RoleSwitchReport] = deque(maxlen=MAX_FINISHED)
+        self.outcome_counts: Counter[tuple[str, str]] = Counter()  # role, outcome
         self._registry = registry
         self._table = table
         self._mode = mode
-        self._drop = drop
-        self._patience = 0.0
+        self._drop_node = drop
+        self._drain_timeout = 0.0
         self._failures: Counter[NodeName] = Counter()
-        self._rests: dict[NodeName, float] = {}
-        self._bare: dict[Role, float | None] = {}  # roles that nobody has: how long that is borne, None: no longer
-        self._stale = False
+        self._backoff_until: dict[NodeName, float] = {}
+        self._unstaffed_until: dict[Role, float | None] = {}  # roles that nobody has: how long that is borne, None: no longer
+        self._needs_reconcile = False
 
     # inputs
 
-    def aim(self, target: Split, patience: float, now: float) -> None:
+    def set_target(self, target: RoleSplit, patience: float, now: float) -> None:
         """From now on, instead of any target before. What a node still does after `patience` seconds is placed again
         elsewhere. Raises InvalidRequest."""
-        nodes = len(self._standings(now))
-        possible = possible_splits(nodes, self._mode)
+        nodes = len(self._role_states(now))
+        possible = list_possible_splits(nodes, self._mode)
         if target not in possible:
             raise InvalidRequest(
                 f"ratio {target} is not possible with {nodes} live nodes in mode {self._mode}: "
                 f"possible are {told(possible)}",
                 param="ratio",
             )
-        self.target, self._patience = target, patience
-        self.generation += 1
+        self.target_split, self._drain_timeout = target, patience
+        self.target_generation += 1
         self._failures.clear()
-        self._rests.clear()
-        self._stale = True
+        self._backoff_until.clear()
+        self._needs_reconcile = True
 
-    def joined(self, node: Node, now: float) -> None:
-        flip = self.flips.get(node.info.name)
-        self._stale = True
+    def on_node_joined(self, node: NodeMember, now: float) -> None:
+        flip = self.pending.get(node.info.name)
+        self._needs_reconcile = True
         if flip is None:
             return
-        if flip.phase is Phase.ORDERED and node.info.role is flip.to:
-            flip.join(node.incarnation, now)
-            self._probe(flip)
+        if flip.phase is RoleSwitchPhase.ORDERED and node.info.role is flip.target_role:
+            flip.mark_joined(node.incarnation, now)
+            self._start_probing(flip)
         else:
-            self._finish(flip, "lost", now, f"it came back as {node.info.role.value}")
+            self._finish_switch(flip, "lost", now, f"it came back as {node.info.role.value}")
 
-    def gone(self, node: Node, now: float) -> None:
+    def on_node_lost(self, node: NodeMember, now: float) -> None:
         """The end of its stream is how a node that was ordered to switch begins to join anew."""
-        flip = self.flips.get(node.info.name)
-        self._stale = True
-        if flip is not None and flip.phase is not Phase.ORDERED:
-            self._finish(flip, "lost", now, f"the node was lost while {flip.phase.value}")
+        flip = self.pending.get(node.info.name)
+        self._needs_reconcile = True
+        if flip is not None and flip.phase is not RoleSwitchPhase.ORDERED:
+            self._finish_switch(flip, "lost", now, f"the node was lost while {flip.phase.value}")
 
-    def heard(self) -> None:
+    def on_heartbeat(self) -> None:
         """A node has reported: it may serve now, and another may move."""
-        self._stale |= self.target is not None and not self.settled
+        self._needs_reconcile |= self.target_split is not None and not self.is_settled
 
-    def reconsider(self) -> None:
+    def on_service_changed(self) -> None:
         """Who serves has changed."""
-        self._stale = True
+        self._needs_reconcile = True
 
-    def due(self, now: float) -> None:
-        for name in self._registry.switching.due(now):
-            flip = self.flips[name]
-            error = Drained(f"node {name} takes the role {flip.to.value}")
-            self._table.vacate(flip.incarnation, error, now)
-        for flip in [flip for flip in self.flips.values() if flip.due is not None and flip.due <= now]:
-            if flip.phase is Phase.ORDERED:
-                self._lose(flip, now)
+    def run_due(self, now: float) -> None:
+        for name in self._registry.switching_drains.pop_due(now):
+            flip = self.pending[name]
+            error = NodeDrained(f"node {name} takes the role {flip.to.value}")
+            self._table.evacuate_node(flip.incarnation, error, now)
+        for flip in [flip for flip in self.pending.values() if flip.due_at is not None and flip.due_at <= now]:
+            if flip.phase is RoleSwitchPhase.ORDERED:
+                self._give_up_node(flip, now)
             else:
-                self._probe(flip)
-        for name in [name for name, until in self._rests.items() if until <= now]:
-            del self._rests[name]
-            self._stale = True
-        for role in [role for role, until in self._bare.items() if until is not None and until <= now]:
-            self._bare[role] = None
-            self._stale = True
+                self._start_probing(flip)
+        for name in [name for name, until in self._backoff_until.items() if until <= now]:
+            del self._backoff_until[name]
+            self._needs_reconcile = True
+        for role in [role for role, until in self._unstaffed_until.items() if until is not None and until <= now]:
+            self._unstaffed_until[role] = None
+            self._needs_reconcile = True
 
-    def next(self) -> float | None:
-        dues = (flip.due for flip in self.flips.values())
-        times = (self._registry.switching.next(), *dues, *self._rests.values(), *self._bare.values())
+    def next_due_at(self) -> float | None:
+        dues = (flip.due_at for flip in self.pending.values())
+        times = (self._registry.switching_drains.next_deadline(), *dues, *self._backoff_until.values(), *self._unstaffed_until.values())
         return min((time for time in times if time is not None), default=None)
 
-    def step(self, now: float) -> None:
+    def advance_switches(self, now: float) -> None:
         """Act on what has happened since."""
-        if self._table.probed:
-            self._take_probed(now)
-        if not (self.flips or self._stale):
+        if self._table.ended_probes:
+            self._handle_probe_results(now)
+        if not (self.pending or self._needs_reconcile):
             return
-        if self._stale and self.target is not None:
-            self._reconcile(self.target, now)
-        for flip in [flip for flip in self.flips.values() if flip.phase is Phase.DRAINING]:
-            if not self._table.loads.attempts(flip.incarnation):
-                self._order(flip, now)
-        for flip in [flip for flip in self.flips.values() if flip.phase is Phase.PROBING and flip.probe is None]:
+        if self._needs_reconcile and self.target_split is not None:
+            self._reconcile(self.target_split, now)
+        for flip in [flip for flip in self.pending.values() if flip.phase is RoleSwitchPhase.DRAINING]:
+            if not self._table.loads.count_attempts(flip.incarnation):
+                self._order_switch(flip, now)
+        for flip in [flip for flip in self.pending.values() if flip.phase is RoleSwitchPhase.PROBING and flip.probe_request is None]:
             self._send_probe(flip, now)
 
     # views
 
-    def expects_end_of(self, node: Node) -> bool:
+    def expects_disconnect(self, node: NodeMember) -> bool:
         """The node was told to end its stream and join anew."""
-        flip = self.flips.get(node.info.name)
-        return flip is not None and flip.phase is Phase.ORDERED and flip.incarnation == node.incarnation
+        flip = self.pending.get(node.info.name)
+        return flip is not None and flip.phase is RoleSwitchPhase.ORDERED and flip.incarnation == node.incarnation
 
     @property
-    def settled(self) -> bool:
+    def is_settled(self) -> bool:
         """The nodes have the roles that were asked for, and serve in them or are kept from it by others."""
-        have = self.split()
-        return self.target is None or (not self.flips and have == self.target)
+        have = self.current_split()
+        return self.target_split is None or (not self.pending and have == self.target_split)
 
-    def split(self) -> Split:
+    def current_split(self) -> RoleSplit:
         """Live nodes by the role that they have, but for those on their way to another."""
-        still = [node for node in self._registry.nodes.values() if node.info.name not in self.flips]
-        have = Counter(node.info.role for node in still if not node.leaving)
-        return Split(have[Role.PREFILL], have[Role.DECODE])
+        still = [node for node in self._registry.nodes.values() if node.info.name not in self.pending]
+        have = Counter(node.info.role for node in still if not node.is_leaving)
+        return RoleSplit(have[Role.PREFILL], have[Role.DECODE])
 
-    def heading(self, now: float) -> Split:
+    def projected_split(self, now: float) -> RoleSplit:
         """Live nodes by the role that they have or are on their way to."""
-        bound = Counter(standing.role for standing in self._standings(now))
-        return Split(bound[Role.PREFILL], bound[Role.DECODE])
+        bound = Counter(standing.role for standing in self._role_states(now))
+        return RoleSplit(bound[Role.PREFILL], bound[Role.DECODE])
 
-    def possible(self, now: float) -> list[Split]:
-        return possible_splits(len(self._standings(now)), self._mode)
+    def list_possible_splits(self, now: float) -> list[RoleSplit]:
+        return list_possible_splits(len(self._role_states(now)), self._mode)
 
     # inside
 
-    def _reconcile(self, target: Split, now: float) -> None:
-        standings = self._standings(now)
+    def _reconcile(self, target: RoleSplit, now: float) -> None:
+        standings = self._role_states(now)
         for role in Role:
-            if target.of(role) and all(node.role is not role for node in standings):
-                self._bare.setdefault(role, now + BARE_PATIENCE)
+            if target.node_count(role) and all(node.role is not role for node in standings):
+                self._unstaffed_until.setdefault(role, now + UNSTAFFED_SECONDS)
             else:
-                self._bare.pop(role, None)
-        wanted = moves(target, standings, [role for role, until in self._bare.items() if until is None])
-        self._stale = bool(wanted)  # what follows from it is seen at the next input
-        for move in wanted[: max(0, MOST_AT_ONCE - len(self.flips))]:
-            flip = self.flips.get(move.name)
-            if flip is not None and flip.phase is Phase.DRAINING:
-                self._finish(flip, "recalled", now)
+                self._unstaffed_until.pop(role, None)
+        wanted = plan_role_moves(target, standings, [role for role, until in self._unstaffed_until.items() if until is None])
+        self._needs_reconcile = bool(wanted)  # what follows from it is seen at the next input
+        for move in wanted[: max(0, MAX_CONCURRENT - len(self.pending))]:
+            flip = self.pending.get(move.name)
+            if flip is not None and flip.phase is RoleSwitchPhase.DRAINING:
+                self._finish_switch(flip, "recalled", now)
                 continue
             if flip is not None:
-                self._finish(flip, "superseded", now)
-            node = self._registry.called(move.name)
+                self._finish_switch(flip, "superseded", now)
+            node = self._registry.by_name(move.name)
             assert node is not None, "what is fixed does not move"
-            self._begin(node, move.to, now)
+            self._start_switch(node, move.target_role, now)
 
-    def _standings(self, now: float) -> list[Standing]:
-        serving = {node.incarnation for node in self._registry.in_service()}
-        found = [self._standing(node, node.incarnation in serving) for node in self._registry.nodes.values()]
-        away = [flip for flip in self.flips.values() if self._registry.called(flip.node) is None]
+    def _role_states(self, now: float) -> list[NodeRoleState]:
+        serving = {node.incarnation for node in self._registry.nodes_in_service()}
+        found = [self._role_state(node, node.incarnation in serving) for node in self._registry.nodes.values()]
+        away = [flip for flip in self.pending.values() if self._registry.by_name(flip.node) is None]
         return [
             *(standing for standing in found if standing is not None),
-            *(Standing(flip.node, flip.to, serves=False, moving=True, fixed=True) for flip in away),
+            *(NodeRoleState(flip.node, flip.target_role, is_serving=False, is_switching=True, is_locked=True) for flip in away),
         ]
 
-    def _standing(self, node: Node, serves: bool) -> Standing | None:
+    def _role_state(self, node: NodeMember, serves: bool) -> NodeRoleState | None:
         """None: it is leaving the cluster."""
-        name, load = node.info.name, self._table.loads.attempts(node.incarnation)
-        flip = self.flips.get(name)
+        name, load = node.info.name, self._table.loads.count_attempts(node.incarnation)
+        flip = self.pending.get(name)
         if flip is not None:
-            leaving, fixed = flip.phase is Phase.DRAINING, flip.phase is Phase.ORDERED
-            return Standing(name, flip.to, serves=False, moving=True, leaving=leaving, fixed=fixed, load=load)
-        if node.leaving:
+            leaving, fixed = flip.phase is RoleSwitchPhase.DRAINING, flip.phase is RoleSwitchPhase.ORDERED
+            return NodeRoleState(name, flip.target_role, is_serving=False, is_switching=True, is_draining=leaving, is_locked=fixed, attempts=load)
+        if node.is_leaving:
             return None
-        fixed = name in self._rests or not (serves or name in self._registry.drains)
-        return Standing(name, node.info.role, serves=serves, fixed=fixed, load=load)
+        fixed = name in self._backoff_until or not (serves or name in self._registry.drains)
+        return NodeRoleState(name, node.info.role, is_serving=serves, is_locked=fixed, attempts=load)
 
-    def _begin(self, node: Node, to: Role, now: float) -> None:
+    def _start_switch(self, node: NodeMember, to: Role, now: float) -> None:
         name = node.info.name
-        self.flips[name] = Flip(name, node.incarnation, other(to), to, self.generation, now)
-        self._registry.switching.begin(name, now + self._patience)
-        self._table.placeable = True
+        self.pending[name] = PendingRoleSwitch(name, node.incarnation, opposite_role(to), to, self.target_generation, now)
+        self._registry.switching_drains.start_drain(name, now + self._drain_timeout)
+        self._table.needs_placement = True
 
-    def _order(self, flip: Flip, now: float) -> None:
-        flip.order(now)
-        self._registry.switching.begin(flip.node, None)
-        self._table.out.append(Send(flip.incarnation, SetRole(flip.to)))
+    def _order_switch(self, flip: PendingRoleSwitch, now: float) -> None:
+        flip.mark_ordered(now)
+        self._registry.switching_drains.start_drain(flip.node, None)
+        self._table.effects.append(SendOrder(flip.incarnation, SetRoleOrder(flip.target_role)))
 
-    def _lose(self, flip: Flip, now: float) -> None:
+    def _give_up_node(self, flip: PendingRoleSwitch, now: float) -> None:
         """It was told, and has not come back in time."""
-        node = self._registry.called(flip.node)
+        node = self._registry.by_name(flip.node)
         why = f"node {flip.node} did not take the role {flip.to.value} within {ORDER_PATIENCE:g} s"
-        self._finish(flip, "lost", now, why)
+        self._finish_switch(flip, "lost", now, why)
         if node is not None:
-            self._drop(node, Stalled(why), now)
+            self._drop_node(node, NodeStalled(why), now)
 
-    def _finish(self, flip: Flip, outcome: str, now: float, detail: str = "") -> None:
-        del self.flips[flip.node]
-        self._registry.switching.end(flip.node)
-        probe = self._table.records.get(flip.probe) if flip.probe is not None else None
+    def _finish_switch(self, flip: PendingRoleSwitch, outcome: str, now: float, detail: str = "") -> None:
+        del self.pending[flip.node]
+        self._registry.switching_drains.end_drain(flip.node)
+        probe = self._table.records.get(flip.probe_request) if flip.probe_request is not None else None
         if probe is not None:
-            self._table.end(probe, Cancelled("the node is not to be probed any more"), now)
+            self._table.end_request(probe, Cancelled("the node is not to be probed any more"), now)
         if outcome == "lost":
             self._failures[flip.node] += 1
-            rest = _FIRST_REST * 2.0 ** min(self._failures[flip.node] - 1, 10)
-            self._rests[flip.node] = now + min(rest, _LONGEST_REST)
-        report = flip.report(outcome, now, detail)
-        self.over.append(report)
-        self.counts[flip.to.value, outcome] += 1
-        self._table.out.append(report)
-        self._table.placeable = True
-        self._stale = True
+            rest = _MIN_BACKOFF_SECONDS * 2.0 ** min(self._failures[flip.node] - 1, 10)
+            self._backoff_until[flip.node] = now + min(rest, _MAX_BACKOFF_SECONDS)
+        report = flip.build_report(outcome, now, detail)
+        self.finished.append(report)
+        self.outcome_counts[flip.target_role.value, outcome] += 1
+        self._table.effects.append(report)
+        self._table.needs_placement = True
+        self._needs_reconcile = True
 
     # probes
 
-    def _probe(self, flip: Flip) -> None:
+    def _start_probing(self, flip: PendingRoleSwitch) -> None:
         """Sent by the next step: here the node may not be in anybody's books yet."""
-        flip.phase, flip.probe, flip.due = Phase.PROBING, None, None
+        flip.phase, flip.probe_request, flip.due_at = RoleSwitchPhase.PROBING, None, None
 
-    def _send_probe(self, flip: Flip, now: float) -> None:
+    def _send_probe(self, flip: PendingRoleSwitch, now: float) -> None:
         """A prompt of more than a block, salted so that no cache has it: it must be computed, and handed off if the
         mode has hand-offs. A new prefill node answers alone where no decode node has room: it is needed all the same,
         and there is nobody to hand off to."""
-        model = self._registry.model
+        model = self._registry.model_identity
         assert model is not None, "a node has joined"
-        smallest = min(node.info.context for node in self._registry.nodes.values())
+        smallest = min(node.info.max_context_tokens for node in self._registry.nodes.values())
         request = RequestId(f"probe-{flip.incarnation}-{flip.probes}")
-        length = max(1, min(model.layout.block_size + 1, smallest - _OUTPUT_TOKENS))
+        length = max(1, min(model.layout.block_size + 1, smallest - _PROBE_OUTPUT_TOKENS))
         prompt = tuple(token % model.vocab_size for token in range(1, length + 1))
-        alone = flip.to is Role.PREFILL and self._table.prospects.decode_full(blocks=_PROBE_BLOCKS)
-        sampling = SamplingParams(1 if alone else _OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-        flip.begin_probe(request)
-        probe = Request(request, prompt, sampling, PROBE_TIMEOUT, cache_salt=request.encode(), standing=OURS)
+        alone = flip.target_role is Role.PREFILL and self._table.latency_estimator.is_decode_full(blocks=_PROBE_BLOCKS)
+        sampling = SamplingParams(1 if alone else _PROBE_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+        flip.start_probe(request)
+        probe = Request(request, prompt, sampling, PROBE_TIMEOUT_SECONDS, cache_salt=request.encode(), principal=INTERNAL_PRINCIPAL)
         self._table.add_probe(probe, flip.incarnation, now)
 
-    def _take_probed(self, now: float) -> None:
-        probed, self._table.probed = self._table.probed, []
+    def _handle_probe_results(self, now: float) -> None:
+        probed, self._table.ended_probes = self._table.ended_probes, []
         for request, result in probed:
-            flip = next((flip for flip in self.flips.values() if flip.probe == request), None)
+            flip = next((flip for flip in self.pending.values() if flip.probe_request == request), None)
             if flip is None:
                 continue
             if isinstance(result, FinishReason):
                 self._failures.pop(flip.node, None)
-                self._finish(flip, "done", now)
+                self._finish_switch(flip, "done", now)
             else:
-                flip.rest(f"probe {flip.probes} failed: {result.message}", now)
+                flip.back_off(f"probe {flip.probes} failed: {result.message}", now)

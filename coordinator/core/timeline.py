@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from baton.pb.common_pb2 import HandoffReport, Timeline
 from baton.types import AttemptKey, NodeName, RequestId
 
-KEPT = 4096  # timelines of ended requests
+MAX_TIMELINES = 4096  # timelines of ended requests
 
 
 @dataclass(slots=True)
-class Marks:
+class Timestamps:
     """Moments of one request; None has not happened (in its last attempt)."""
 
     arrival: float
@@ -32,22 +32,22 @@ class Marks:
     first_token: float | None = None
     prefill_node: NodeName | None = None
     decode_node: NodeName | None = None
-    handoff: HandoffReport | None = None
+    handoff_report: HandoffReport | None = None
     models: list[str] = field(default_factory=list)  # of the nodes that it was placed on, by their own word, each once
 
-    def placed_at(self, now: float, prefill: NodeName, decode: NodeName, models: Iterable[str] = ()) -> None:
+    def mark_placed(self, now: float, prefill: NodeName, decode: NodeName, models: Iterable[str] = ()) -> None:
         """A new attempt. What the last one did before the first token counts as waiting."""
         self.prefill_node, self.decode_node = prefill, decode
         self.models += [model for model in dict.fromkeys(models) if model not in self.models]
         if self.first_token is None:
-            self.placed, self.reserved, self.prefill_ended, self.committed, self.handoff = now, None, None, None, None
+            self.placed, self.reserved, self.prefill_ended, self.committed, self.handoff_report = now, None, None, None, None
 
-    def mark(self, moment: str, now: float) -> None:
+    def mark_moment(self, moment: str, now: float) -> None:
         """The first time counts, and nothing after the first token does."""
         if self.first_token is None and getattr(self, moment) is None:
             setattr(self, moment, now)
 
-    def spare_handoff(self) -> None:
+    def mark_handoff_skipped(self) -> None:
         """Decode computes the rest of the prompt itself: there is no transfer, whatever prefill has computed by now."""
         if self.first_token is None:
             self.prefill_ended = None
@@ -56,7 +56,7 @@ class Marks:
     def ttft(self) -> float | None:
         return None if self.first_token is None else self.first_token - self.arrival
 
-    def timeline(self, now: float, attempts: int) -> Timeline:
+    def build_timeline(self, now: float, attempts: int) -> Timeline:
         end = now if self.first_token is None else self.first_token
         placed = end if self.placed is None else self.placed
         ended = end if self.prefill_ended is None else self.prefill_ended
@@ -75,27 +75,27 @@ class Marks:
             attempts=attempts,
             prefill_node=self.prefill_node or "",
             decode_node=self.decode_node or "",
-            handoff=self.handoff,
+            handoff=self.handoff_report,
             models=self.models,
         )
 
 
-class Ring:
+class TimelineStore:
     """The timelines of the last `KEPT` ended requests."""
 
-    def __init__(self, kept: int = KEPT) -> None:
-        self._kept = kept
+    def __init__(self, kept: int = MAX_TIMELINES) -> None:
+        self._max_kept = kept
         self._timelines: OrderedDict[RequestId, Timeline] = OrderedDict()
 
-    def add(self, request: RequestId, timeline: Timeline) -> None:
+    def add_timeline(self, request: RequestId, timeline: Timeline) -> None:
         self._timelines[request] = timeline
-        if len(self._timelines) > self._kept:
+        if len(self._timelines) > self._max_kept:
             self._timelines.popitem(last=False)
 
-    def add_handoff(self, key: AttemptKey, report: HandoffReport) -> bool:
+    def add_handoff_report(self, key: AttemptKey, report: HandoffReport) -> bool:
         """A report that came after the end. False if it is not the one that is missing."""
-        timeline = self._timelines.get(key.request)
-        if timeline is None or timeline.attempts != key.attempt or timeline.HasField("handoff"):
+        timeline = self._timelines.get(key.request_id)
+        if timeline is None or timeline.attempts != key.attempt_number or timeline.HasField("handoff"):
             return False
         timeline.handoff.CopyFrom(report)
         return True

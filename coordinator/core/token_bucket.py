@@ -4,7 +4,7 @@ request larger than the burst is served, and its tenant waits the longer for the
 
 from dataclasses import dataclass
 
-_NOTHING = 1e-9  # what rounding leaves
+_ROUNDING = 1e-9  # what rounding leaves
 
 
 @dataclass(slots=True)
@@ -14,28 +14,28 @@ class TokenBucket:
     rate: float
     burst: float
     level: float
-    at: float
+    updated_at: float
 
     @classmethod
-    def full(cls, rate: float, burst: float, now: float) -> "TokenBucket":
+    def make_full(cls, rate: float, burst: float, now: float) -> "TokenBucket":
         return cls(rate, burst, burst, now)
 
-    def wait(self, now: float) -> float:
+    def wait_seconds(self, now: float) -> float:
         """Seconds until something is let in again; 0 is now."""
         self._refill(now)
         lacking = min(1.0, self.burst) - self.level
-        return lacking / self.rate if lacking > _NOTHING else 0.0
+        return lacking / self.rate if lacking > _ROUNDING else 0.0
 
-    def pay(self, amount: float, now: float) -> None:
+    def charge_tokens(self, amount: float, now: float) -> None:
         """Below 0: what was paid before is given back."""
         self._refill(now)
         self.level = min(self.burst, self.level - amount)
 
-    def change(self, rate: float, burst: float, now: float) -> None:
+    def set_limits(self, rate: float, burst: float, now: float) -> None:
         """Other terms from now on; what is owed stays owed."""
         self._refill(now)
         self.rate, self.burst, self.level = rate, burst, min(self.level, burst)
 
     def _refill(self, now: float) -> None:
-        self.level = min(self.burst, self.level + self.rate * max(0.0, now - self.at))
-        self.at = max(self.at, now)
+        self.level = min(self.burst, self.level + self.rate * max(0.0, now - self.updated_at))
+        self.updated_at = max(self.updated_at, now)

@@ -12,66 +12,66 @@ from itertools import takewhile
 
 from baton.slo import Slo
 
-KEPT = 480.0  # seconds
-MOST = 16384  # arrivals and ends
-MOST_LIKE = 256  # that stand for refused ones
+HISTORY_SECONDS = 480.0  # seconds
+MAX_EVENTS = 16384  # arrivals and ends
+MAX_REJECTED_COPIES = 256  # that stand for refused ones
 _BINS = 30  # of a window, in which arrivals are counted
-_SHARE_MEMORY = 256  # prompts after which one counts 1/e
-_BURSTS = 0.25, 16.0  # between which the burstiness is believed
+_COMPUTED_SHARE_MEMORY = 256  # prompts after which one counts 1/e
+_BURSTINESS_RANGE = 0.25, 16.0  # between which the burstiness is believed
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestShape:
     """One request: tokens of its prompt, tokens that its answer is expected to have."""
 
-    prompt: int
-    output: float
+    prompt_tokens: int
+    output_tokens: float
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """`rate` in requests a second over `seconds`; `requests` are those that were let in. `burstiness`: the variance of
-    the number of arrivals over its mean, 1 for a Poisson process. `computed`: the share of prompt tokens that no cache
+class WorkloadSummary:
+    """`requests_per_second` in requests a second over `window_seconds`; `requests` are those that were let in. `burstiness`: the variance of
+    the number of arrivals over its mean, 1 for a Poisson process. `computed_share`: the share of prompt tokens that no cache
     had."""
 
-    seconds: float
-    rate: float
+    window_seconds: float
+    requests_per_second: float
     burstiness: float
-    requests: Sequence[Asked]
-    computed: float = 1.0
+    requests: Sequence[RequestShape]
+    computed_share: float = 1.0
 
     @property
-    def prefill_tokens(self) -> float:
+    def prefill_tokens_per_second(self) -> float:
         """To be computed, a second."""
-        return self.rate * self.prompt.mean * self.computed
+        return self.requests_per_second * self.prompt_moments.mean * self.computed_share
 
     @property
-    def decode_tokens(self) -> float:
+    def decode_tokens_per_second(self) -> float:
         """A second."""
-        return self.rate * self.output.mean
+        return self.requests_per_second * self.output_moments.mean
 
     @property
-    def prompt(self) -> "Moments":
-        return moments([float(one.prompt) for one in self.requests])
+    def prompt_moments(self) -> "SampleMoments":
+        return compute_moments([float(one.prompt_tokens) for one in self.requests])
 
     @property
-    def output(self) -> "Moments":
-        return moments([one.output for one in self.requests])
+    def output_moments(self) -> "SampleMoments":
+        return compute_moments([one.output_tokens for one in self.requests])
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
+class SampleMoments:
     mean: float
-    deviation: float
+    stddev: float
 
     @property
-    def variation(self) -> float:
+    def squared_cv(self) -> float:
         """The squared coefficient of variation."""
-        return (self.deviation / self.mean) ** 2 if self.mean else 0.0
+        return (self.stddev / self.mean) ** 2 if self.mean else 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class Stages:
+class StageSeconds:
     """Means of a window in seconds. `queue` in the coordinator; `prefill` and `transfer` as far as the first token
     waited for them."""
 
@@ -82,42 +82,42 @@ class Stages:
 
 
 @dataclass(frozen=True, slots=True)
-class Service:
-    """How those were served that ended in a window: `good` of `ended` within the objective."""
+class SloResults:
+    """How those were served that ended in a window: `good_requests` of `ended_requests` within the objective."""
 
-    ended: int
-    good: int
+    ended_requests: int
+    good_requests: int
 
     @property
-    def share(self) -> float | None:
-        return self.good / self.ended if self.ended else None
+    def attainment(self) -> float | None:
+        return self.good_requests / self.ended_requests if self.ended_requests else None
 
 
 @dataclass(frozen=True, slots=True)
-class _End:
-    at: float
+class _EndedRequest:
+    ended_at: float
     ttft: float  # infinite for one that failed
     tpot: float | None
-    stages: Stages
+    stages: StageSeconds
 
 
 class WorkloadMeter:
     def __init__(self) -> None:
-        self._arrivals: deque[tuple[float, Asked]] = deque(maxlen=MOST)
-        self._refused: deque[tuple[int, int]] = deque(maxlen=int(KEPT))  # second, how many
-        self._ends: deque[_End] = deque(maxlen=MOST)
-        self._began: float | None = None
-        self._computed = 1.0
+        self._arrivals: deque[tuple[float, RequestShape]] = deque(maxlen=MAX_EVENTS)
+        self._refused: deque[tuple[int, int]] = deque(maxlen=int(HISTORY_SECONDS))  # second, how many
+        self._ends: deque[_EndedRequest] = deque(maxlen=MAX_EVENTS)
+        self._started_at: float | None = None
+        self._computed_share = 1.0
 
     # what happens
 
-    def arrived(self, prompt: int, output: float, now: float) -> None:
-        self._began = now if self._began is None else self._began
-        self._arrivals.append((now, Asked(prompt, output)))
-        while self._arrivals[0][0] <= now - KEPT:
+    def record_arrival(self, prompt: int, output: float, now: float) -> None:
+        self._started_at = now if self._started_at is None else self._started_at
+        self._arrivals.append((now, RequestShape(prompt, output)))
+        while self._arrivals[0][0] <= now - HISTORY_SECONDS:
             self._arrivals.popleft()
 
-    def refused(self, now: float) -> None:
+    def record_rejection(self, now: float) -> None:
         """One that there was no room for. It is taken to be like the others; only their number is kept, because there
         may be very many."""
         second, count = int(now), 0
@@ -125,80 +125,80 @@ class WorkloadMeter:
             _, count = self._refused.pop()
         self._refused.append((second, count + 1))
 
-    def prompt_done(self, computed: int, cached: int) -> None:
+    def record_prefill(self, computed: int, cached: int) -> None:
         """In tokens."""
         if computed + cached > 0:
-            self._computed += (computed / (computed + cached) - self._computed) / _SHARE_MEMORY
+            self._computed_share += (computed / (computed + cached) - self._computed_share) / _COMPUTED_SHARE_MEMORY
 
-    def ended(self, ttft: float | None, tpot: float | None, stages: Stages, now: float) -> None:
+    def record_end(self, ttft: float | None, tpot: float | None, stages: StageSeconds, now: float) -> None:
         """In seconds; `ttft` None for a request that failed."""
-        self._ends.append(_End(now, math.inf if ttft is None else ttft, tpot, stages))
-        while self._ends[0].at <= now - KEPT:
+        self._ends.append(_EndedRequest(now, math.inf if ttft is None else ttft, tpot, stages))
+        while self._ends[0].ended_at <= now - HISTORY_SECONDS:
             self._ends.popleft()
 
     # what it comes to
 
-    def over(self, seconds: float, now: float, waiting: Sequence[tuple[float, Asked]] = ()) -> Workload | None:
+    def summarize_workload(self, seconds: float, now: float, waiting: Sequence[tuple[float, RequestShape]] = ()) -> WorkloadSummary | None:
         """Of the last `seconds`, or of as many as there are; None if nobody came. Those of `waiting`, with the moments
         when they came, that have waited for longer are counted as asked now: they are still to be served."""
         recent = [(at, one) for at, one in self._arrivals if at > now - seconds]
         left = [one for at, one in waiting if at <= now - seconds]
-        if not recent or self._began is None:
+        if not recent or self._started_at is None:
             return None
-        since = self._arrivals[0][0] if len(self._arrivals) == MOST else self._began  # nobody before that is known
+        since = self._arrivals[0][0] if len(self._arrivals) == MAX_EVENTS else self._started_at  # nobody before that is known
         begin = max(since, now - seconds)
         span = max(now - begin, 1e-3)
-        rate = (len(recent) + len(left) + self._refused_since(now - seconds)) / span
+        rate = (len(recent) + len(left) + self._count_rejected_since(now - seconds)) / span
         bursts = _burstiness([at - begin for at, _ in recent], span)
-        return Workload(span, rate, bursts, [one for _, one in recent] + left, self._computed)
+        return WorkloadSummary(span, rate, bursts, [one for _, one in recent] + left, self._computed_share)
 
     @property
-    def computed(self) -> float:
+    def computed_share(self) -> float:
         """The share of prompt tokens that no cache had."""
-        return self._computed
+        return self._computed_share
 
-    def since(self, moment: float) -> list[tuple[float, Asked]]:
+    def list_arrivals_since(self, moment: float) -> list[tuple[float, RequestShape]]:
         """Those that came later than that, and when, with others like them in place of those who were refused."""
-        arrived: list[tuple[float, Asked]] = []
+        arrived: list[tuple[float, RequestShape]] = []
         for at, one in reversed(self._arrivals):
             if at <= moment:
                 break
             arrived.append((at, one))
         arrived.reverse()
-        refused = self._refused_since(moment + 1.0) if arrived else 0
-        copies = (arrived[number % len(arrived)] for number in range(min(refused, MOST_LIKE)))
+        refused = self._count_rejected_since(moment + 1.0) if arrived else 0
+        copies = (arrived[number % len(arrived)] for number in range(min(refused, MAX_REJECTED_COPIES)))
         return sorted([*arrived, *copies], key=lambda pair: pair[0]) if refused else arrived
 
-    def service(self, slo: Slo, seconds: float, now: float) -> Service:
+    def compute_slo_results(self, slo: Slo, seconds: float, now: float) -> SloResults:
         ended = good = 0
-        for end in self._lately(seconds, now):
+        for end in self._recent_ends(seconds, now):
             ended += 1
-            good += slo.met(end.ttft, end.tpot) and end.ttft < math.inf
-        return Service(ended + self._refused_since(now - seconds), good)
+            good += slo.is_met(end.ttft, end.tpot) and end.ttft < math.inf
+        return SloResults(ended + self._count_rejected_since(now - seconds), good)
 
-    def stages(self, seconds: float, now: float) -> Stages:
+    def compute_mean_stages(self, seconds: float, now: float) -> StageSeconds:
         """Of those that were served."""
-        served = [end.stages for end in self._lately(seconds, now) if end.ttft < math.inf] or [Stages()]
-        return Stages(*(math.fsum(getattr(one, name) for one in served) / len(served) for name in Stages.__slots__))
+        served = [end.stages for end in self._recent_ends(seconds, now) if end.ttft < math.inf] or [StageSeconds()]
+        return StageSeconds(*(math.fsum(getattr(one, name) for one in served) / len(served) for name in StageSeconds.__slots__))
 
-    def _lately(self, seconds: float, now: float) -> Iterator[_End]:
+    def _recent_ends(self, seconds: float, now: float) -> Iterator[_EndedRequest]:
         """The last one first."""
-        return takewhile(lambda end: end.at > now - seconds, reversed(self._ends))
+        return takewhile(lambda end: end.ended_at > now - seconds, reversed(self._ends))
 
-    def _refused_since(self, moment: float) -> int:
+    def _count_rejected_since(self, moment: float) -> int:
         return sum(count for second, count in self._refused if second >= moment)
 
 
-def moments(values: Sequence[float]) -> Moments:
+def compute_moments(values: Sequence[float]) -> SampleMoments:
     if not values:
-        return Moments(0.0, 0.0)
+        return SampleMoments(0.0, 0.0)
     mean = math.fsum(values) / len(values)
-    return Moments(mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values)))
+    return SampleMoments(mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values)))
 
 
 def _burstiness(arrivals: Sequence[float], span: float) -> float:
     counts = [0.0] * _BINS
     for at in arrivals:
         counts[min(_BINS - 1, int(at / span * _BINS))] += 1.0
-    found = moments(counts)
-    return min(max(found.deviation**2 / found.mean, _BURSTS[0]), _BURSTS[1])
+    found = compute_moments(counts)
+    return min(max(found.stddev**2 / found.mean, _BURSTINESS_RANGE[0]), _BURSTINESS_RANGE[1])

@@ -12,43 +12,43 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.errors import BatonError
-from coordinator.ask import check_client_id
-from coordinator.auth import AdminGate
-from coordinator.defects import internal
+from coordinator.ask import check_client_request_id
+from coordinator.auth import AdminAuthenticator
+from coordinator.defects import to_internal_error
 from coordinator.http import errors
-from coordinator.http.connection import CLOSE
-from coordinator.refusals import Refusals
+from coordinator.http.connection import CLOSE_KEY
+from coordinator.refusals import RejectionCounter
 
-TENANT = "tenant"  # where the guard leaves who calls
-REQUEST_ID = "request_id"  # where a route leaves the id that the response shall carry, whether it ends well or not
-Guard = Callable[[Request], None]  # raises Unauthenticated
+TENANT_KEY = "tenant"  # where the guard leaves who calls
+REQUEST_ID_KEY = "request_id"  # where a route leaves the id that the response shall carry, whether it ends well or not
+RequestGuard = Callable[[Request], None]  # raises Unauthenticated
 
 
-def authorization(request: Request) -> bytes | None:
+def get_authorization(request: Request) -> bytes | None:
     """As it was sent: header text is Latin-1 here, whatever the client meant."""
     value = request.headers.get("authorization")
     return None if value is None else value.encode("latin-1")
 
 
-def check_operator(gate: AdminGate, request: Request) -> None:
+def check_admin_request(gate: AdminAuthenticator, request: Request) -> None:
     """Who may see what is for operators. Raises Unauthenticated."""
-    gate.check(request.client.host if request.client else None, authorization(request))
-    gate.check_direct(request.headers.keys())
-    gate.check_page(request.headers.get("host", ""), request.headers.get("origin"))
+    gate.check_caller(request.client.host if request.client else None, get_authorization(request))
+    gate.check_not_proxied(request.headers.keys())
+    gate.check_same_origin(request.headers.get("host", ""), request.headers.get("origin"))
 
 
-def answer_head(app: FastAPI) -> None:
+def allow_head_requests(app: FastAPI) -> None:
     """Let every route that answers GET answer HEAD too. The server leaves the body out."""
     for route in app.routes:
         if isinstance(route, Route) and route.methods and "GET" in route.methods:
             route.methods.add("HEAD")
 
 
-class Boundary:
-    def __init__(self, app: ASGIApp, guard: Guard, refusals: Refusals) -> None:
+class RequestMiddleware:
+    def __init__(self, app: ASGIApp, guard: RequestGuard, refusals: RejectionCounter) -> None:
         self._app = app
         self._guard = guard
-        self._refusals = refusals
+        self._rejections = refusals
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,19 +65,19 @@ class Boundary:
                 headers = MutableHeaders(scope=message)
                 if echoed is not None:
                     headers["x-request-id"] = echoed
-                if state.get(CLOSE):
+                if state.get(CLOSE_KEY):
                     headers["connection"] = "close"
-                if REQUEST_ID in state:
-                    headers["x-baton-request-id"] = state[REQUEST_ID]
+                if REQUEST_ID_KEY in state:
+                    headers["x-baton-request-id"] = state[REQUEST_ID_KEY]
             await send(message)
 
         try:
-            with self._refusals.counted():
+            with self._rejections.count_rejections():
                 self._guard(request)
-                echoed = check_client_id(request.headers.get("x-request-id"))
+                echoed = check_client_request_id(request.headers.get("x-request-id"))
             await self._app(scope, receive, sender)
         except Exception as error:
-            told = error if isinstance(error, BatonError) else internal(error)
+            told = error if isinstance(error, BatonError) else to_internal_error(error)
             if started:
                 raise told from None
-            await errors.response_to(told)(scope, receive, sender)
+            await errors.error_response(told)(scope, receive, sender)

@@ -5,16 +5,16 @@ from typing import Any, ClassVar
 import msgspec
 
 from baton.errors import InvalidRequest
-from coordinator.ask import Ask
-from coordinator.chat_template import Conversation
-from coordinator.http.decoding import Body, cut
-from coordinator.http.fields import Shared
-from coordinator.http.unserved_fields import CHAT, MESSAGE, NoOps
+from coordinator.ask import GenerationRequest
+from coordinator.chat_template import ChatPrompt
+from coordinator.http.decoding import RequestBody, truncate_text
+from coordinator.http.fields import CommonRequestBody
+from coordinator.http.unserved_fields import CHAT_NO_OPS, MESSAGE_NO_OPS, NoOpValues
 
 TemplateArguments = dict[str, str | int | float | bool | None]
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ContentPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Of a message's content. One type is served, `text`; the other fields are those of OpenAI's other types."""
 
     type: str
@@ -25,13 +25,13 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     refusal: Any = None
 
 
-class Message(Body, frozen=True, kw_only=True):
+class ChatMessageParam(RequestBody, frozen=True, kw_only=True):
     """`name` and `tool_call_id` are for the chat template, which may ignore them."""
 
-    no_ops: ClassVar[NoOps] = MESSAGE
+    no_ops: ClassVar[NoOpValues] = MESSAGE_NO_OPS
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None
     refusal: Any = None
@@ -46,12 +46,12 @@ class Message(Body, frozen=True, kw_only=True):
     prefix: Any = None
 
 
-class ChatRequest(Shared, frozen=True, kw_only=True):
+class ChatRequest(CommonRequestBody, frozen=True, kw_only=True):
     """The body. A field that is not served is accepted with the values that ask for nothing."""
 
-    no_ops: ClassVar[NoOps] = CHAT
+    no_ops: ClassVar[NoOpValues] = CHAT_NO_OPS
 
-    messages: list[Message] | None = None
+    messages: list[ChatMessageParam] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: TemplateArguments | None = None
     max_completion_tokens: int | None = None
@@ -64,14 +64,14 @@ class ChatRequest(Shared, frozen=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
 
-    def to_ask(self, timeout: float | None, client_id: str | None) -> Ask:
+    def to_generation_request(self, timeout: float | None, client_id: str | None) -> GenerationRequest:
         """Raises InvalidRequest."""
         if self.tools and self.tool_choice != "none":
             raise InvalidRequest(
                 f"tools is a list of {len(self.tools)}: not available, it must be null or [], or tool_choice none",
                 param="tools",
             )
-        common = self.common()
+        common = self.common_request_fields()
         wording = {"prompt": "messages", "logprobs": "top_logprobs"}
         if self.max_completion_tokens is not None:
             if self.max_tokens not in (None, self.max_completion_tokens):
@@ -82,16 +82,16 @@ class ChatRequest(Shared, frozen=True, kw_only=True):
                 )
             common["max_tokens"] = self.max_completion_tokens
             wording["max_tokens"] = "max_completion_tokens"
-        return Ask(
-            prompts=conversation(self.messages, self.add_generation_prompt, self.chat_template_kwargs),
-            logprobs=self._logprobs(),
-            timeout=timeout,
-            client_id=self.client_id(client_id),
-            wording=wording,
+        return GenerationRequest(
+            prompts=to_chat_prompt(self.messages, self.add_generation_prompt, self.chat_template_kwargs),
+            logprobs=self._top_logprobs(),
+            timeout_seconds=timeout,
+            client_request_id=self.get_client_request_id(client_id),
+            param_names=wording,
             **common,
         )
 
-    def _logprobs(self) -> int | None:
+    def _top_logprobs(self) -> int | None:
         if not self.logprobs:
             if self.top_logprobs:
                 raise InvalidRequest("top_logprobs is given, but logprobs is not true", param="top_logprobs")
@@ -99,27 +99,27 @@ class ChatRequest(Shared, frozen=True, kw_only=True):
         return self.top_logprobs or 0
 
 
-def conversation(
-    messages: list[Message] | None, add_generation_prompt: bool | None, arguments: TemplateArguments | None
-) -> Conversation:
+def to_chat_prompt(
+    messages: list[ChatMessageParam] | None, add_generation_prompt: bool | None, arguments: TemplateArguments | None
+) -> ChatPrompt:
     """Raises InvalidRequest."""
     if messages is None:
         raise InvalidRequest("messages is missing: it must be a list of messages", param="messages")
-    shown = [_shown(f"messages[{place}]", message) for place, message in enumerate(messages)]
-    return Conversation(shown, add_generation_prompt is not False, arguments or {})
+    shown = [_to_template_message(f"messages[{place}]", message) for place, message in enumerate(messages)]
+    return ChatPrompt(shown, add_generation_prompt is not False, arguments or {})
 
 
-def _shown(where: str, message: Message) -> dict[str, object]:
+def _to_template_message(where: str, message: ChatMessageParam) -> dict[str, object]:
     """As the template sees it. Fields that were not given are not there."""
     for field, accepted in message.no_ops.items():
         if getattr(message, field) not in (None, *accepted):
             raise InvalidRequest(f"{where}.{field} is given: not available, leave it out", param="messages")
-    shown: dict[str, object] = {"role": message.role, "content": _content(where, message)}
+    shown: dict[str, object] = {"role": message.role, "content": _message_text(where, message)}
     shown.update((field, value) for field in ("name", "tool_call_id") if (value := getattr(message, field)) is not None)
     return shown
 
 
-def _content(where: str, message: Message) -> str:
+def _message_text(where: str, message: ChatMessageParam) -> str:
     if message.content is None:
         if message.role == "assistant":  # as clients send back an answer without text
             return ""

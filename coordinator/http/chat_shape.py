@@ -5,19 +5,19 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from coordinator.answer import Answer
+from coordinator.answer import ResponseStream
 from coordinator.http.chat_schema import ChatRequest
-from coordinator.http.chunks import Chunks, encode
-from coordinator.http.completion_shape import LOWEST
-from coordinator.http.usage import Usage, usage_of
-from coordinator.telling import Piece
-from coordinator.tokenizer import Text
+from coordinator.http.chunks import SseEncoder, encode_json
+from coordinator.http.completion_shape import MIN_LOGPROB
+from coordinator.http.usage import Usage, final_usage
+from coordinator.telling import OutputChunk
+from coordinator.tokenizer import Tokenizer
 
-_ROLE = b'"delta":{"role":"assistant","content":""}'
+_ROLE_DELTA = b'"delta":{"role":"assistant","content":""}'
 _NO_LOGPROBS = b"null"
 
 
-class TopLogprob(msgspec.Struct):
+class ChatTopLogprob(msgspec.Struct):
     """`bytes` are those of the token's text, null if it has none."""
 
     token: str
@@ -25,12 +25,12 @@ class TopLogprob(msgspec.Struct):
     bytes: list[int] | None
 
 
-class TokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob]
+class ChatTokenLogprob(ChatTopLogprob):
+    top_logprobs: list[ChatTopLogprob]
 
 
 class ChatLogprobs(msgspec.Struct):
-    content: list[TokenLogprob]
+    content: list[ChatTokenLogprob]
     refusal: None = None
 
 
@@ -58,75 +58,75 @@ class ChatCompletion(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class _Told:
+class _ChatChoiceBuffer:
     """One choice of an answer that is told as a whole."""
 
     texts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish: str | None = None
+    logprobs: list[ChatTokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
 
 
-class ChatShape:
-    def __init__(self, request: ChatRequest, answer: Answer) -> None:
-        self._answer = answer
-        self._token_ids = bool(request.return_token_ids)
-        self._scored = bool(request.logprobs)
+class ChatFormatter:
+    def __init__(self, request: ChatRequest, answer: ResponseStream) -> None:
+        self._response_stream = answer
+        self._returns_token_ids = bool(request.return_token_ids)
+        self._has_logprobs = bool(request.logprobs)
         self._id = f"chatcmpl-{answer.id}"
-        self._chunks = Chunks(answer, request, id=self._id, object="chat.completion.chunk")
-        self._told = [_Told() for _ in answer.choices]
-        self._begun: set[int] = set()
+        self._sse_encoder = SseEncoder(answer, request, id=self._id, object="chat.completion.chunk")
+        self._choice_buffers = [_ChatChoiceBuffer() for _ in answer.choices]
+        self._started_choices: set[int] = set()
 
-    def chunk(self, piece: Piece) -> bytes:
+    def format_chunk(self, piece: OutputChunk) -> bytes:
         """The first of a choice comes after the event that gives its role."""
         logprobs = _NO_LOGPROBS
-        if self._scored and piece.tokens:
-            logprobs = encode(ChatLogprobs(list(_logprobs(self._answer.text, piece))))
-        delta = b'"delta":{}' if piece.finish is not None else b'"delta":{"content":%b}' % encode(piece.text)
-        event = self._chunks.event(piece, delta, logprobs)
-        if piece.index in self._begun:
+        if self._has_logprobs and piece.token_ids:
+            logprobs = encode_json(ChatLogprobs(list(_token_logprobs(self._response_stream.tokenizer, piece))))
+        delta = b'"delta":{}' if piece.finish_reason is not None else b'"delta":{"content":%b}' % encode_json(piece.text)
+        event = self._sse_encoder.encode_event(piece, delta, logprobs)
+        if piece.choice_index in self._started_choices:
             return event
-        self._begun.add(piece.index)
-        role = self._chunks.event(Piece(piece.index, ""), _ROLE, _NO_LOGPROBS, untold=len(piece.tokens))
+        self._started_choices.add(piece.choice_index)
+        role = self._sse_encoder.encode_event(OutputChunk(piece.choice_index, ""), _ROLE_DELTA, _NO_LOGPROBS, untold=len(piece.token_ids))
         return role + event
 
-    def last(self) -> bytes:
-        return self._chunks.last()
+    def format_stream_end(self) -> bytes:
+        return self._sse_encoder.encode_usage_event()
 
-    def add(self, piece: Piece) -> None:
-        told = self._told[piece.index]
+    def add_chunk(self, piece: OutputChunk) -> None:
+        told = self._choice_buffers[piece.choice_index]
         told.texts.append(piece.text)
-        told.tokens.extend(piece.tokens)
-        if self._scored:
-            told.logprobs.extend(_logprobs(self._answer.text, piece))
-        if piece.finish is not None:
-            told.finish = piece.finish.value
+        told.tokens.extend(piece.token_ids)
+        if self._has_logprobs:
+            told.logprobs.extend(_token_logprobs(self._response_stream.tokenizer, piece))
+        if piece.finish_reason is not None:
+            told.finish_reason = piece.finish_reason.value
 
-    def whole(self) -> bytes:
-        answer = self._answer
+    def format_body(self) -> bytes:
+        answer = self._response_stream
         choices = [
             ChatChoice(
                 index=index,
                 message=ChatMessage("assistant", "".join(told.texts)),
-                logprobs=ChatLogprobs(told.logprobs) if self._scored else None,
-                finish_reason=told.finish,
-                token_ids=told.tokens if self._token_ids else msgspec.UNSET,
+                logprobs=ChatLogprobs(told.logprobs) if self._has_logprobs else None,
+                finish_reason=told.finish_reason,
+                token_ids=told.tokens if self._returns_token_ids else msgspec.UNSET,
             )
-            for index, told in enumerate(self._told)
+            for index, told in enumerate(self._choice_buffers)
         ]
-        return encode(
-            ChatCompletion(self._id, "chat.completion", answer.created, answer.model, choices, usage_of(answer))
+        return encode_json(
+            ChatCompletion(self._id, "chat.completion", answer.created_unix_seconds, answer.model, choices, final_usage(answer))
         )
 
 
-def _logprobs(text: Text, piece: Piece) -> Iterable[TokenLogprob]:
-    for token, score in zip(piece.tokens, piece.scores, strict=True):
+def _token_logprobs(text: Tokenizer, piece: OutputChunk) -> Iterable[ChatTokenLogprob]:
+    for token, score in zip(piece.token_ids, piece.logprobs, strict=True):
         if score is not None:
-            top = [_named(text, candidate, logprob) for candidate, logprob in score.top]
-            own = _named(text, token, score.logprob)
-            yield TokenLogprob(own.token, own.logprob, own.bytes, top)
+            top = [_top_logprob(text, candidate, logprob) for candidate, logprob in score.top_logprobs]
+            own = _top_logprob(text, token, score.logprob)
+            yield ChatTokenLogprob(own.token, own.logprob, own.bytes, top)
 
 
-def _named(text: Text, token: int, logprob: float) -> TopLogprob:
+def _top_logprob(text: Tokenizer, token: int, logprob: float) -> ChatTopLogprob:
     data = text.token_bytes(token)
-    return TopLogprob(text.token_text(token), max(logprob, LOWEST), None if data is None else list(data))
+    return ChatTopLogprob(text.token_text(token), max(logprob, MIN_LOGPROB), None if data is None else list(data))

@@ -3,44 +3,44 @@
 from typing import Any, ClassVar
 
 from baton.errors import InvalidRequest
-from coordinator.ask import Ask, Prompt
-from coordinator.http.fields import Shared
-from coordinator.http.unserved_fields import COMPLETION, NoOps
+from coordinator.ask import GenerationRequest, Prompt
+from coordinator.http.fields import CommonRequestBody
+from coordinator.http.unserved_fields import COMPLETION_NO_OPS, NoOpValues
 
 
-class CompletionRequest(Shared, frozen=True, kw_only=True):
+class CompletionRequest(CommonRequestBody, frozen=True, kw_only=True):
     """The body. A field that is not served is accepted with the values that ask for nothing."""
 
-    no_ops: ClassVar[NoOps] = COMPLETION
+    no_ops: ClassVar[NoOpValues] = COMPLETION_NO_OPS
 
     prompt: str | list[int | str | list[int]] | None = None
     echo: bool | None = None
     logprobs: int | None = None
 
-    def to_ask(self, timeout: float | None, client_id: str | None) -> Ask:
+    def to_generation_request(self, timeout: float | None, client_id: str | None) -> GenerationRequest:
         """Raises InvalidRequest."""
-        return Ask(
-            prompts=_prompts(self.prompt),
+        return GenerationRequest(
+            prompts=_parse_prompts(self.prompt),
             echo=bool(self.echo),
             logprobs=self.logprobs,
-            timeout=timeout,
-            client_id=self.client_id(client_id),
-            **self.common(),
+            timeout_seconds=timeout,
+            client_request_id=self.get_client_request_id(client_id),
+            **self.common_request_fields(),
         )
 
 
-def _prompts(worded: str | list[int | str | list[int]] | None) -> list[Prompt] | None:
+def _parse_prompts(worded: str | list[int | str | list[int]] | None) -> list[Prompt] | None:
     """A text, token ids, or a list of either."""
     if worded is None:
         return None
     if isinstance(worded, str):
         return [worded]
     if not worded or isinstance(worded[0], int):
-        return [_same(worded, int)]
-    return list(_same(worded, type(worded[0])))
+        return [_require_same_type(worded, int)]
+    return list(_require_same_type(worded, type(worded[0])))
 
 
-def _same(worded: list[Any], kind: type) -> list[Any]:
+def _require_same_type(worded: list[Any], kind: type) -> list[Any]:
     for place, item in enumerate(worded):
         if type(item) is not kind:
             raise InvalidRequest(

@@ -5,18 +5,18 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from baton.types import TokenScore
-from coordinator.answer import Answer
-from coordinator.http.chunks import Chunks, encode
+from baton.types import TokenLogprobs
+from coordinator.answer import ResponseStream
+from coordinator.http.chunks import SseEncoder, encode_json
 from coordinator.http.completion_schema import CompletionRequest
-from coordinator.http.usage import Usage, usage_of
-from coordinator.telling import Piece
-from coordinator.tokenizer import Text
+from coordinator.http.usage import Usage, final_usage
+from coordinator.telling import OutputChunk
+from coordinator.tokenizer import Tokenizer
 
-LOWEST = -9999.0  # what stands for the logarithm of zero, which JSON has no number for
+MIN_LOGPROB = -9999.0  # what stands for the logarithm of zero, which JSON has no number for
 
 
-class Logprobs(msgspec.Struct):
+class CompletionLogprobs(msgspec.Struct):
     """One entry for each token; the first of a prompt has null."""
 
     tokens: list[str]
@@ -28,7 +28,7 @@ class Logprobs(msgspec.Struct):
 class CompletionChoice(msgspec.Struct):
     index: int
     text: str
-    logprobs: Logprobs | None
+    logprobs: CompletionLogprobs | None
     finish_reason: str | None
     token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
@@ -43,77 +43,77 @@ class Completion(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class _Told:
+class _CompletionChoiceBuffer:
     """One choice of an answer that is told as a whole."""
 
     texts: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    logprobs: Logprobs | None = None
-    finish: str | None = None
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
 
 
-class CompletionShape:
-    def __init__(self, request: CompletionRequest, answer: Answer) -> None:
-        self._answer = answer
-        self._token_ids = bool(request.return_token_ids)
-        self._scored = request.logprobs is not None
+class CompletionFormatter:
+    def __init__(self, request: CompletionRequest, answer: ResponseStream) -> None:
+        self._response_stream = answer
+        self._returns_token_ids = bool(request.return_token_ids)
+        self._has_logprobs = request.logprobs is not None
         self._id = f"cmpl-{answer.id}"
-        self._chunks = Chunks(answer, request, id=self._id, object="text_completion")
-        self._told = [_Told() for _ in answer.choices]
+        self._sse_encoder = SseEncoder(answer, request, id=self._id, object="text_completion")
+        self._choice_buffers = [_CompletionChoiceBuffer() for _ in answer.choices]
 
-    def chunk(self, piece: Piece) -> bytes:
-        logprobs = encode(_logprobs(self._answer.text, piece)) if self._scored and piece.tokens else b"null"
-        return self._chunks.event(piece, b'"text":' + encode(piece.text), logprobs)
+    def format_chunk(self, piece: OutputChunk) -> bytes:
+        logprobs = encode_json(_chunk_logprobs(self._response_stream.tokenizer, piece)) if self._has_logprobs and piece.token_ids else b"null"
+        return self._sse_encoder.encode_event(piece, b'"text":' + encode_json(piece.text), logprobs)
 
-    def last(self) -> bytes:
-        return self._chunks.last()
+    def format_stream_end(self) -> bytes:
+        return self._sse_encoder.encode_usage_event()
 
-    def add(self, piece: Piece) -> None:
-        told = self._told[piece.index]
+    def add_chunk(self, piece: OutputChunk) -> None:
+        told = self._choice_buffers[piece.choice_index]
         told.texts.append(piece.text)
-        if not piece.echo:
-            told.tokens.extend(piece.tokens)
-        if self._scored:
-            told.logprobs = _joined(told.logprobs, _logprobs(self._answer.text, piece))
-        if piece.finish is not None:
-            told.finish = piece.finish.value
+        if not piece.is_prompt_echo:
+            told.tokens.extend(piece.token_ids)
+        if self._has_logprobs:
+            told.logprobs = _concatenate_logprobs(told.logprobs, _chunk_logprobs(self._response_stream.tokenizer, piece))
+        if piece.finish_reason is not None:
+            told.finish_reason = piece.finish_reason.value
 
-    def whole(self) -> bytes:
-        answer = self._answer
+    def format_body(self) -> bytes:
+        answer = self._response_stream
         choices = [
             CompletionChoice(
                 index=index,
                 text="".join(told.texts),
                 logprobs=told.logprobs,
-                finish_reason=told.finish,
-                token_ids=told.tokens if self._token_ids else msgspec.UNSET,
+                finish_reason=told.finish_reason,
+                token_ids=told.tokens if self._returns_token_ids else msgspec.UNSET,
             )
-            for index, told in enumerate(self._told)
+            for index, told in enumerate(self._choice_buffers)
         ]
-        return encode(Completion(self._id, "text_completion", answer.created, answer.model, choices, usage_of(answer)))
+        return encode_json(Completion(self._id, "text_completion", answer.created_unix_seconds, answer.model, choices, final_usage(answer)))
 
 
-def _logprobs(text: Text, piece: Piece) -> Logprobs:
-    return Logprobs(
-        tokens=[text.token_text(token) for token in piece.tokens],
-        token_logprobs=[None if score is None else max(score.logprob, LOWEST) for score in piece.scores],
-        top_logprobs=[_top(text, token, score) for token, score in zip(piece.tokens, piece.scores, strict=True)],
-        text_offset=list(piece.starts),
+def _chunk_logprobs(text: Tokenizer, piece: OutputChunk) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        tokens=[text.token_text(token) for token in piece.token_ids],
+        token_logprobs=[None if score is None else max(score.logprob, MIN_LOGPROB) for score in piece.logprobs],
+        top_logprobs=[_top_logprobs(text, token, score) for token, score in zip(piece.token_ids, piece.logprobs, strict=True)],
+        text_offset=list(piece.text_offsets),
     )
 
 
-def _top(text: Text, token: int, score: TokenScore | None) -> dict[str, float] | None:
+def _top_logprobs(text: Tokenizer, token: int, score: TokenLogprobs | None) -> dict[str, float] | None:
     """The most likely tokens, the best first, and the token itself."""
     if score is None:
         return None
-    ranked: Sequence[tuple[int, float]] = (*score.top, (token, score.logprob))
+    ranked: Sequence[tuple[int, float]] = (*score.top_logprobs, (token, score.logprob))
     top: dict[str, float] = {}
     for candidate, logprob in ranked:
-        top.setdefault(text.token_text(candidate), max(logprob, LOWEST))
+        top.setdefault(text.token_text(candidate), max(logprob, MIN_LOGPROB))
     return top
 
 
-def _joined(before: Logprobs | None, more: Logprobs) -> Logprobs:
+def _concatenate_logprobs(before: CompletionLogprobs | None, more: CompletionLogprobs) -> CompletionLogprobs:
     if before is None:
         return more
     before.tokens += more.tokens

@@ -7,27 +7,27 @@ from contextlib import asynccontextmanager
 from starlette.requests import Request
 from starlette.types import Receive
 
-from baton.errors import Cancelled, DeadlineExceeded, TooLarge
-from baton.limits import BODY_SECONDS, MAX_BODY_BYTES, MAX_SMALL_BODY
-from coordinator.arriving_bodies import ArrivingBodies, ArrivingBody
+from baton.errors import Cancelled, DeadlineExceeded, RequestTooLarge
+from baton.limits import BODY_TIMEOUT_SECONDS, MAX_BODY_BYTES, MAX_SMALL_BODY_BYTES
+from coordinator.arriving_bodies import BodyBudgets, IncomingBody
 from coordinator.http.errors import UnsupportedMediaType
 
-CLOSE = "close"  # where it is left that the connection is to be closed after the response
+CLOSE_KEY = "close"  # where it is left that the connection is to be closed after the response
 
 
 @asynccontextmanager
-async def arriving(request: Request, limit: float, bodies: ArrivingBodies) -> AsyncIterator[bytes]:
+async def receive_body(request: Request, limit: float, bodies: BodyBudgets) -> AsyncIterator[bytes]:
     """The whole body, if it comes within `limit` seconds and BODY_SECONDS. Its room is kept while the block runs.
 
     Raises UnsupportedMediaType, TooLarge or Overloaded before it is read, or as soon as it is seen to be; also
     DeadlineExceeded, and Cancelled when the client goes away.
     """
     check_media_type(request)
-    declared = _declared(request)
-    first = MAX_SMALL_BODY if declared is None else min(declared, MAX_SMALL_BODY)  # may lie in buffers already
+    declared = _declared_length(request)
+    first = MAX_SMALL_BODY_BYTES if declared is None else min(declared, MAX_SMALL_BODY_BYTES)  # may lie in buffers already
     owner = request.client.host if request.client else ""
-    async with bodies.of_size(declared).take(first, owner) as room:
-        body = await _read(request, min(limit, BODY_SECONDS), room)
+    async with bodies.get_budget(declared).reserve_body(first, owner) as room:
+        body = await _read_body(request, min(limit, BODY_TIMEOUT_SECONDS), room)
         await room.wait_to_decode(len(body))
         yield body
 
@@ -41,7 +41,7 @@ def check_media_type(request: Request) -> None:
         raise UnsupportedMediaType(f"content-type is {shown}: it must be application/json", param="content-type")
 
 
-def _declared(request: Request) -> int | None:
+def _declared_length(request: Request) -> int | None:
     """How long the body says that it will be; None if it does not say. Raises TooLarge."""
     declared = request.headers.get("content-length", "")
     if not declared.isdecimal():
@@ -51,34 +51,34 @@ def _declared(request: Request) -> int | None:
     return int(declared)
 
 
-async def _read(request: Request, limit: float, room: ArrivingBody) -> bytes:
+async def _read_body(request: Request, limit: float, room: IncomingBody) -> bytes:
     body = bytearray()
     state = request.scope["state"]
-    state[CLOSE] = True  # unless all of it is read
+    state[CLOSE_KEY] = True  # unless all of it is read
     try:
         async with asyncio.timeout(limit) as timer:
-            room.reading(timer)
+            room.start_reading(timer)
             while True:
                 message = await request.receive()
                 if message["type"] == "http.disconnect":
                     raise Cancelled("the client closed the connection before its request was complete")
                 body += message.get("body", b"")
                 if len(body) > MAX_BODY_BYTES:
-                    state[CLOSE] = False  # it is read to its end and dropped, so that its client hears of it
+                    state[CLOSE_KEY] = False  # it is read to its end and dropped, so that its client hears of it
                     raise _too_large(f"more than {MAX_BODY_BYTES} bytes")
-                await room.grow(len(body))
+                await room.grow_to(len(body))
                 if not message.get("more_body", False):
-                    room.complete()
-                    state[CLOSE] = False
+                    room.mark_complete()
+                    state[CLOSE_KEY] = False
                     return bytes(body)
     except TimeoutError:
-        if room.displaced:
-            raise room.refusal() from None
+        if room.is_displaced:
+            raise room.displaced_error() from None
         raise DeadlineExceeded(f"the body did not arrive within {limit:g} s") from None
 
 
 @asynccontextmanager
-async def stopped_by_disconnect(receive: Receive) -> AsyncIterator[None]:
+async def cancel_on_disconnect(receive: Receive) -> AsyncIterator[None]:
     """Cancel the block, and leave it quietly, when the client closes its connection. `receive` is its own meanwhile."""
     task = asyncio.current_task()
     assert task is not None
@@ -101,5 +101,5 @@ async def stopped_by_disconnect(receive: Receive) -> AsyncIterator[None]:
         watcher.cancel()
 
 
-def _too_large(size: str) -> TooLarge:
-    return TooLarge(f"the body is {size}: the limit is {MAX_BODY_BYTES}")
+def _too_large(size: str) -> RequestTooLarge:
+    return RequestTooLarge(f"the body is {size}: the limit is {MAX_BODY_BYTES}")

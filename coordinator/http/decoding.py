@@ -8,86 +8,86 @@ from typing import ClassVar, Generic, TypeVar
 import msgspec
 
 from baton.errors import InvalidRequest
-from baton.limits import check_count, check_message_count, check_prompt_count
-from coordinator.http.json_bounds import blank_escapes, check_json_size, check_names_once
-from coordinator.http.known_fields import shape_of, without_unknown_fields
-from coordinator.http.unserved_fields import NoOps, with_unserved_fields
+from baton.limits import check_entry_count, check_message_count, check_prompt_count
+from coordinator.http.json_bounds import blank_escapes, check_json_size, check_duplicate_names
+from coordinator.http.known_fields import build_field_tree, remove_unknown_fields
+from coordinator.http.unserved_fields import NoOpValues, with_unsupported_fields
 from coordinator.text_workers import TextWorkers
-from coordinator.unknown_fields import REFUSED, UnknownFields
+from coordinator.unknown_fields import REJECT_UNKNOWN_FIELDS, UnknownFieldPolicy
 
-INLINE_BYTES = 16 << 10  # longer bodies are decoded off the event loop
-_PATH = re.compile(r" - at `\$\.(?P<field>\w+)(?P<rest>[^`]*)`$")
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`(?: - at `\$\.(?P<parent>[^`]+)`)?$", re.DOTALL)
-_SECRET = frozenset({"prompt", "messages", "tokens"})  # fields whose values are repeated nowhere
+MAX_INLINE_BYTES = 16 << 10  # longer bodies are decoded off the event loop
+_WRONG_TYPE_ERROR = re.compile(r" - at `\$\.(?P<field>\w+)(?P<rest>[^`]*)`$")
+_UNKNOWN_FIELD_ERROR = re.compile(r"Object contains unknown field `(?P<field>.*?)`(?: - at `\$\.(?P<parent>[^`]+)`)?$", re.DOTALL)
+_CONTENT_FIELDS = frozenset({"prompt", "messages", "tokens"})  # fields whose values are repeated nowhere
 
 
-class Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RequestBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A request body. `no_ops` says what each field that is not served may say, beside null."""
 
-    no_ops: ClassVar[NoOps] = {}
+    no_ops: ClassVar[NoOpValues] = {}
 
 
-Kind = TypeVar("Kind", bound=Body)
+Kind = TypeVar("Kind", bound=RequestBody)
 Result = TypeVar("Result")
 
 
-class Decoder(Generic[Kind]):
+class BodyDecoder(Generic[Kind]):
     """For one kind of body."""
 
-    def __init__(self, kind: type[Kind], unknown: UnknownFields = REFUSED) -> None:
-        wire: type[Kind] = with_unserved_fields(kind)
+    def __init__(self, kind: type[Kind], unknown: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS) -> None:
+        wire: type[Kind] = with_unsupported_fields(kind)
         self._decoder = msgspec.json.Decoder(wire)
-        self._shape = shape_of(wire)
-        self._unknown = unknown
+        self._field_tree = build_field_tree(wire)
+        self._unknown_field_policy = unknown
 
-    async def decode(self, body: bytes, workers: TextWorkers) -> Kind:
+    async def decode_body(self, body: bytes, workers: TextWorkers) -> Kind:
         """Raises InvalidRequest naming the field and what is wrong with it, Overloaded when too much text waits."""
-        return await self.decode_then(body, workers, lambda request: request)
+        return await self.decode_and_apply(body, workers, lambda request: request)
 
-    async def decode_then(self, body: bytes, workers: TextWorkers, then: Callable[[Kind], Result]) -> Result:
+    async def decode_and_apply(self, body: bytes, workers: TextWorkers, then: Callable[[Kind], Result]) -> Result:
         """What `then` makes of the request, and what it raises. Both are done off the event loop if the body is
         long."""
 
         def work() -> Result:
-            return then(self.decode_now(body))
+            return then(self.decode_inline(body))
 
-        return work() if len(body) <= INLINE_BYTES else await workers.run(work, len(body))
+        return work() if len(body) <= MAX_INLINE_BYTES else await workers.run_work(work, len(body))
 
-    def decode_now(self, body: bytes) -> Kind:
+    def decode_inline(self, body: bytes) -> Kind:
         plain = blank_escapes(body)
         check_json_size(plain)
         try:
-            request = self._decode_known(body)
+            request = self._decode_known_fields(body)
         except msgspec.ValidationError as error:
-            raise _explain(str(error), body) from None
+            raise _to_invalid_request(str(error), body) from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _not_json(error) from None
-        check_names_once(body, plain)
+        check_duplicate_names(body, plain)
         _check_counts(request)
         _check_no_ops(request)
         return request
 
-    def _decode_known(self, body: bytes) -> Kind:
+    def _decode_known_fields(self, body: bytes) -> Kind:
         """Fields that the schema does not have are removed first, where they are to be ignored."""
         try:
             return self._decoder.decode(body)
         except msgspec.ValidationError as error:
-            if not (self._unknown.ignored and _UNKNOWN.match(str(error))):
+            if not (self._unknown_field_policy.is_ignoring and _UNKNOWN_FIELD_ERROR.match(str(error))):
                 raise
-        known, dropped = without_unknown_fields(body, self._shape)
-        self._unknown.count_dropped(dropped)
+        known, dropped = remove_unknown_fields(body, self._field_tree)
+        self._unknown_field_policy.count_dropped(dropped)
         return self._decoder.decode(known)
 
 
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_raw_field_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def _check_counts(request: Body) -> None:
+def _check_counts(request: RequestBody) -> None:
     """Of what is gone through one by one from here on."""
     for field in ("stop", "stop_token_ids", "logit_bias", "chat_template_kwargs"):
         value = getattr(request, field, None)
         if isinstance(value, list | dict):
-            check_count(field, len(value))
+            check_entry_count(field, len(value))
     messages, prompt = getattr(request, "messages", None), getattr(request, "prompt", None)
     if messages:
         check_message_count(len(messages))
@@ -95,37 +95,37 @@ def _check_counts(request: Body) -> None:
         check_prompt_count(len(prompt))
 
 
-def _check_no_ops(request: Body) -> None:
+def _check_no_ops(request: RequestBody) -> None:
     for field, accepted in request.no_ops.items():
         value = getattr(request, field)
-        if value is None or any(type(value) in _alike(no_op) and value == no_op for no_op in accepted):
+        if value is None or any(type(value) in _matching_types(no_op) and value == no_op for no_op in accepted):
             continue
         allowed = " or ".join(["null", *(msgspec.json.encode(no_op).decode() for no_op in accepted)])
-        shown = cut(msgspec.json.encode(value).decode())
+        shown = truncate_text(msgspec.json.encode(value).decode())
         raise InvalidRequest(f"{field} is {shown}: not available, it must be {allowed}", param=field)
 
 
-def _alike(no_op: object) -> tuple[type, ...]:
+def _matching_types(no_op: object) -> tuple[type, ...]:
     """JSON has one number type, and a bool is not a number."""
     return (int, float) if type(no_op) is int else (type(no_op),)
 
 
-def _explain(reason: str, body: bytes) -> InvalidRequest:
-    unknown = _UNKNOWN.match(reason)
+def _to_invalid_request(reason: str, body: bytes) -> InvalidRequest:
+    unknown = _UNKNOWN_FIELD_ERROR.match(reason)
     if unknown:
         field = ".".join(filter(None, (unknown["parent"], unknown["field"])))[:64]
         return InvalidRequest(f"{field} is not a field of this request", param=field)
-    at = _PATH.search(reason)
+    at = _WRONG_TYPE_ERROR.search(reason)
     if at is None:
         return InvalidRequest(f"the body must be a JSON object: {reason}")
     field, rest, expected = at["field"], at["rest"], reason[: at.start()]
     try:
-        worded = bytes(_fields.decode(body)[field]).decode()
+        worded = bytes(_raw_field_decoder.decode(body)[field]).decode()
     except RecursionError:  # only this pass looks inside a value of the wrong type
         return InvalidRequest(f"{field} is nested too deeply: {expected}", param=field)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # and only this one reads on from there
         return _not_json(error)
-    if field in _SECRET:
+    if field in _CONTENT_FIELDS:
         return InvalidRequest(f"{field}{rest} is of the wrong type: {expected}", param=field)
     return InvalidRequest(f"{field} is {cut(worded)}: {expected}{rest and f' at {rest}'}", param=field)
 
@@ -134,5 +134,5 @@ def _not_json(error: Exception) -> InvalidRequest:
     return InvalidRequest(f"the body is not JSON: {error}")
 
 
-def cut(text: str) -> str:
+def truncate_text(text: str) -> str:
     return text if len(text) <= 64 else text[:61] + "..."

@@ -4,9 +4,9 @@ generation_config.json says anything."""
 
 from baton import limits
 
-NO_OP = "Not available: these values only, which mean nothing"
+NO_OP_DESCRIPTION = "Not available: these values only, which mean nothing"
 
-REQUESTS = {
+REQUEST_FIELDS = {
     "model": "Name of the served model; may be left out",
     "CompletionRequest.prompt": f"A text, token ids, or a list of up to {limits.MAX_PROMPTS} of either",
     "messages": "The conversation, which the model's own chat template makes a prompt of",
@@ -64,7 +64,7 @@ REQUESTS = {
     "DetokenizeRequest.tokens": "Token ids",
     **dict.fromkeys(("image_url", "input_audio", "file", "Part.refusal"), "Not available"),
 }
-ANSWERS = {
+RESPONSE_FIELDS = {
     "id": "`baton explain` takes it",
     "object": "What this is",
     "created": "Unix time, seconds",
@@ -117,6 +117,6 @@ ANSWERS = {
 }
 
 
-def describe(table: dict[str, str], schema: str, field: str) -> str:
+def describe_field(table: dict[str, str], schema: str, field: str) -> str:
     """Raises KeyError for a field that nobody has described."""
     return table.get(f"{schema}.{field}") or table[field]

@@ -8,19 +8,19 @@ from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.responses import Response
 
-PATH = "/docs"
+DOCS_PATH = "/docs"
 _FILES = {
     "swagger-ui-bundle.js": "text/javascript; charset=utf-8",
     "swagger-ui.css": "text/css; charset=utf-8",
     "favicon.png": "image/png",
 }
-FILE_PATHS = frozenset(f"{PATH}/{name}" for name in _FILES)
+DOCS_FILE_PATHS = frozenset(f"{PATH}/{name}" for name in _FILES)
 _INLINE = "'self' 'unsafe-inline'"
 _POLICY = f"default-src 'self'; script-src {_INLINE}; style-src {_INLINE}; img-src 'self' data:"
 _HEADERS = {"content-security-policy": _POLICY, "x-content-type-options": "nosniff"}
 
 
-def add_docs(app: FastAPI) -> None:
+def add_docs_routes(app: FastAPI) -> None:
     page = get_swagger_ui_html(
         openapi_url="/openapi.json",
         title="Baton",
@@ -33,7 +33,7 @@ def add_docs(app: FastAPI) -> None:
     async def docs() -> Response:
         return Response(page.body, media_type="text/html", headers=_HEADERS)
 
-    app.add_api_route(PATH, docs, methods=["GET"])
+    app.add_api_route(DOCS_PATH, docs, methods=["GET"])
     for name, media_type in _FILES.items():
         app.add_api_route(f"{PATH}/{name}", _file_route(name, media_type), methods=["GET"])
 

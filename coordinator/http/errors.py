@@ -7,8 +7,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from baton.errors import BatonError, InvalidRequest, NotFound, Rejected
-from coordinator.defects import internal
+from baton.errors import BatonError, InvalidRequest, NotFound, RequestRejected
+from coordinator.defects import to_internal_error
 
 
 class ErrorDetail(msgspec.Struct):
@@ -32,29 +32,29 @@ class UnsupportedMediaType(InvalidRequest):
     code = "unsupported_media_type"
 
 
-class ForeignOrigin(Rejected):
+class ForeignOrigin(RequestRejected):
     """A web page of elsewhere calls, where no key is asked for."""
 
     http_status = 403
-    type = "permission_error"
+    openai_type = "permission_error"
     code = "foreign_origin"
 
 
-def body_of(error: BatonError) -> bytes:
-    return msgspec.json.encode(ErrorBody(ErrorDetail(error.message, error.type, error.param, error.code)))
+def encode_error_body(error: BatonError) -> bytes:
+    return msgspec.json.encode(ErrorBody(ErrorDetail(error.message, error.openai_type, error.param, error.code)))
 
 
-def response_to(error: BatonError) -> Response:
+def error_response(error: BatonError) -> Response:
     headers = {}
     if error.retry_after is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(body_of(error), error.http_status, headers, media_type="application/json")
+    return Response(encode_error_body(error), error.http_status, headers, media_type="application/json")
 
 
 async def on_baton_error(request: Request, error: Exception) -> Response:
-    return response_to(error if isinstance(error, BatonError) else internal(error))
+    return error_response(error if isinstance(error, BatonError) else to_internal_error(error))
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
@@ -62,7 +62,7 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
     if error.status_code == 405:
-        response = response_to(MethodNotAllowed(f"{request.method} is not allowed on {path}"))
+        response = error_response(MethodNotAllowed(f"{request.method} is not allowed on {path}"))
         response.headers.update(error.headers or {})
         return response
-    return response_to(NotFound(f"there is no {request.method} {path}"))
+    return error_response(NotFound(f"there is no {request.method} {path}"))

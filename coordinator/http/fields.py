@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import msgspec
 
 from baton.errors import InvalidRequest
-from coordinator.ask import check_client_id
-from coordinator.http.decoding import Body, cut
+from coordinator.ask import check_client_request_id
+from coordinator.http.decoding import RequestBody, truncate_text
 
 _TOKEN_ID = re.compile(r"\d{1,9}")
 
@@ -20,7 +20,7 @@ class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None  # padding against who listens to sizes: nothing of ours adds any
 
 
-class Shared(Body, frozen=True, kw_only=True):
+class CommonRequestBody(RequestBody, frozen=True, kw_only=True):
     """`user` and the like identify the client's own users and have no effect."""
 
     model: str | None = None
@@ -55,18 +55,18 @@ class Shared(Body, frozen=True, kw_only=True):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     @property
-    def continuous_usage(self) -> bool:
+    def has_continuous_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
-    def client_id(self, header: str | None) -> str | None:
+    def get_client_request_id(self, header: str | None) -> str | None:
         """The client's own id of the request: that of the header, or of the body. Raises InvalidRequest."""
         if header is not None:
             return header
         if self.request_id is not None:
-            return check_client_id(self.request_id, "request_id")
-        return check_client_id(self.rid, "rid")
+            return check_client_request_id(self.request_id, "request_id")
+        return check_client_request_id(self.rid, "rid")
 
-    def common(self) -> dict[str, Any]:
+    def common_request_fields(self) -> dict[str, Any]:
         """These fields as arguments of an `Ask`. Raises InvalidRequest for what their types cannot say."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is given, but stream is not true", param="stream_options")
@@ -90,14 +90,14 @@ class Shared(Body, frozen=True, kw_only=True):
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": self.repetition_penalty,
-            "logit_bias": _biases(self.logit_bias or {}),
+            "logit_bias": _parse_logit_bias(self.logit_bias or {}),
             "n": n,
             "first_choice": self.first_choice or 0,
             "priority": self.priority or 0,
         }
 
 
-def _biases(worded: dict[str, float]) -> list[tuple[int, float]]:
+def _parse_logit_bias(worded: dict[str, float]) -> list[tuple[int, float]]:
     """Token ids are the keys, and JSON has only texts for those."""
     biases: dict[int, float] = {}
     for key, bias in worded.items():

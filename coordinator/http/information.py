@@ -4,12 +4,12 @@ import msgspec
 from fastapi import FastAPI
 from starlette.responses import Response
 
-from baton.errors import Unavailable
-from coordinator.intake import Intake
+from baton.errors import ServiceUnavailable
+from coordinator.intake import RequestIntake
 from coordinator.readiness import Readiness
 
 
-class Model(msgspec.Struct):
+class ModelCard(msgspec.Struct):
     id: str
     max_model_len: int
     model_digest: str
@@ -20,8 +20,8 @@ class Model(msgspec.Struct):
     owned_by: str = "baton"
 
 
-class Models(msgspec.Struct):
-    data: list[Model]
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
     object: str = "list"
 
 
@@ -33,18 +33,18 @@ class Version(msgspec.Struct):
     version: str
 
 
-def add_information(app: FastAPI, intake: Intake, readiness: Readiness, version: str) -> None:
+def add_info_routes(app: FastAPI, intake: RequestIntake, readiness: Readiness, version: str) -> None:
     async def models() -> Response:
-        return json_response(Models([Model(*intake.served(), *intake.identity())]))
+        return json_response(ModelList([ModelCard(*intake.get_served_model(), *intake.get_model_identity())]))
 
     async def model(model_id: str) -> Response:
         intake.check_model(model_id)
-        return json_response(Model(*intake.served(), *intake.identity()))
+        return json_response(ModelCard(*intake.get_served_model(), *intake.get_model_identity()))
 
     async def health() -> Response:
         ready, reason = readiness.state()
         if not ready:
-            raise Unavailable(f"not ready: {reason}", retry_after=1.0)
+            raise ServiceUnavailable(f"not ready: {reason}", retry_after=1.0)
         return json_response(Health("ok"))
 
     async def about() -> Response:

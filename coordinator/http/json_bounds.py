@@ -10,11 +10,11 @@ from typing import NoReturn
 import msgspec
 
 from baton.errors import InvalidRequest
-from baton.limits import MAX_JSON_CONTAINERS, MAX_JSON_NAMES, MAX_JSON_STRINGS, MAX_JSON_VALUES
+from baton.limits import MAX_JSON_CONTAINERS, MAX_JSON_KEYS, MAX_JSON_STRINGS, MAX_JSON_VALUES
 
-_SURELY_WITHIN = 2 * min(MAX_JSON_CONTAINERS, MAX_JSON_NAMES)  # bytes: each of anything takes two at least
+_ALWAYS_WITHIN_BYTES = 2 * min(MAX_JSON_CONTAINERS, MAX_JSON_KEYS)  # bytes: each of anything takes two at least
 _NAMES_AND_BRACES = re.compile(rb'"([^"]*)"(\s*:)?|[{}]')
-_SHOWN = 64  # characters of a name
+_MAX_SHOWN_CHARS = 64  # characters of a name
 
 
 def blank_escapes(body: bytes) -> bytes:
@@ -26,23 +26,23 @@ def blank_escapes(body: bytes) -> bytes:
 def check_json_size(plain: bytes) -> None:
     """Raises InvalidRequest for a body of more names, strings, objects, arrays or values than are decoded. `plain` is
     the body without escapes."""
-    if len(plain) < _SURELY_WITHIN:
+    if len(plain) < _ALWAYS_WITHIN_BYTES:
         return
     strings = plain.count(b'"') // 2
     if strings > MAX_JSON_STRINGS:
-        _refuse(strings, "strings", MAX_JSON_STRINGS)
+        _raise_too_many(strings, "strings", MAX_JSON_STRINGS)
     structure = b"".join(plain.split(b'"')[::2])
     names, containers = structure.count(b":"), structure.count(b"{") + structure.count(b"[")
-    if names > MAX_JSON_NAMES:
-        _refuse(names, "names", MAX_JSON_NAMES)
+    if names > MAX_JSON_KEYS:
+        _raise_too_many(names, "names", MAX_JSON_KEYS)
     if containers > MAX_JSON_CONTAINERS:
-        _refuse(containers, "objects and arrays", MAX_JSON_CONTAINERS)
+        _raise_too_many(containers, "objects and arrays", MAX_JSON_CONTAINERS)
     values = structure.count(b",")
     if values > MAX_JSON_VALUES:
-        _refuse(values, "values", MAX_JSON_VALUES)
+        _raise_too_many(values, "values", MAX_JSON_VALUES)
 
 
-def check_names_once(body: bytes, plain: bytes) -> None:
+def check_duplicate_names(body: bytes, plain: bytes) -> None:
     """Raises InvalidRequest for a name that an object gives twice: readers of JSON differ in which one counts. `body`
     is JSON, `plain` the same without escapes."""
     if plain.count(b":") < 2:
@@ -50,10 +50,10 @@ def check_names_once(body: bytes, plain: bytes) -> None:
     objects: list[set[bytes | str]] = []  # the names of each object that is open
     for match in _NAMES_AND_BRACES.finditer(plain):
         if match.lastindex == 2:
-            name = _name(body[match.start(1) : match.end(1)])
+            name = _normalize_name(body[match.start(1) : match.end(1)])
             if name in objects[-1]:
                 shown = name if isinstance(name, str) else name.decode()
-                shown = shown if len(shown) <= _SHOWN else shown[: _SHOWN - 3] + "..."
+                shown = shown if len(shown) <= _MAX_SHOWN_CHARS else shown[: _MAX_SHOWN_CHARS - 3] + "..."
                 raise InvalidRequest(f"{shown} is given twice", param=shown)
             objects[-1].add(name)
         elif match.lastindex is None:
@@ -63,7 +63,7 @@ def check_names_once(body: bytes, plain: bytes) -> None:
                 objects.pop()
 
 
-def _name(written: bytes) -> bytes | str:
+def _normalize_name(written: bytes) -> bytes | str:
     """The same for the same name, however it is written; a name without escapes stays as it is."""
     if b"\\" not in written:
         return written
@@ -72,5 +72,5 @@ def _name(written: bytes) -> bytes | str:
     return read if b"\\" in plain else plain
 
 
-def _refuse(count: int, what: str, most: int) -> NoReturn:
+def _raise_too_many(count: int, what: str, most: int) -> NoReturn:
     raise InvalidRequest(f"the body has {count} {what}: at most {most}")

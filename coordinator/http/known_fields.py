@@ -3,43 +3,43 @@
 import msgspec
 from msgspec import inspect
 
-Shape = dict[str, "Shape | None"]  # the fields of an object, and the shape of the objects in each
+FieldTree = dict[str, "Shape | None"]  # the fields of an object, and the shape of the objects in each
 
 
-def shape_of(kind: type[msgspec.Struct]) -> Shape:
+def build_field_tree(kind: type[msgspec.Struct]) -> FieldTree:
     """The fields of `kind`, and of the structs in its fields."""
-    return _shape(inspect.type_info(kind)) or {}
+    return _field_tree_of(inspect.type_info(kind)) or {}
 
 
-def without_unknown_fields(body: bytes, shape: Shape) -> tuple[bytes, int]:
+def remove_unknown_fields(body: bytes, shape: FieldTree) -> tuple[bytes, int]:
     """Return the body again and how many fields were removed. Raises msgspec.DecodeError."""
     value = msgspec.json.decode(body)
-    removed = _remove(value, shape)
+    removed = _remove_from_value(value, shape)
     return msgspec.json.encode(value), removed
 
 
-def _shape(info: inspect.Type) -> Shape | None:
+def _field_tree_of(info: inspect.Type) -> FieldTree | None:
     match info:
         case inspect.StructType(fields=fields):
-            return {field.encode_name: _shape(field.type) for field in fields}
+            return {field.encode_name: _field_tree_of(field.type) for field in fields}
         case inspect.ListType(item_type=item):
-            return _shape(item)
+            return _field_tree_of(item)
         case inspect.UnionType(types=types):
-            return next((shape for each in types if (shape := _shape(each)) is not None), None)
+            return next((shape for each in types if (shape := _field_tree_of(each)) is not None), None)
         case inspect.Metadata(type=inner):
-            return _shape(inner)
+            return _field_tree_of(inner)
         case _:
             return None
 
 
-def _remove(value: object, shape: Shape | None) -> int:
+def _remove_from_value(value: object, shape: FieldTree | None) -> int:
     if shape is None:
         return 0
     if isinstance(value, list):
-        return sum(_remove(item, shape) for item in value)
+        return sum(_remove_from_value(item, shape) for item in value)
     if not isinstance(value, dict):
         return 0
     unknown = value.keys() - shape.keys()
     for name in unknown:
         del value[name]
-    return len(unknown) + sum(_remove(inner, shape[name]) for name, inner in value.items())
+    return len(unknown) + sum(_remove_from_value(inner, shape[name]) for name, inner in value.items())

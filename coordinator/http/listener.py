@@ -14,18 +14,18 @@ from starlette.types import ASGIApp
 
 from baton import log
 from baton.errors import ConfigError
-from baton.process.log_rate import RateLimitedLog
+from baton.process.log_rate import RateLimitedLogger
 from coordinator.http.connections import ConnectionTable
-from coordinator.http.protocol import BoundedProtocol
+from coordinator.http.protocol import BoundedHttpProtocol
 
-_limited = RateLimitedLog()
+_limited = RateLimitedLogger()
 BACKLOG = 1024
 _SEND_BUFFER = 64 << 10  # bytes asked of the kernel for each connection: what a slow reader can make us hold
-_UNACKED_MS = 30_000  # the kernel cuts a peer that accepts no byte for so long
-_KEEP_ALIVE = 75  # seconds; longer than clients keep idle connections, so that they do not reuse one as we close it
+_TCP_USER_TIMEOUT_MS = 30_000  # the kernel cuts a peer that accepts no byte for so long
+_KEEP_ALIVE_SECONDS = 75  # seconds; longer than clients keep idle connections, so that they do not reuse one as we close it
 
 
-def bind(host: str, port: int, flag: str) -> socket.socket:
+def bind_http_socket(host: str, port: int, flag: str) -> socket.socket:
     """A listening socket; port 0 picks a free one. Raises ConfigError naming the flag."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
@@ -33,7 +33,7 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # this and the next two: for what it accepts
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNACKED_MS)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _TCP_USER_TIMEOUT_MS)
         listening.bind((host, port))
         listening.listen(BACKLOG)
         listening.setblocking(False)
@@ -44,7 +44,7 @@ def bind(host: str, port: int, flag: str) -> socket.socket:
     return listening
 
 
-class Listener(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """One application on one bound socket. Signals are the process's business, not this one's."""
 
     def __init__(
@@ -58,19 +58,19 @@ class Listener(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=cast("type[asyncio.Protocol]", partial(BoundedProtocol, table=connections)),
+                http=cast("type[asyncio.Protocol]", partial(BoundedHttpProtocol, table=connections)),
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 proxy_headers=False,
-                backlog=min(BACKLOG, connections.limit.most),  # what may come at once, before one can be closed
-                timeout_keep_alive=_KEEP_ALIVE,
+                backlog=min(BACKLOG, connections.limit.max_connections),  # what may come at once, before one can be closed
+                timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=int(grace),
             )
         )
-        _route_logs()
+        _route_uvicorn_logs()
 
     async def run_until_stopped(self) -> None:
         with self._socket:  # also when it is cancelled before it serves
@@ -98,17 +98,17 @@ class Listener(uvicorn.Server):
         yield
 
 
-class _Structured(logging.Handler):
+class _StructuredLogHandler(logging.Handler):
     """uvicorn's own lines in our format. Tracebacks are cut to their kind: a message may quote a prompt."""
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        fields = log.describe_error(error) if error is not None else {}
-        _limited.write(partial(log.get("uvicorn").log, record.levelno), record.getMessage().strip(), **fields)
+        fields = log.get_error_fields(error) if error is not None else {}
+        _limited.log_event(partial(log.get_logger("uvicorn").log, record.levelno), record.getMessage().strip(), **fields)
 
 
-def _route_logs() -> None:
+def _route_uvicorn_logs() -> None:
     logger = logging.getLogger("uvicorn.error")
     logger.setLevel(logging.WARNING)
     logger.propagate = False
-    logger.handlers = [_Structured()]
+    logger.handlers = [_StructuredLogHandler()]

@@ -11,34 +11,34 @@ import msgspec
 
 from baton import limits
 from baton.limits import MAX_SEED
-from coordinator.chat_template import ROLES
-from coordinator.http.chat_schema import ChatRequest, Message, Part
+from coordinator.chat_template import MESSAGE_ROLES
+from coordinator.http.chat_schema import ChatRequest, ChatMessageParam, ContentPart
 from coordinator.http.chat_shape import ChatCompletion
 from coordinator.http.completion_schema import CompletionRequest
 from coordinator.http.completion_shape import Completion
-from coordinator.http.decoding import Body
-from coordinator.http.descriptions import ANSWERS, NO_OP, REQUESTS, describe
+from coordinator.http.decoding import RequestBody
+from coordinator.http.descriptions import RESPONSE_FIELDS, NO_OP_DESCRIPTION, REQUEST_FIELDS, describe_field
 from coordinator.http.errors import ErrorBody
 from coordinator.http.fields import TOP_K_OFF, StreamOptions
-from coordinator.http.information import Health, Model, Models, Version
-from coordinator.http.token_schema import DetokenizedText, DetokenizeRequest, TokenizeRequest, Tokens
-from coordinator.http.unserved_fields import with_unserved_fields
+from coordinator.http.information import Health, ModelCard, ModelList, Version
+from coordinator.http.token_schema import DetokenizeResponse, DetokenizeRequest, TokenizeRequest, TokenizeResponse
+from coordinator.http.unserved_fields import with_unsupported_fields
 
 Json = dict[str, Any]
 
-_REQUESTS: tuple[type[Body], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Message)
-_ANSWERS = (Completion, ChatCompletion, Tokens, DetokenizedText, Models, Health, Version, ErrorBody)
-_WIRE = {body: with_unserved_fields(body) for body in _REQUESTS}
-_TAKEN = {body.__name__ for body in _REQUESTS} | {StreamOptions.__name__, Part.__name__}
+_REQUESTS: tuple[type[RequestBody], ...] = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, ChatMessageParam)
+_RESPONSES = (Completion, ChatCompletion, TokenizeResponse, DetokenizeResponse, ModelList, Health, Version, ErrorBody)
+_WIRE_TYPES = {body: with_unsupported_fields(body) for body in _REQUESTS}
+_REQUEST_SCHEMA_NAMES = {body.__name__ for body in _REQUESTS} | {StreamOptions.__name__, ContentPart.__name__}
 _ROUTES = (
     ("/v1/completions", "The continuation of a prompt", CompletionRequest, Completion),
     ("/v1/chat/completions", "The next message of a conversation", ChatRequest, ChatCompletion),
-    ("/tokenize", "The tokens of a text or of a conversation", TokenizeRequest, Tokens),
-    ("/detokenize", "The text of tokens", DetokenizeRequest, DetokenizedText),
+    ("/tokenize", "The tokens of a text or of a conversation", TokenizeRequest, TokenizeResponse),
+    ("/detokenize", "The text of tokens", DetokenizeRequest, DetokenizeResponse),
 )
 _PAGES = (
-    ("/v1/models", "What is served", Models),
-    ("/v1/models/{model_id}", "One model, whose name may have slashes", Model),
+    ("/v1/models", "What is served", ModelList),
+    ("/v1/models/{model_id}", "One model, whose name may have slashes", ModelCard),
     ("/health", "Whether requests would be served", Health),
     ("/ping", "The same, also by POST, as SageMaker asks", Health),
     ("/version", "Of Baton", Version),
@@ -59,19 +59,19 @@ _BOUNDS: dict[str, Json] = {
     "repetition_penalty": {"exclusiveMinimum": 0, "maximum": limits.MAX_REPETITION_PENALTY},
     "n": {"minimum": 1, "maximum": limits.MAX_CHOICES},
     "best_of": {"minimum": 1, "maximum": limits.MAX_CHOICES},
-    "first_choice": {"minimum": 0, "maximum": limits.MAX_CHOICE_NUMBER - limits.MAX_CHOICES},
+    "first_choice": {"minimum": 0, "maximum": limits.MAX_CHOICE_INDEX - limits.MAX_CHOICES},
     "top_logprobs": {"minimum": 0, "maximum": limits.MAX_LOGPROBS},
     "stop": {
         "minLength": 1,
-        "maxLength": limits.MAX_STOP_CHARACTERS,
+        "maxLength": limits.MAX_STOP_STRING_CHARACTERS,
         "maxItems": limits.MAX_STOP_STRINGS,
-        "items": {"type": "string", "minLength": 1, "maxLength": limits.MAX_STOP_CHARACTERS},
+        "items": {"type": "string", "minLength": 1, "maxLength": limits.MAX_STOP_STRING_CHARACTERS},
     },
     "stop_token_ids": {"maxItems": limits.MAX_STOP_TOKEN_IDS, **_TOKEN_IDS},
     "tokens": _TOKEN_IDS,
-    "messages": {"minItems": 1, "maxItems": limits.MAX_MESSAGES},
+    "messages": {"minItems": 1, "maxItems": limits.MAX_CHAT_MESSAGES},
     "logit_bias": {
-        "maxProperties": limits.MAX_LOGIT_BIASES,
+        "maxProperties": limits.MAX_LOGIT_BIAS_ENTRIES,
         "propertyNames": {"pattern": "^[0-9]{1,9}$"},
         "additionalProperties": {
             "type": "number",
@@ -84,12 +84,12 @@ _BOUNDS: dict[str, Json] = {
         "propertyNames": {"pattern": f"^[A-Za-z_][A-Za-z0-9_]{{0,{limits.MAX_TEMPLATE_NAME - 1}}}$"},
         "additionalProperties": {
             "type": ["string", "number", "boolean", "null"],
-            "maxLength": limits.MAX_TEMPLATE_TEXT,
+            "maxLength": limits.MAX_TEMPLATE_STRING_CHARACTERS,
             "minimum": -limits.MAX_TEMPLATE_NUMBER,
             "maximum": limits.MAX_TEMPLATE_NUMBER,
         },
     },
-    "role": {"enum": list(ROLES)},
+    "role": {"enum": list(MESSAGE_ROLES)},
     "content": {"type": ["string", "array", "null"]},
 }
 _PROMPT: Json = {
@@ -105,12 +105,12 @@ _PROMPT: Json = {
         },
     ]
 }
-_REQUIRED: dict[type[Body], list[Json]] = {
+_REQUIRED: dict[type[RequestBody], list[Json]] = {
     CompletionRequest: [{"required": ["prompt"]}],
     ChatRequest: [{"required": ["messages"]}],
     TokenizeRequest: [{"required": ["prompt"]}, {"required": ["messages"]}],
     DetokenizeRequest: [{"required": ["tokens"]}],
-    Message: [{"required": ["role"]}],
+    ChatMessageParam: [{"required": ["role"]}],
 }
 _EVENT: Json = {
     "description": "One event. Its data is a chunk or an error as JSON, and that of the last one [DONE]",
@@ -136,20 +136,20 @@ _HEADERS = (
 )
 
 
-def document(version: str) -> Json:
+def build_openapi_document(version: str) -> Json:
     _, schemas = msgspec.json.schema_components(
-        [*_WIRE.values(), *_ANSWERS], ref_template="#/components/schemas/{name}"
+        [*_WIRE_TYPES.values(), *_RESPONSES], ref_template="#/components/schemas/{name}"
     )
     for body in _REQUESTS:
-        _narrow(schemas[body.__name__], body)
+        _apply_bounds(schemas[body.__name__], body)
     for name, schema in schemas.items():
-        table = REQUESTS if name in _TAKEN else ANSWERS
+        table = REQUEST_FIELDS if name in _REQUEST_SCHEMA_NAMES else RESPONSE_FIELDS
         for field, shape in schema["properties"].items():
             if "description" not in shape:
-                shape["description"] = describe(table, name, field)
-    paths: Json = {path: {"post": _post(summary, takes, gives)} for path, summary, takes, gives in _ROUTES}
-    paths |= {path: {"get": _get(path, summary, gives)} for path, summary, gives in _PAGES}
-    paths["/ping"]["post"] = _get("/ping", "The same", Health)
+                shape["description"] = describe_field(table, name, field)
+    paths: Json = {path: {"post": _post_operation(summary, takes, gives)} for path, summary, takes, gives in _ROUTES}
+    paths |= {path: {"get": _get_operation(path, summary, gives)} for path, summary, gives in _PAGES}
+    paths["/ping"]["post"] = _get_operation("/ping", "The same", Health)
     bearer = {"bearer": {"type": "http", "scheme": "bearer", "description": "--api-key, where one is set"}}
     return {
         "openapi": "3.1.0",
@@ -160,13 +160,13 @@ def document(version: str) -> Json:
     }
 
 
-def _narrow(schema: Json, body: type[Body]) -> None:
+def _apply_bounds(schema: Json, body: type[RequestBody]) -> None:
     properties = schema["properties"]
     for field, bounds in _BOUNDS.items():
         if field in properties:
             properties[field].update(bounds)
     for field, accepted in body.no_ops.items():
-        properties[field] = {"enum": [None, *accepted], "description": NO_OP}
+        properties[field] = {"enum": [None, *accepted], "description": NO_OP_DESCRIPTION}
     if body is CompletionRequest:
         properties["prompt"] = dict(_PROMPT)
         properties["logprobs"].update({"minimum": 0, "maximum": limits.MAX_LOGPROBS})
@@ -178,7 +178,7 @@ def _narrow(schema: Json, body: type[Body]) -> None:
     schema.pop("required", None)
 
 
-def _post(summary: str, takes: type[Body], gives: type[msgspec.Struct]) -> Json:
+def _post_operation(summary: str, takes: type[RequestBody], gives: type[msgspec.Struct]) -> Json:
     streams = {"text/event-stream": {"schema": _EVENT}} if gives in (Completion, ChatCompletion) else {}
     return {
         "summary": summary,
@@ -186,27 +186,27 @@ def _post(summary: str, takes: type[Body], gives: type[msgspec.Struct]) -> Json:
             {"name": name, "in": "header", "required": False, "schema": schema, "description": description}
             for name, schema, description in _HEADERS
         ],
-        "requestBody": {"required": True, "content": {"application/json": {"schema": _named(takes)}}},
-        "responses": _responses(gives, streams),
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _schema_ref(takes)}}},
+        "responses": _response_schemas(gives, streams),
     }
 
 
-def _get(path: str, summary: str, gives: type[msgspec.Struct]) -> Json:
+def _get_operation(path: str, summary: str, gives: type[msgspec.Struct]) -> Json:
     parameters: list[Json] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in _PATH_PARAMETER.findall(path)
     ]
-    return {"summary": summary, "responses": _responses(gives, {})} | ({"parameters": parameters} if parameters else {})
+    return {"summary": summary, "responses": _response_schemas(gives, {})} | ({"parameters": parameters} if parameters else {})
 
 
-def _responses(gives: type[msgspec.Struct], streams: Json) -> Json:
+def _response_schemas(gives: type[msgspec.Struct], streams: Json) -> Json:
     errors: Json = {
-        str(status): {"description": description, "content": {"application/json": {"schema": _named(ErrorBody)}}}
+        str(status): {"description": description, "content": {"application/json": {"schema": _schema_ref(ErrorBody)}}}
         for status, description in _ERRORS.items()
     }
-    content = {"application/json": {"schema": _named(gives)}, **streams}
+    content = {"application/json": {"schema": _schema_ref(gives)}, **streams}
     return {"200": {"description": "The answer", "content": content}, **errors}
 
 
-def _named(kind: type[msgspec.Struct]) -> Json:
+def _schema_ref(kind: type[msgspec.Struct]) -> Json:
     return {"$ref": f"#/components/schemas/{kind.__name__}"}

@@ -6,19 +6,19 @@ import msgspec
 
 from baton.errors import InvalidRequest
 from coordinator.ask import Prompt
-from coordinator.chat_template import Conversation
-from coordinator.http.chat_schema import Message, TemplateArguments, conversation
-from coordinator.http.decoding import Body
-from coordinator.http.unserved_fields import DETOKENIZE, TOKENIZE, NoOps
+from coordinator.chat_template import ChatPrompt
+from coordinator.http.chat_schema import ChatMessageParam, TemplateArguments, to_chat_prompt
+from coordinator.http.decoding import RequestBody
+from coordinator.http.unserved_fields import DETOKENIZE_NO_OPS, TOKENIZE_NO_OPS, NoOpValues
 
 
-class TokenizeRequest(Body, frozen=True, kw_only=True):
+class TokenizeRequest(RequestBody, frozen=True, kw_only=True):
     """A text, or a conversation as the model will see it."""
 
-    no_ops: ClassVar[NoOps] = TOKENIZE
+    no_ops: ClassVar[NoOpValues] = TOKENIZE_NO_OPS
 
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: list[ChatMessageParam] | None = None
     model: str | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
@@ -26,7 +26,7 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
     return_token_strs: bool | None = None
 
     @property
-    def wording(self) -> Prompt | Conversation:
+    def tokenizer_input(self) -> Prompt | ChatPrompt:
         """Raises InvalidRequest."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("give prompt or messages, one of them", param="prompt")
@@ -36,22 +36,22 @@ class TokenizeRequest(Body, frozen=True, kw_only=True):
                     "chat_template_kwargs is given, but prompt is no conversation", param="chat_template_kwargs"
                 )
             return self.prompt
-        return conversation(self.messages, self.add_generation_prompt, self.chat_template_kwargs)
+        return to_chat_prompt(self.messages, self.add_generation_prompt, self.chat_template_kwargs)
 
 
-class DetokenizeRequest(Body, frozen=True, kw_only=True):
-    no_ops: ClassVar[NoOps] = DETOKENIZE
+class DetokenizeRequest(RequestBody, frozen=True, kw_only=True):
+    no_ops: ClassVar[NoOpValues] = DETOKENIZE_NO_OPS
 
     tokens: list[int] | None = None
     model: str | None = None
 
 
-class Tokens(msgspec.Struct):
+class TokenizeResponse(msgspec.Struct):
     count: int
     max_model_len: int
     tokens: tuple[int, ...]
     token_strs: list[str] | None
 
 
-class DetokenizedText(msgspec.Struct):
+class DetokenizeResponse(msgspec.Struct):
     prompt: str

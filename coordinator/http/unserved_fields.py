@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-NoOps = Mapping[str, tuple[object, ...]]
+NoOpValues = Mapping[str, tuple[object, ...]]
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
 _NULL: tuple[object, ...] = ()
@@ -20,7 +20,7 @@ _ZERO, _ONE = (0,), (1,)
 _EMPTY_LIST: tuple[object, ...] = ([],)
 _EMPTY_OBJECT: tuple[object, ...] = ({},)
 
-_SAMPLING: NoOps = {
+_SAMPLING: NoOpValues = {
     "use_beam_search": _FALSE,
     "length_penalty": _ONE,
     "early_stopping": _FALSE,
@@ -40,14 +40,14 @@ _SAMPLING: NoOps = {
     "custom_params": _EMPTY_OBJECT,
     "vllm_xargs": _EMPTY_OBJECT,
 }
-_TOKENIZING: NoOps = {
+_TOKENIZING: NoOpValues = {
     "truncate_prompt_tokens": _NULL,
     "truncation_side": ("left", "right"),  # of what truncate_prompt_tokens would truncate
     "detokenize": _TRUE,
     "skip_special_tokens": _TRUE,
     "spaces_between_special_tokens": _EITHER,  # special tokens are not shown
 }
-_STRUCTURE: NoOps = {
+_STRUCTURE: NoOpValues = {
     "response_format": ({"type": "text"},),
     "structured_outputs": _NULL,
     "structural_tag": _NULL,
@@ -61,7 +61,7 @@ _STRUCTURE: NoOps = {
     "regex": _NULL,
     "ebnf": _NULL,
 }
-_ANSWER: NoOps = {
+_ANSWER: NoOpValues = {
     "prompt_logprobs": _NULL,
     "logprob_token_ids": _NULL,
     "return_tokens_as_token_ids": _FALSE,
@@ -80,7 +80,7 @@ _ANSWER: NoOps = {
     "mm_payload": ("tensors", "none"),  # likewise
     "stream_interval": _ONE,
 }
-_CLUSTER: NoOps = {
+_CLUSTER: NoOpValues = {
     "bootstrap_host": _NULL,
     "bootstrap_port": _NULL,
     "bootstrap_room": _NULL,
@@ -98,19 +98,19 @@ _CLUSTER: NoOps = {
     "lora_path": _NULL,
     "lora_request": _NULL,
 }
-_MEDIA: NoOps = {
+_MEDIA: NoOpValues = {
     "mm_processor_kwargs": _EMPTY_OBJECT,
     "images_config": _EMPTY_OBJECT,
 }
-_GENERATION: NoOps = {**_SAMPLING, **_TOKENIZING, **_STRUCTURE, **_ANSWER, **_CLUSTER, **_MEDIA}
+_GENERATION: NoOpValues = {**_SAMPLING, **_TOKENIZING, **_STRUCTURE, **_ANSWER, **_CLUSTER, **_MEDIA}
 
-_TEMPLATE: NoOps = {
+_TEMPLATE: NoOpValues = {
     "chat_template": _NULL,
     "continue_final_message": _FALSE,
     "media_io_kwargs": _EMPTY_OBJECT,
     "mm_processor_kwargs": _EMPTY_OBJECT,
 }
-_OPENAI_CHAT: NoOps = {
+_OPENAI_CHAT: NoOpValues = {
     "audio": _NULL,
     "function_call": ("none", "auto"),
     "functions": _EMPTY_LIST,
@@ -126,7 +126,7 @@ _OPENAI_CHAT: NoOps = {
     "verbosity": ("medium",),
     "web_search_options": _NULL,
 }
-_ENGINES_CHAT: NoOps = {
+_ENGINES_CHAT: NoOpValues = {
     "add_special_tokens": _FALSE,
     "echo": _FALSE,
     "documents": _EMPTY_LIST,
@@ -155,21 +155,21 @@ _ENGINES_CHAT: NoOps = {
     "video_config": _EMPTY_OBJECT,
 }
 
-COMPLETION: NoOps = {
+COMPLETION_NO_OPS: NoOpValues = {
     **_GENERATION,
     "suffix": _NULL,
     "prompt_embeds": _NULL,
     "add_special_tokens": _TRUE,
 }
-CHAT: NoOps = {**_GENERATION, **_TEMPLATE, **_OPENAI_CHAT, **_ENGINES_CHAT}
-TOKENIZE: NoOps = {
+CHAT_NO_OPS: NoOpValues = {**_GENERATION, **_TEMPLATE, **_OPENAI_CHAT, **_ENGINES_CHAT}
+TOKENIZE_NO_OPS: NoOpValues = {
     **_TEMPLATE,
     "tools": _EMPTY_LIST,
     "tool_choice": ("none", "auto"),
     "reasoning_effort": ("none",),
 }
-DETOKENIZE: NoOps = {"skip_special_tokens": _FALSE}
-MESSAGE: NoOps = {
+DETOKENIZE_NO_OPS: NoOpValues = {"skip_special_tokens": _FALSE}
+MESSAGE_NO_OPS: NoOpValues = {
     "refusal": _NULL,
     "audio": _NULL,
     "function_call": _NULL,
@@ -184,9 +184,9 @@ MESSAGE: NoOps = {
 
 
 @functools.cache
-def with_unserved_fields(kind: type[Kind]) -> type[Kind]:
+def with_unsupported_fields(kind: type[Kind]) -> type[Kind]:
     """The body `kind` as it is decoded: with the fields that its `no_ops` names."""
-    no_ops: NoOps = kind.no_ops  # type: ignore[attr-defined]
+    no_ops: NoOpValues = kind.no_ops  # type: ignore[attr-defined]
     fields = [(name, Any, None) for name in no_ops if name not in kind.__struct_fields__]
     if not fields:
         return kind

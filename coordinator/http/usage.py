@@ -2,7 +2,7 @@
 
 import msgspec
 
-from coordinator.answer import Answer
+from coordinator.answer import ResponseStream
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -16,13 +16,13 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails | None
 
 
-def usage_of(answer: Answer) -> Usage:
+def final_usage(answer: ResponseStream) -> Usage:
     """Complete when its last piece has been told."""
     prompt, completion = answer.prompt_tokens, answer.completion_tokens
     return Usage(prompt, completion, prompt + completion, PromptTokensDetails(answer.cached_tokens))
 
 
-def usage_so_far(answer: Answer, untold: int = 0) -> Usage:
+def partial_usage(answer: ResponseStream, untold: int = 0) -> Usage:
     """In the middle of a stream, without the last `untold` tokens. Cached tokens are known at the end only."""
     prompt, completion = answer.prompt_tokens, answer.completion_tokens - untold
     return Usage(prompt, completion, prompt + completion, None)

@@ -16,11 +16,11 @@ class RMSNorm:
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:  # [width], or [heads, width]: each head its own
         width = weight.shape[-1]
-        self._floor = torch.tensor(math.sqrt(width * eps), device=weight.device)
+        self._scaled_eps = torch.tensor(math.sqrt(width * eps), device=weight.device)
         self._weight = weight.to(torch.float32) * math.sqrt(width)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:  # [tokens, *weight.shape] -> the same
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).hypot_(self._floor)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).hypot_(self._scaled_eps)
         return torch.div(x, length).mul_(self._weight).to(x.dtype)
 
 

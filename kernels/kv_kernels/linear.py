@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 # Below this many weights, oneDNN's fixed cost per call outweighs its faster product in fp32 (see
 # kernels/README.md).
-PACK_FP32_FROM = 1 << 17
+MIN_PACKED_FP32_WEIGHTS = 1 << 17
 
 
 class Linear(Protocol):
@@ -54,12 +54,12 @@ class PackedLinear:
         return y
 
 
-def cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+def make_cpu_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
     """The faster of the two for this weight on this processor."""
     if not torch.backends.mkldnn.is_available():
         return PlainLinear(weight, bias)
     if weight.dtype is torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return PackedLinear(weight, bias)
-    if weight.dtype is torch.float32 and weight.numel() >= PACK_FP32_FROM:
+    if weight.dtype is torch.float32 and weight.numel() >= MIN_PACKED_FP32_WEIGHTS:
         return PackedLinear(weight, bias)
     return PlainLinear(weight, bias)

@@ -15,11 +15,11 @@ class PagedCache:
     step."""
 
     arena: torch.Tensor  # [blocks, layers, 2, kv_heads, block_size, dim]
-    slabs: tuple[torch.Tensor, ...]  # per layer [blocks, 2, kv_heads, block_size, dim]
-    pages: tuple[torch.Tensor, ...]  # per layer [rows, block_size * dim]; row numbers as in page_rows
+    layer_slabs: tuple[torch.Tensor, ...]  # per layer [blocks, 2, kv_heads, block_size, dim]
+    layer_pages: tuple[torch.Tensor, ...]  # per layer [rows, block_size * dim]; row numbers as in page_rows
 
     @staticmethod
-    def over(arena: torch.Tensor) -> "PagedCache":
+    def from_arena(arena: torch.Tensor) -> "PagedCache":
         _, layers, two, heads, block_size, dim = arena.shape
         pages = arena.view(-1, block_size * dim)
         return PagedCache(arena, arena.unbind(1), tuple(pages[n * two * heads :] for n in range(layers)))
@@ -39,7 +39,7 @@ class PagedCache:
 
 
 @dataclass(frozen=True, slots=True)
-class Slots:
+class SlotMapping:
     """Where the tokens of a step go: token i into block `blocks[i]`, at place `offsets[i]` of it."""
 
     blocks: torch.Tensor  # int64 [tokens]
@@ -50,9 +50,9 @@ def write_kv(
     kv: torch.Tensor,  # [tokens, 2 * kv_heads, dim], the keys of all heads before the values
     cache: PagedCache,
     layer: int,
-    slots: Slots,
+    slots: SlotMapping,
 ) -> None:
-    slab = cache.slabs[layer]
+    slab = cache.layer_slabs[layer]
     slab[slots.blocks, :, :, slots.offsets] = kv.unflatten(1, slab.shape[1:3])
 
 

@@ -6,12 +6,12 @@ from kv_kernels import attention, elementwise, host_memory, linear, paged_cache
 class TorchKernels:
     """Shapes stand at the functions. What a device does better, its own class overrides."""
 
-    adopt = staticmethod(host_memory.adopt)
+    memory_as_tensor = staticmethod(host_memory.memory_as_tensor)
     synchronize = staticmethod(host_memory.synchronize)
-    norm = elementwise.RMSNorm
+    make_rms_norm = elementwise.RMSNorm
     rotary_ = staticmethod(elementwise.rotary_)
     silu_mul = staticmethod(elementwise.silu_mul)
-    linear = staticmethod(linear.cpu_linear)
+    make_linear = staticmethod(linear.make_cpu_linear)
     write_kv = staticmethod(paged_cache.write_kv)
     clear_blocks = staticmethod(paged_cache.clear_blocks)
     copy_blocks = staticmethod(paged_cache.copy_blocks)

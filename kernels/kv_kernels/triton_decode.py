@@ -1,7 +1,7 @@
 """Paged decode attention in Triton: one query per sequence, keys and values read where they lie.
 
 Split-KV ("flash decoding", Dao et al., 2023): programs take a few pages each and keep an online softmax; a
-second kernel joins them. The loop in plain Python is `DecodeGroup` in attention.py.
+second kernel joins them. The loop in plain Python is `PaddedDecodeAttention` in attention.py.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
 
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kv_kernels.attention import Attend, Context
+from kv_kernels.attention import AttentionOp, AttentionContext
 from kv_kernels.paged_cache import PagedCache
 
 PAGES_PER_SPLIT = 16
@@ -22,7 +22,7 @@ _DOT_ROWS = 16  # the least number of rows that tl.dot takes
 
 # grid: [sequences, kv_heads, splits]
 @triton.jit
-def _split_kernel(
+def _decode_split_kernel(
     query,  # [sequences, kv_heads * group, dim], rows of heads contiguous
     slab,  # [blocks, 2, kv_heads, block_size, dim], all but blocks contiguous
     tables,  # int64 [sequences, width]
@@ -83,7 +83,7 @@ def _split_kernel(
 
 # grid: [sequences, kv_heads * group]
 @triton.jit
-def _join_kernel(
+def _combine_splits_kernel(
     sums,  # fp32 [sequences, heads, splits, dim]
     stats,  # fp32 [sequences, heads, splits, 2]
     out,  # [sequences, heads, dim], contiguous
@@ -105,27 +105,27 @@ def _join_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class TritonDecode:
+class TritonDecodeAttention:
     """One query per sequence, for all decoding sequences of a step."""
 
     cache: PagedCache
-    tables: torch.Tensor  # int64 [sequences, width], unused places 0
-    spans: torch.Tensor  # int64 [sequences, 2]
+    block_tables: torch.Tensor  # int64 [sequences, width], unused places 0
+    visible_spans: torch.Tensor  # int64 [sequences, 2]
     upcast: bool
 
     def __call__(self, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
-        sequences, width = self.tables.shape
+        sequences, width = self.block_tables.shape
         _, heads, dim = query.shape
-        slab, kv_heads, block_size = self.cache.slabs[layer], self.cache.kv_heads, self.cache.block_size
+        slab, kv_heads, block_size = self.cache.layer_slabs[layer], self.cache.kv_heads, self.cache.block_size
         splits = triton.cdiv(width, PAGES_PER_SPLIT)
         group, dims = heads // kv_heads, triton.next_power_of_2(dim)
         sums = torch.empty(sequences, heads, splits, dim, dtype=torch.float32, device=query.device)
         stats = torch.empty(sequences, heads, splits, 2, dtype=torch.float32, device=query.device)
-        _split_kernel[(sequences, kv_heads, splits)](
+        _decode_split_kernel[(sequences, kv_heads, splits)](
             query,
             slab,
-            self.tables,
-            self.spans,
+            self.block_tables,
+            self.visible_spans,
             sums,
             stats,
             dim**-0.5,
@@ -142,23 +142,23 @@ class TritonDecode:
             PAGES=PAGES_PER_SPLIT,
             UPCAST=self.upcast,
         )
-        _join_kernel[(sequences, heads)](
+        _combine_splits_kernel[(sequences, heads)](
             sums, stats, out, splits, DIM=dim, DIMS=dims, SPLITS=triton.next_power_of_2(splits)
         )
 
 
 def plan_decode(
     cache: PagedCache,
-    contexts: Sequence[Context],  # query i attends to contexts[i]
+    contexts: Sequence[AttentionContext],  # query i attends to contexts[i]
     dtype: torch.dtype,  # of the queries
     *,
     upcast: bool = False,
-) -> list[Attend]:
+) -> list[AttentionOp]:
     """Attention of one query per sequence, for every layer of a step. Fills the first rows of `out`."""
     if not contexts:
         return []
-    tables = np.zeros((len(contexts), max(len(context.blocks) for context in contexts)), dtype=np.int64)
+    tables = np.zeros((len(contexts), max(len(context.block_table) for context in contexts)), dtype=np.int64)
     for row, context in enumerate(contexts):
-        tables[row, : len(context.blocks)] = context.blocks
-    spans = torch.tensor([(context.hidden, context.length) for context in contexts], device=cache.arena.device)
-    return [TritonDecode(cache, torch.from_numpy(tables).to(cache.arena.device), spans, upcast)]
+        tables[row, : len(context.block_table)] = context.block_table
+    spans = torch.tensor([(context.hidden_tokens, context.length) for context in contexts], device=cache.arena.device)
+    return [TritonDecodeAttention(cache, torch.from_numpy(tables).to(cache.arena.device), spans, upcast)]

@@ -6,13 +6,13 @@ from kv_kernels import causal_chunk, host_memory, linear, triton_decode, triton_
 from kv_kernels.torch_kernels import TorchKernels
 
 
-class TritonKernels(TorchKernels):
-    adopt = staticmethod(host_memory.adopt_cuda)
+class CudaKernels(TorchKernels):
+    memory_as_tensor = staticmethod(host_memory.memory_as_cuda_tensor)
     synchronize = staticmethod(torch.cuda.synchronize)
-    linear = staticmethod(linear.PlainLinear)
+    make_linear = staticmethod(linear.PlainLinear)
     write_kv = staticmethod(triton_write.write_kv)
     plan_decode = staticmethod(triton_decode.plan_decode)
-    plan_prefill = staticmethod(causal_chunk.plan_prefill_at_once)
+    plan_prefill = staticmethod(causal_chunk.plan_fused_prefill)
 
     def __init__(self) -> None:
         # cuDNN compiles its attention anew for every pair of lengths, for 44 ms at the first call on an H100:

@@ -5,12 +5,12 @@ import torch
 import triton
 import triton.language as tl
 
-from kv_kernels.paged_cache import PagedCache, Slots
+from kv_kernels.paged_cache import PagedCache, SlotMapping
 
 
 # grid: [tokens, 2 * kv_heads]
 @triton.jit
-def _write_kernel(
+def _write_kv_kernel(
     kv,  # [tokens, 2 * kv_heads, dim], a token's heads contiguous
     slab,  # [blocks, 2 * kv_heads, block_size, dim], all but blocks contiguous
     blocks,  # int64 [tokens]
@@ -33,11 +33,11 @@ def write_kv(
     kv: torch.Tensor,  # [tokens, 2 * kv_heads, dim], the keys of all heads before the values
     cache: PagedCache,
     layer: int,
-    slots: Slots,
+    slots: SlotMapping,
 ) -> None:
     tokens, heads, dim = kv.shape
-    slab = cache.slabs[layer]
-    _write_kernel[(tokens, heads)](
+    slab = cache.layer_slabs[layer]
+    _write_kv_kernel[(tokens, heads)](
         kv,
         slab,
         slots.blocks,

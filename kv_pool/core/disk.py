@@ -7,37 +7,37 @@ it that are not there yet. They are still in memory then, and were used at least
 from dataclasses import dataclass
 
 from kv_pool.core.radix_index import ROOT
-from kv_pool.core.tier import Tier
+from kv_pool.core.tier import CacheTier
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """Copy block `memory` of the segment to block `disk` of the file."""
+class Demotion:
+    """Copy block `memory_block` of the segment to block `disk_slot` of the file."""
 
-    memory: int
-    disk: int
+    memory_block: int
+    disk_slot: int
 
 
-def demote(memory: Tier, disk: Tier, block: int, now: float, most: int) -> list[Move]:
+def plan_demotions(memory: CacheTier, disk: CacheTier, block: int, now: float, most: int) -> list[Demotion]:
     """Give `block`, which memory is about to evict, and what precedes it places on disk; as many as there are, at most
     `most`, first ones first."""
-    if disk.index.find(memory.index.name(block)) is not None:
+    if disk.index.find_block(memory.index.block_hash(block)) is not None:
         return []  # with all before it
     chain, path = memory.index.chain(block), memory.index.path(block)
-    there = disk.index.match(chain)
+    there = disk.index.match_prefix(chain)
     parent = there[-1] if there else ROOT
     if parent != ROOT:
         disk.pin(parent)  # before room is made for its children
-    moves: list[Move] = []
-    places = disk.take(min(most, len(chain) - len(there)), now)
+    moves: list[Demotion] = []
+    places = disk.allocate_blocks(min(most, len(chain) - len(there)), now)
     below = parent
     for number, place in enumerate(places, len(there)):
-        if not disk.insert(place, chain, number, below, now):
+        if not disk.insert_block(place, chain, number, below, now):
             break
-        moves.append(Move(path[number], place))
+        moves.append(Demotion(path[number], place))
         below = place
     for place in places[len(moves) :]:
-        disk.give_back(place)
+        disk.free_block(place)
     if parent != ROOT:
         disk.unpin(parent)
     return moves

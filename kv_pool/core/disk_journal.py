@@ -15,74 +15,74 @@ import xxhash
 
 from baton.block_hash import TOKEN_BYTES, BlockHash
 from kv_pool.core.radix_index import ROOT
-from kv_pool.core.tier import Tier
+from kv_pool.core.tier import CacheTier
 
 _HEAD = struct.Struct("<IIQ32s32s")
-_CHECK = struct.Struct("<Q")
+_CHECKSUM = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """`number`: how many blocks precede it in its prompt; `parent`: the name of the last of them, or the root."""
+class JournalEntry:
+    """`depth`: how many blocks precede it in its prompt; `parent_hash`: the name of the last of them, or the root."""
 
     slot: int
-    number: int
+    depth: int
     checksum: int
-    parent: bytes
-    name: bytes
-    tokens: bytes
+    parent_hash: bytes
+    block_hash: bytes
+    packed_tokens: bytes
 
 
-def record_bytes(block_size: int) -> int:
-    return _HEAD.size + block_size * TOKEN_BYTES + _CHECK.size
+def record_size(block_size: int) -> int:
+    return _HEAD.size + block_size * TOKEN_BYTES + _CHECKSUM.size
 
 
-def check_of(record: bytes) -> int:
+def record_checksum(record: bytes) -> int:
     """What the next record is sealed with."""
-    return int(_CHECK.unpack_from(record, len(record) - _CHECK.size)[0])
+    return int(_CHECKSUM.unpack_from(record, len(record) - _CHECKSUM.size)[0])
 
 
-def seal(entry: Entry, before: int) -> bytes:
+def encode_record(entry: JournalEntry, before: int) -> bytes:
     """The record that follows one whose check is `before`; for the first, that is the file's own number."""
-    body = _HEAD.pack(entry.slot, entry.number, entry.checksum, entry.parent, entry.name) + entry.tokens
-    return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body, before))
+    body = _HEAD.pack(entry.slot, entry.depth, entry.checksum, entry.parent_hash, entry.block_hash) + entry.packed_tokens
+    return body + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(body, before))
 
 
-def read(records: Iterable[bytes], block_size: int, before: int) -> Iterator[tuple[Entry, int]]:
+def decode_records(records: Iterable[bytes], block_size: int, before: int) -> Iterator[tuple[JournalEntry, int]]:
     """Up to the first record that does not verify: what each says, and its check."""
-    size = record_bytes(block_size)
+    size = record_size(block_size)
     for record in records:
-        body = record[: -_CHECK.size]
-        if len(record) != size or xxhash.xxh3_64_intdigest(body, before) != check_of(record):
+        body = record[: -_CHECKSUM.size]
+        if len(record) != size or xxhash.xxh3_64_intdigest(body, before) != record_checksum(record):
             return
-        before = check_of(record)
+        before = record_checksum(record)
         slot, number, checksum, parent, name = _HEAD.unpack_from(body)
-        yield Entry(slot, number, checksum, parent, name, body[_HEAD.size :]), before
+        yield JournalEntry(slot, number, checksum, parent, name, body[_HEAD.size :]), before
 
 
-def restore(tier: Tier, entries: Iterable[Entry], now: float) -> list[Entry]:
+def restore_tier(tier: CacheTier, entries: Iterable[JournalEntry], now: float) -> list[JournalEntry]:
     """Fill an empty tier with what a journal says. Returns what was taken; not taken is what was overwritten, and what
     has lost a block before it."""
-    last: dict[int, Entry] = {}
+    last: dict[int, JournalEntry] = {}
     for entry in entries:
-        if entry.slot < tier.total:
+        if entry.slot < tier.num_blocks:
             last.pop(entry.slot, None)
             last[entry.slot] = entry
     taken = []
-    for entry in sorted(reversed(last.values()), key=lambda entry: entry.number):  # parents first, newer ones first
-        parent = tier.index.find(entry.parent) if entry.number else ROOT
-        if parent is None or (parent != ROOT and tier.index.depth(parent) + 1 != entry.number):
+    for entry in sorted(reversed(last.values()), key=lambda entry: entry.depth):  # parents first, newer ones first
+        parent = tier.index.find_block(entry.parent_hash) if entry.depth else ROOT
+        if parent is None or (parent != ROOT and tier.index.depth(parent) + 1 != entry.depth):
             continue
-        root = tier.index.root(parent) if parent != ROOT else BlockHash(entry.parent)
-        if tier.restore(entry.slot, entry.name, entry.tokens, parent, root, now):
+        root = tier.index.root_hash(parent) if parent != ROOT else BlockHash(entry.parent_hash)
+        if tier.restore_block(entry.slot, entry.block_hash, entry.packed_tokens, parent, root, now):
             taken.append(entry)
-    tier.restored()
+    tier.finish_restore()
     return taken
 
 
-def entry_of(tier: Tier, slot: int, checksum: int) -> Entry:
+def make_journal_entry(tier: CacheTier, slot: int, checksum: int) -> JournalEntry:
     """What the journal is to say of a block in the index."""
     index = tier.index
     parent = index.parent(slot)
-    before = index.name(parent) if parent != ROOT else index.root(slot)
-    return Entry(slot, index.depth(slot), checksum, before, index.name(slot), index.tokens(slot))
+    before = index.block_hash(parent) if parent != ROOT else index.root_hash(slot)
+    return JournalEntry(slot, index.depth(slot), checksum, before, index.block_hash(slot), index.packed_tokens(slot))

@@ -10,56 +10,56 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NewType
 
-from kv_pool.core.chain import Chain
+from kv_pool.core.chain import PromptChain
 
-Holder = NewType("Holder", str)  # names an attachment: node name, incarnation and number
+PoolClientId = NewType("PoolClientId", str)  # names an attachment: node name, incarnation and number
 PinId = NewType("PinId", int)
 PublicationId = NewType("PublicationId", int)
 
 
-class HolderState(Enum):
+class AttachmentState(Enum):
     LIVE = "live"
-    DOUBTFUL = "doubtful"
+    SUSPECT = "doubtful"
 
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """Blocks `first`, `first` + 1 ... of `chain` are being written to `blocks`. `parent` is pinned meanwhile."""
+    """Blocks `first_block`, `first_block` + 1 ... of `chain` are being written to `blocks`. `parent_block` is pinned meanwhile."""
 
-    chain: Chain
-    first: int
+    chain: PromptChain
+    first_block: int
     blocks: tuple[int, ...]
-    parent: int
+    parent_block: int
 
 
 @dataclass(slots=True)
-class Attachment:
+class AttachmentRecord:
     """`pins`: the pinned blocks, one or two (a path's deepest, and a partly matching one), by pin. Moments in
     seconds."""
 
-    since: float
-    state: HolderState = HolderState.LIVE
+    state_since: float
+    state: AttachmentState = AttachmentState.LIVE
     pins: "dict[PinId, tuple[int, ...]]" = field(default_factory=dict)
     publications: dict[PublicationId, Publication] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The longest prefix that is in memory, pinned until `pin` is released: pool block numbers, first to last, and the
-    block, with how many of its first tokens, that goes on from there. Without both, `pin` is None. `remote` of the
+class PoolMatch:
+    """The longest prefix that is in memory, pinned until `pin_id` is released: pool block numbers, first to last, and the
+    block, with how many of its first tokens, that goes on from there. Without both, `pin_id` is None. `remote_blocks` of the
     blocks have come from another host's pool while the answer was waited for."""
 
-    pin: PinId | None
+    pin_id: PinId | None
     blocks: "array[int]"
-    partial: tuple[int, int] | None = None
-    remote: int = 0
+    partial_block: tuple[int, int] | None = None
+    remote_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Granted:
-    """Write the blocks `first` ... of the chain to the pool blocks `blocks`, then seal. What precedes them is in the
+class PublicationGrant:
+    """Write the blocks `first_block` ... of the chain to the pool blocks `blocks`, then seal. What precedes them is in the
     pool. There may be fewer than were asked for, or none: then there is no publication."""
 
-    publication: PublicationId | None
-    first: int
+    publication_id: PublicationId | None
+    first_block: int
     blocks: tuple[int, ...]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class PoolState(Enum):
+class PoolBlockState(Enum):
     """States of a pool block. IN_USE and QUARANTINED count whole paths: who pins a block pins what it rests on."""
 
     FREE = "free"
@@ -15,25 +15,25 @@ class PoolState(Enum):
     QUARANTINED = "quarantined"  # pinned or written by attachments of which nobody knows whether they live
 
 
-class LedgerError(AssertionError):
+class PoolLedgerError(AssertionError):
     """An illegal transition or an account that does not balance: a programming error, never a caller's."""
 
 
-def require(holds: bool, what: str) -> None:
+def require_invariant(holds: bool, what: str) -> None:
     """An invariant of the books; unlike an assert it survives `python -O`."""
     if not holds:
-        raise LedgerError(f"the pool's books do not agree: {what}")
+        raise PoolLedgerError(f"the pool's books do not agree: {what}")
 
 
 @dataclass(frozen=True, slots=True)
-class LedgerEntry:
+class PoolLedgerEntry:
     """Blocks of one attachment in one state, and the seconds since its first of that kind, or since it became
     doubtful."""
 
-    holder: str
-    state: PoolState
-    blocks: int
-    age: float
+    owner: str
+    state: PoolBlockState
+    num_blocks: int
+    age_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +41,10 @@ class PoolLedger:
     """A snapshot. A path pinned by several stands in the entry of each, so entries of IN_USE and QUARANTINED may add up
     to more than their counts."""
 
-    total: int
-    counts: Mapping[PoolState, int]
-    entries: tuple[LedgerEntry, ...]
+    num_blocks: int
+    counts: Mapping[PoolBlockState, int]
+    entries: tuple[PoolLedgerEntry, ...]
 
     @property
-    def balanced(self) -> bool:
-        return sum(self.counts.values()) == self.total and min(self.counts.values()) >= 0
+    def is_balanced(self) -> bool:
+        return sum(self.counts.values()) == self.num_blocks and min(self.counts.values()) >= 0

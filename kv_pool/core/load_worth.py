@@ -2,56 +2,56 @@
 
 from dataclasses import dataclass
 
-from kv_pool.core.cost_eviction import QUADRATIC
+from kv_pool.core.cost_eviction import QUADRATIC_CONTEXT_TOKENS
 
-_WEIGHT = 0.2  # of the newest measurement
-_BELIEVED = 60.0  # seconds; then the next one is tried, whatever the last one took
-UNKNOWN = 5.0  # seconds that computing takes, while nobody knows
+_EWMA_WEIGHT = 0.2  # of the newest measurement
+_MEASUREMENT_TTL_SECONDS = 60.0  # seconds; then the next one is tried, whatever the last one took
+DEFAULT_COMPUTE_SECONDS = 5.0  # seconds that computing takes, while nobody knows
 
 
-def recompute_seconds(first: int, tokens: int, token_seconds: float, quadratic: float = QUADRATIC) -> float:
+def recompute_seconds(first: int, tokens: int, token_seconds: float, quadratic: float = QUADRATIC_CONTEXT_TOKENS) -> float:
     """What computing `tokens` tokens after `first` takes. `token_seconds`: for one token without context; `quadratic`:
     the context, in tokens, at which it takes twice as long."""
     return token_seconds * tokens * (1 + (first + tokens / 2) / quadratic)
 
 
 @dataclass(slots=True)
-class LoadRate:
+class LoadRateEstimate:
     """How fast bytes come, and how long before the first of them does. Everything in bytes and seconds."""
 
-    _latency: float = 0.0
-    _byte_seconds: float = 0.0
-    _at: float | None = None  # of the last measurement
+    _latency_seconds: float = 0.0
+    _seconds_per_byte: float = 0.0
+    _measured_at: float | None = None  # of the last measurement
 
-    def measured(self, size: int, waited: float, took: float, now: float) -> None:
+    def record_load(self, size: int, waited: float, took: float, now: float) -> None:
         """`size` bytes took `took`, after `waited`."""
-        weight = 1.0 if self._at is None else _WEIGHT
-        self._latency += weight * (waited - self._latency)
-        self._byte_seconds += weight * (took / max(1, size) - self._byte_seconds)
-        self._at = now
+        weight = 1.0 if self._measured_at is None else _EWMA_WEIGHT
+        self._latency_seconds += weight * (waited - self._latency_seconds)
+        self._seconds_per_byte += weight * (took / max(1, size) - self._seconds_per_byte)
+        self._measured_at = now
 
-    def seconds(self, size: int, now: float) -> float | None:
+    def predict_seconds(self, size: int, now: float) -> float | None:
         """What `size` bytes are expected to take; None if nothing was measured of late."""
-        if self._at is None or now - self._at > _BELIEVED:
+        if self._measured_at is None or now - self._measured_at > _MEASUREMENT_TTL_SECONDS:
             return None
-        return self._latency + size * self._byte_seconds
+        return self._latency_seconds + size * self._seconds_per_byte
 
 
-class LoadWorth:
+class LoadCostModel:
     """Load or compute, for one source of blocks."""
 
     def __init__(self) -> None:
-        self.rate = LoadRate()
+        self.rate = LoadRateEstimate()
         self._token_seconds: float | None = None  # as a node told last: not every node computes prompts
 
-    def patience(self, first: int, tokens: int, size: int, token_seconds: float | None, now: float) -> float | None:
+    def max_wait_seconds(self, first: int, tokens: int, size: int, token_seconds: float | None, now: float) -> float | None:
         """Seconds that computing `tokens` tokens after `first` takes the node that asks, if loading their `size` bytes
         takes less; else None. What is not known yet is tried: so it gets measured. Loading costs the same for every
         block, and computing more for each later one, so it is all of them or none."""
         if token_seconds is not None:
             self._token_seconds = token_seconds
         if self._token_seconds is None:
-            return UNKNOWN
+            return DEFAULT_COMPUTE_SECONDS
         computing = recompute_seconds(first, tokens, self._token_seconds)
-        loading = self.rate.seconds(size, now)
+        loading = self.rate.predict_seconds(size, now)
         return computing if loading is None or loading < computing else None

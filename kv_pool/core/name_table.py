@@ -12,47 +12,47 @@ _KEY_BYTES = 8
 _EMPTY = -1
 
 
-class NameTable:
+class BlockHashTable:
     """Of `num_blocks` blocks."""
 
     def __init__(self, num_blocks: int) -> None:
         places = 1 << (num_blocks * 3 // 2).bit_length()  # filled to two thirds at most
         self._mask = places - 1
-        self._places = array("i", [_EMPTY]) * places
-        self._names = bytearray(num_blocks * HASH_BYTES)
+        self._slots = array("i", [_EMPTY]) * places
+        self._hashes = bytearray(num_blocks * HASH_BYTES)
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def name(self, block: int) -> bytes:
+    def block_hash(self, block: int) -> bytes:
         """The last one that it got."""
-        return bytes(self._names[block * HASH_BYTES : (block + 1) * HASH_BYTES])
+        return bytes(self._hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES])
 
-    def find(self, name: bytes) -> int | None:
+    def find_block(self, name: bytes) -> int | None:
         """The block whose name begins with the first 8 bytes of this one."""
-        block = self._places[self._place(name)]
+        block = self._slots[self._find_slot(name)]
         return None if block == _EMPTY else block
 
-    def add(self, block: int, name: bytes) -> bool:
+    def add_block(self, block: int, name: bytes) -> bool:
         """False, and nothing changed, if a name that begins alike is in it. `block` is not."""
-        place = self._place(name)
-        if self._places[place] != _EMPTY:
+        place = self._find_slot(name)
+        if self._slots[place] != _EMPTY:
             return False
-        self._names[block * HASH_BYTES : (block + 1) * HASH_BYTES] = name
-        self._places[place] = block
+        self._hashes[block * HASH_BYTES : (block + 1) * HASH_BYTES] = name
+        self._slots[place] = block
         self._count += 1
         return True
 
-    def remove(self, block: int) -> None:
+    def remove_block(self, block: int) -> None:
         """`block` is in it. What stands behind it moves up, so that nothing is searched for past an empty place."""
-        places, mask = self._places, self._mask
-        hole = self._home(block)
+        places, mask = self._slots, self._mask
+        hole = self._home_slot(block)
         while places[hole] != block:
             hole = (hole + 1) & mask
         place = (hole + 1) & mask
         while (other := places[place]) != _EMPTY:
-            if (place - self._home(other)) & mask >= (place - hole) & mask:
+            if (place - self._home_slot(other)) & mask >= (place - hole) & mask:
                 places[hole], hole = other, place
             place = (place + 1) & mask
         places[hole] = _EMPTY
@@ -60,11 +60,11 @@ class NameTable:
 
     def blocks(self) -> list[int]:
         """All that are in it, in no order."""
-        return [block for block in self._places if block != _EMPTY]
+        return [block for block in self._slots if block != _EMPTY]
 
-    def _place(self, name: bytes) -> int:
+    def _find_slot(self, name: bytes) -> int:
         """Of the block whose name begins like this one, or the empty one where it would be."""
-        places, names, mask, key = self._places, self._names, self._mask, name[:_KEY_BYTES]
+        places, names, mask, key = self._slots, self._hashes, self._mask, name[:_KEY_BYTES]
         place = int.from_bytes(key, "big") & mask
         while (block := places[place]) != _EMPTY:
             start = block * HASH_BYTES
@@ -73,7 +73,7 @@ class NameTable:
             place = (place + 1) & mask
         return place
 
-    def _home(self, block: int) -> int:
+    def _home_slot(self, block: int) -> int:
         """The place where the search for it begins."""
         start = block * HASH_BYTES
-        return int.from_bytes(self._names[start : start + _KEY_BYTES], "big") & self._mask
+        return int.from_bytes(self._hashes[start : start + _KEY_BYTES], "big") & self._mask

@@ -10,54 +10,54 @@ learned of it is kept when it is started again; its failures are its former life
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from baton.fit import Fit
+from baton.fit import OnlineLinearFit
 from baton.types import Incarnation, NodeName, PeerAddress
 
-PRIOR = (0.005, 0.001)  # seconds: as such, per MiB
-REST, LONGEST_REST = 1.0, 30.0  # seconds
-MOST = 256  # pools that are remembered, the last used first
+PRIOR_COEFFICIENTS = (0.005, 0.001)  # seconds: as such, per MiB
+MIN_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 1.0, 30.0  # seconds
+MAX_PEERS = 256  # pools that are remembered, the last used first
 _MEBI = 1 / 1024**2
 
 
 @dataclass(slots=True)
-class _Failing:
-    times: int = 0  # one upon the other
-    until: float = 0.0
+class _FailureStreak:
+    failures: int = 0  # one upon the other
+    backoff_until: float = 0.0
 
 
-class PeerBook:
+class PeerFetchEstimator:
     """`now` in seconds."""
 
     def __init__(self) -> None:
-        self._average = Fit(PRIOR)
-        self._fits: OrderedDict[NodeName, Fit] = OrderedDict()
-        self._failing: OrderedDict[Incarnation, _Failing] = OrderedDict()
+        self._average_fit = OnlineLinearFit(PRIOR_COEFFICIENTS)
+        self._fits: OrderedDict[NodeName, OnlineLinearFit] = OrderedDict()
+        self._failure_streaks: OrderedDict[Incarnation, _FailureStreak] = OrderedDict()
 
-    def seconds(self, peer: PeerAddress, size: int) -> float:
+    def predict_fetch_seconds(self, peer: PeerAddress, size: int) -> float:
         """What fetching `size` bytes from `peer` takes."""
-        return self._fits.get(peer.name, self._average).predict(_features(size))
+        return self._fits.get(peer.name, self._average_fit).predict(_features(size))
 
-    def rests(self, peer: PeerAddress, now: float) -> bool:
-        failing = self._failing.get(peer.incarnation)
-        return failing is not None and now < failing.until
+    def is_backing_off(self, peer: PeerAddress, now: float) -> bool:
+        failing = self._failure_streaks.get(peer.incarnation)
+        return failing is not None and now < failing.backoff_until
 
-    def took(self, peer: PeerAddress, size: int, seconds: float) -> None:
-        self._failing.pop(peer.incarnation, None)
+    def record_fetch(self, peer: PeerAddress, size: int, seconds: float) -> None:
+        self._failure_streaks.pop(peer.incarnation, None)
         if peer.name not in self._fits:
-            self._fits[peer.name] = Fit(self._average.coefficients)
+            self._fits[peer.name] = OnlineLinearFit(self._average_fit.coefficients)
         self._fits.move_to_end(peer.name)
-        if len(self._fits) > MOST:
+        if len(self._fits) > MAX_PEERS:
             self._fits.popitem(last=False)
-        self._fits[peer.name].add(_features(size), seconds)
-        self._average.add(_features(size), seconds)
+        self._fits[peer.name].add_observation(_features(size), seconds)
+        self._average_fit.add_observation(_features(size), seconds)
 
-    def failed(self, peer: PeerAddress, now: float) -> None:
-        failing = self._failing.setdefault(peer.incarnation, _Failing())
-        failing.until = now + min(REST * 2.0**failing.times, LONGEST_REST)
-        failing.times = min(failing.times + 1, 16)
-        self._failing.move_to_end(peer.incarnation)
-        if len(self._failing) > MOST:
-            self._failing.popitem(last=False)
+    def record_failure(self, peer: PeerAddress, now: float) -> None:
+        failing = self._failure_streaks.setdefault(peer.incarnation, _FailureStreak())
+        failing.backoff_until = now + min(MIN_BACKOFF_SECONDS * 2.0**failing.failures, MAX_BACKOFF_SECONDS)
+        failing.failures = min(failing.failures + 1, 16)
+        self._failure_streaks.move_to_end(peer.incarnation)
+        if len(self._failure_streaks) > MAX_PEERS:
+            self._failure_streaks.popitem(last=False)
 
 
 def _features(size: int) -> tuple[float, float]:

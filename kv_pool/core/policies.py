@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from kv_pool.core.cost_eviction import CostEviction
-from kv_pool.core.eviction import Evictor, Lru
+from kv_pool.core.cost_eviction import CostEvictor
+from kv_pool.core.eviction import Evictor, LruEvictor
 
-Eviction = Callable[[int, int], Evictor]  # for so many blocks of so many tokens
+EvictorFactory = Callable[[int, int], Evictor]  # for so many blocks of so many tokens
 
-POLICIES: dict[str, Eviction] = {"cost": CostEviction, "lru": lambda blocks, tokens: Lru(blocks)}
+EVICTION_POLICIES: dict[str, EvictorFactory] = {"cost": CostEvictor, "lru": lambda blocks, tokens: LruEvictor(blocks)}

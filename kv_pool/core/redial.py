@@ -2,22 +2,22 @@
 model, or has no memory) will do so again until something is changed, so it is asked less and less often."""
 
 
-class Redial:
+class RedialBackoff:
     """`least` and `most` in seconds."""
 
     def __init__(self, least: float, most: float) -> None:
-        self._least = least
-        self._most = most
-        self._next = least
+        self._min_seconds = least
+        self._max_seconds = most
+        self._next_seconds = least
 
-    def attached(self) -> None:
-        self._next = self._least
+    def reset(self) -> None:
+        self._next_seconds = self._min_seconds
 
-    def gone(self) -> float:
+    def delay_after_disconnect(self) -> float:
         """Seconds to wait."""
-        return self._least
+        return self._min_seconds
 
-    def refused(self) -> float:
+    def delay_after_refusal(self) -> float:
         """Seconds to wait: twice as long each time, up to `most`."""
-        pause, self._next = self._next, min(2 * self._next, self._most)
+        pause, self._next_seconds = self._next_seconds, min(2 * self._next_seconds, self._max_seconds)
         return pause

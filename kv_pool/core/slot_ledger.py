@@ -2,15 +2,15 @@
 
 from collections.abc import Collection, Mapping
 
-from kv_pool.core.ledger import LedgerEntry, PoolLedger, PoolState
+from kv_pool.core.ledger import PoolLedgerEntry, PoolLedger, PoolBlockState
 from kv_pool.core.radix_index import ROOT
-from kv_pool.core.tier import Tier
+from kv_pool.core.tier import CacheTier
 
-WRITER = "disk"
-READER = "arrivals"
+DISK_WRITER = "disk"
+DISK_READER = "arrivals"
 
 
-def slot_ledger(tier: Tier, loads: Mapping[int, float], writing: Collection[int], now: float) -> PoolLedger:
+def build_slot_ledger(tier: CacheTier, loads: Mapping[int, float], writing: Collection[int], now: float) -> PoolLedger:
     """`loads`: the last slot of each path that is being read, and since when; `writing`: slots that are not written
     yet. IN_USE counts paths, as in memory."""
     read: set[int] = set()
@@ -19,15 +19,15 @@ def slot_ledger(tier: Tier, loads: Mapping[int, float], writing: Collection[int]
             read.add(slot)
             slot = tier.index.parent(slot)
     written = {slot for slot in writing if slot in tier.index} - read
-    counts = dict.fromkeys(PoolState, 0) | {
-        PoolState.FREE: tier.num_free,
-        PoolState.IN_USE: len(read),
-        PoolState.WRITING: len(written),
-        PoolState.CACHED: len(tier.index) - len(read) - len(written),
+    counts = dict.fromkeys(PoolBlockState, 0) | {
+        PoolBlockState.FREE: tier.num_free,
+        PoolBlockState.IN_USE: len(read),
+        PoolBlockState.WRITING: len(written),
+        PoolBlockState.CACHED: len(tier.index) - len(read) - len(written),
     }
     entries = []
     if read:
-        entries.append(LedgerEntry(READER, PoolState.IN_USE, len(read), now - min(loads.values())))
+        entries.append(PoolLedgerEntry(DISK_READER, PoolBlockState.IN_USE, len(read), now - min(loads.values())))
     if written:
-        entries.append(LedgerEntry(WRITER, PoolState.WRITING, len(written), 0.0))
-    return PoolLedger(tier.total, counts, tuple(entries))
+        entries.append(PoolLedgerEntry(DISK_WRITER, PoolBlockState.WRITING, len(written), 0.0))
+    return PoolLedger(tier.num_blocks, counts, tuple(entries))

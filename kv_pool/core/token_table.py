@@ -12,19 +12,19 @@ class TokenTable:
     the order of their ids)."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self._size = block_size * TOKEN_BYTES
-        self._bytes = bytearray(num_blocks * self._size)
+        self._row_bytes = block_size * TOKEN_BYTES
+        self._bytes = bytearray(num_blocks * self._row_bytes)
         self._rows = np.frombuffer(self._bytes, dtype=f"V{self._size}")
 
-    def put(self, block: int, tokens: bytes) -> None:
-        if len(tokens) != self._size:
+    def set_tokens(self, block: int, tokens: bytes) -> None:
+        if len(tokens) != self._row_bytes:
             raise ValueError(f"{len(tokens)} bytes of tokens for a block of {self._size}")
-        self._bytes[block * self._size : (block + 1) * self._size] = tokens
+        self._bytes[block * self._row_bytes : (block + 1) * self._row_bytes] = tokens
 
-    def get(self, block: int) -> bytes:
-        return bytes(self._bytes[block * self._size : (block + 1) * self._size])
+    def get_tokens(self, block: int) -> bytes:
+        return bytes(self._bytes[block * self._row_bytes : (block + 1) * self._row_bytes])
 
-    def agreeing(self, path: "array[int]", tokens: bytes) -> int:
+    def count_matching_blocks(self, path: "array[int]", tokens: bytes) -> int:
         """How many leading blocks of `path` hold what `tokens` begins with."""
         rows = self._rows.take(np.frombuffer(path, dtype=np.int32))
         if rows.tobytes() == tokens[: rows.nbytes]:
@@ -33,7 +33,7 @@ class TokenTable:
         return int(same.reshape(len(path), -1).all(axis=1).argmin())
 
 
-def common_beginning(left: bytes, right: bytes) -> int:
+def common_prefix_tokens(left: bytes, right: bytes) -> int:
     """Tokens with which both begin."""
     length = min(len(left), len(right)) // TOKEN_BYTES
     one, other = (np.frombuffer(side, dtype=np.uint32, count=length) for side in (left, right))

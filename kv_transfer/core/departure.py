@@ -17,17 +17,17 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from baton.errors import BatonError, Incomplete, PeerGone, Stale, from_peer
+from baton.errors import BatonError, IncompleteTransfer, PeerUnreachable, StaleMessage, handoff_error_from_peer
 from baton.types import AttemptKey, Incarnation, Ticket
 from kv_transfer.core import frames
-from kv_transfer.core.events import Aborted, Committed, LayerLanded, OutboundEvent, OutboundReport, SealInfo
-from kv_transfer.core.landing import NEVER, ArenaShape, Ignored
-from kv_transfer.core.ready import Announced, Outgoing, take
-from kv_transfer.core.slabs import Grid, Rectangle, each_layer, manifest_digest
+from kv_transfer.core.events import OutboundAborted, OutboundCommitted, LayerLanded, OutboundEvent, HandoffStats, SealInfo
+from kv_transfer.core.landing import NEVER, ArenaShape, IgnoredInput
+from kv_transfer.core.ready import ReadySlabs, OutgoingWrite, split_next_write
+from kv_transfer.core.slabs import SlabGrid, SlabRange, split_by_layer, extend_manifest_digest
 
 
-class DepartureState(Enum):
-    SPECULATIVE = "speculative"
+class OutboundState(Enum):
+    UNTICKETED = "speculative"
     STREAMING = "streaming"
     SEALED = "sealed"
     ABORTING = "aborting"
@@ -35,320 +35,320 @@ class DepartureState(Enum):
     ABORTED = "aborted"
 
 
-ENDED = frozenset({DepartureState.COMMITTED, DepartureState.ABORTED})
-_OPEN = frozenset({DepartureState.SPECULATIVE, DepartureState.STREAMING, DepartureState.SEALED})
+TERMINAL_STATES = frozenset({OutboundState.COMMITTED, OutboundState.ABORTED})
+_OPEN_STATES = frozenset({OutboundState.UNTICKETED, OutboundState.STREAMING, OutboundState.SEALED})
 
-Output = frames.ToDecode | OutboundEvent | Ignored
+OutboundOutput = frames.FrameToDecode | OutboundEvent | IgnoredInput
 
 
 class WriterLock(Protocol):
     """The right to write one ticket's blocks. Two-sided backends need none: see `NoLock`."""
 
-    def take(self) -> bool: ...
-    def drop(self) -> None: ...
+    def try_acquire(self) -> bool: ...
+    def release(self) -> None: ...
 
 
 class NoLock:
-    def take(self) -> bool:
+    def try_acquire(self) -> bool:
         return True
 
-    def drop(self) -> None:
+    def release(self) -> None:
         pass
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class SendSettings:
     """How a hand-off is cut into messages and how long it waits. Bytes and seconds; `layers_per_message` 0
     puts as many layers into a message as are ready and fit."""
 
-    max_payload: int
+    max_payload_bytes: int
     layers_per_message: int
-    window: int
+    window_bytes: int
     renew_interval: float
     answer_timeout: float
 
 
 @dataclass(slots=True)
-class Departure:
+class OutboundHandoff:
     key: AttemptKey
-    writer: Incarnation
+    writer_incarnation: Incarnation
     shape: ArenaShape
-    blocks: int  # logical blocks of the whole context
-    pace: Pace
-    host: str = ""
-    state: DepartureState = DepartureState.SPECULATIVE
+    num_blocks: int  # logical blocks of the whole context
+    settings: SendSettings
+    host_id: str = ""
+    state: OutboundState = OutboundState.UNTICKETED
     ticket: Ticket | None = None
     lock: WriterLock = field(default_factory=NoLock)
-    writes: int = 0  # in flight
-    queue: tuple[Announced, ...] = ()
-    announced: int = 0  # sets of slabs of `grid`
-    sent: int = 0
-    arrived: int = 0
-    outstanding: int = 0  # bytes taken for writing and not yet landed
-    window: int = frames.INITIAL_WINDOW
+    writes_in_flight: int = 0  # in flight
+    send_queue: tuple[ReadySlabs, ...] = ()
+    announced_slabs: int = 0  # sets of slabs of `grid`
+    sent_slabs: int = 0
+    landed_slabs: int = 0
+    unacked_bytes: int = 0  # bytes taken for writing and not yet landed
+    window_bytes: int = frames.INITIAL_WINDOW_BYTES
     bytes_sent: int = 0
-    digest: int = 0
+    manifest_digest: int = 0
     pending_seal: SealInfo | None = None
     error: BatonError | None = None
-    tell: bool = False  # decode, with Abort, once no write is in flight
-    heard: float = 0.0  # when decode last moved us on, or we last gave it something to answer
-    next_renewal: float = NEVER
-    last_ready: float = 0.0
-    last_landed: float = 0.0
-    arrived_before_last_layer: int = 0
-    grid: Grid = field(init=False)
+    needs_abort_frame: bool = False  # decode, with Abort, once no write is in flight
+    last_progress_at: float = 0.0  # when decode last moved us on, or we last gave it something to answer
+    next_renewal_at: float = NEVER
+    last_ready_at: float = 0.0
+    last_landed_at: float = 0.0
+    slabs_landed_before_last_layer: int = 0
+    grid: SlabGrid = field(init=False)
 
     def __post_init__(self) -> None:
-        self.grid = Grid(self.shape.num_layers, 0, self.blocks)
+        self.grid = SlabGrid(self.shape.num_layers, 0, self.num_blocks)
 
     @property
     def deadline(self) -> float:
-        return min(self.next_renewal, self._answer_deadline) if self.state in _OPEN else NEVER
+        return min(self.next_renewal_at, self._answer_deadline) if self.state in _OPEN_STATES else NEVER
 
     @property
     def _answer_deadline(self) -> float:
-        waiting = self.state is DepartureState.SEALED or self.outstanding > 0
-        return self.heard + self.pace.answer_timeout if waiting else NEVER
+        waiting = self.state is OutboundState.SEALED or self.unacked_bytes > 0
+        return self.last_progress_at + self.settings.answer_timeout if waiting else NEVER
 
-    def unanswered(self, now: float) -> bool:
+    def is_answer_overdue(self, now: float) -> bool:
         """Whether decode owes an answer for longer than it may."""
-        return self.state in _OPEN and now >= self._answer_deadline
+        return self.state in _OPEN_STATES and now >= self._answer_deadline
 
-    def layer_has_landed(self, layer: int) -> bool:
+    def has_layer_landed(self, layer: int) -> bool:
         """Whether every slab of the layer announced so far, less what decode held already, has landed."""
         first = self.ticket.first_block if self.ticket else 0
-        if first >= self.blocks:
+        if first >= self.num_blocks:
             return True
-        wanted = self.grid.bits(Rectangle(layer, 1, first, self.blocks - first)) & self.announced
-        return self.ticket is not None and wanted & ~self.arrived == 0
+        wanted = self.grid.bitmask(SlabRange(layer, 1, first, self.num_blocks - first)) & self.announced_slabs
+        return self.ticket is not None and wanted & ~self.landed_slabs == 0
 
     # the node's own calls
 
-    def announce(self, ready: Announced, now: float) -> list[Output]:
-        if self.state not in _OPEN:
-            return [Ignored("announce")]
-        if not ready.source:
+    def announce_slabs(self, ready: ReadySlabs, now: float) -> list[OutboundOutput]:
+        if self.state not in _OPEN_STATES:
+            return [IgnoredInput("announce")]
+        if not ready.source_blocks:
             return []
-        if not self.grid.holds(ready.area) or self.grid.bits(ready.area) & self.announced or self.pending_seal:
-            return self.abort(Incomplete(f"{ready.area} was announced twice, out of range or after seal"))
-        self.announced |= self.grid.bits(ready.area)
-        self.last_ready = now
-        self.arrived_before_last_layer = self.arrived.bit_count()
-        self.queue += self._wanted(ready)
+        if not self.grid.contains(ready.slab_range) or self.grid.bitmask(ready.slab_range) & self.announced_slabs or self.pending_seal:
+            return self.abort(IncompleteTransfer(f"{ready.area} was announced twice, out of range or after seal"))
+        self.announced_slabs |= self.grid.bitmask(ready.slab_range)
+        self.last_ready_at = now
+        self.slabs_landed_before_last_layer = self.landed_slabs.bit_count()
+        self.send_queue += self._clip_to_missing(ready)
         return []
 
-    def grant(self, ticket: Ticket, lock: WriterLock, now: float) -> list[Output]:
+    def set_ticket(self, ticket: Ticket, lock: WriterLock, now: float) -> list[OutboundOutput]:
         """The destination is known."""
-        if self.state is not DepartureState.SPECULATIVE:
-            return [Ignored("ticket")]
-        if ticket.first_block + len(ticket.offsets) != self.blocks or ticket.writer != self.writer:
+        if self.state is not OutboundState.UNTICKETED:
+            return [IgnoredInput("ticket")]
+        if ticket.first_block + len(ticket.block_offsets) != self.num_blocks or ticket.writer_incarnation != self.writer_incarnation:
             return self.abort(
-                Stale(
+                StaleMessage(
                     f"the ticket is for writer {ticket.writer} and blocks {ticket.first_block}+"
                     f"{len(ticket.offsets)}, this is {self.writer} with {self.blocks}"
                 )
             )
-        self.state = DepartureState.STREAMING
+        self.state = OutboundState.STREAMING
         self.ticket, self.lock = ticket, lock
-        self.queue = tuple(piece for ready in self.queue for piece in self._wanted(ready))
-        self.heard = now
-        self.next_renewal = now + self.pace.renew_interval
-        opened = frames.Open(
-            *self._ids,
+        self.send_queue = tuple(piece for ready in self.send_queue for piece in self._clip_to_missing(ready))
+        self.last_progress_at = now
+        self.next_renewal_at = now + self.settings.renew_interval
+        opened = frames.OpenFrame(
+            *self._frame_ids,
             version=frames.PROTOCOL_VERSION,
             num_layers=self.shape.num_layers,
             slab_bytes=self.shape.slab_bytes,
-            window=self.pace.window,
-            host=self.host,
+            window_bytes=self.settings.window_bytes,
+            host_id=self.host_id,
         )
-        return [opened, *self._seal_if_done(now)]
+        return [opened, *self._seal_if_all_written(now)]
 
-    def seal(self, info: SealInfo, now: float) -> list[Output]:
-        if self.state not in _OPEN or self.pending_seal is not None:
-            return [Ignored("seal")]
+    def seal(self, info: SealInfo, now: float) -> list[OutboundOutput]:
+        if self.state not in _OPEN_STATES or self.pending_seal is not None:
+            return [IgnoredInput("seal")]
         self.pending_seal = info
-        return self._seal_if_done(now)
+        return self._seal_if_all_written(now)
 
-    def abort(self, error: BatonError) -> list[Output]:
-        if self.state not in _OPEN:
-            return [Ignored("abort")]
+    def abort(self, error: BatonError) -> list[OutboundOutput]:
+        if self.state not in _OPEN_STATES:
+            return [IgnoredInput("abort")]
         self.error = error.with_traceback(None)  # whose frames would hold the peer's arena for as long as this is kept
-        self.queue = ()
-        self.tell = self.ticket is not None
-        self.state = DepartureState.ABORTING
-        return self._end_if_idle()
+        self.send_queue = ()
+        self.needs_abort_frame = self.ticket is not None
+        self.state = OutboundState.ABORTING
+        return self._finish_abort_if_idle()
 
     # writing
 
-    def next_write(self) -> tuple[Outgoing | None, list[Output]]:
-        """Take the next slabs to be read and sent, if any are ready and there is credit. `written` must
+    def begin_write(self) -> tuple[OutgoingWrite | None, list[OutboundOutput]]:
+        """Take the next slabs to be read and sent, if any are ready and there is credit. `finish_write` must
         follow."""
-        if self.state is not DepartureState.STREAMING or not self.queue:
+        if self.state is not OutboundState.STREAMING or not self.send_queue:
             return None, []
         slab = self.shape.slab_bytes
-        room = min(self.pace.max_payload, self.window - self.outstanding)
-        if room < slab and self.outstanding:
+        room = min(self.settings.max_payload_bytes, self.window_bytes - self.unacked_bytes)
+        if room < slab and self.unacked_bytes:
             return None, []
-        if self.writes == 0 and not self.lock.take():
-            return None, self.abort(Stale("decode has closed the ticket off"))
-        outgoing, self.queue = take(self.queue, max(1, room // slab), self.pace.layers_per_message)
-        self.sent |= self.grid.bits(outgoing.area)
-        self.outstanding += outgoing.area.slabs * slab
-        self.writes += 1
+        if self.writes_in_flight == 0 and not self.lock.try_acquire():
+            return None, self.abort(StaleMessage("decode has closed the ticket off"))
+        outgoing, self.send_queue = split_next_write(self.send_queue, max(1, room // slab), self.settings.layers_per_message)
+        self.sent_slabs |= self.grid.bitmask(outgoing.slab_range)
+        self.unacked_bytes += outgoing.slab_range.num_slabs * slab
+        self.writes_in_flight += 1
         return outgoing, []
 
-    def written(self, outgoing: Outgoing, checksum: int, inline: bool, now: float) -> list[Output]:
+    def finish_write(self, outgoing: OutgoingWrite, checksum: int, inline: bool, now: float) -> list[OutboundOutput]:
         """The source of `outgoing` was read and will not be read again."""
-        self._write_ended()
-        if self.state is DepartureState.ABORTING:
-            return self._end_if_idle()
-        area = outgoing.area
-        size = area.slabs * self.shape.slab_bytes
+        self._release_write()
+        if self.state is OutboundState.ABORTING:
+            return self._finish_abort_if_idle()
+        area = outgoing.slab_range
+        size = area.num_slabs * self.shape.slab_bytes
         self.bytes_sent += size
-        self.digest = manifest_digest(self.digest, area, checksum)
-        self.heard = now
-        write = frames.Write(
-            *self._ids,
-            layer=area.layer,
-            layers=area.layers,
-            block=area.block,
-            blocks=area.blocks,
-            head=0,
-            heads=self.shape.num_heads,
-            size=size,
+        self.manifest_digest = extend_manifest_digest(self.manifest_digest, area, checksum)
+        self.last_progress_at = now
+        write = frames.WriteFrame(
+            *self._frame_ids,
+            first_layer=area.first_layer,
+            num_layers=area.num_layers,
+            first_block=area.first_block,
+            num_blocks=area.num_blocks,
+            first_kv_head=0,
+            num_kv_heads=self.shape.num_kv_heads,
+            payload_bytes=size,
             checksum=checksum,
-            inline=inline,
+            is_inline=inline,
         )
-        return [write, *self._seal_if_done(now)]
+        return [write, *self._seal_if_all_written(now)]
 
-    def write_failed(self, error: BatonError) -> list[Output]:
+    def fail_write(self, error: BatonError) -> list[OutboundOutput]:
         """An Outgoing could not be read or written; it will not be tried again."""
         outputs = self.abort(error)
-        self._write_ended()
-        return outputs + self._end_if_idle()
+        self._release_write()
+        return outputs + self._finish_abort_if_idle()
 
     # frames from decode
 
-    def credit(self, frame: frames.Credit) -> list[Output]:
-        if not self._is_ours(frame):
-            return [Ignored("stale")]
-        self.window = frame.window
+    def on_credit(self, frame: frames.CreditFrame) -> list[OutboundOutput]:
+        if not self._is_current_frame(frame):
+            return [IgnoredInput("stale")]
+        self.window_bytes = frame.window_bytes
         return []
 
-    def landed(self, frame: frames.Landed, now: float) -> list[Output]:
-        if not self._is_ours(frame) or self.state not in _OPEN:
-            return [Ignored("stale")]
-        area = frame.area
-        if not self.grid.holds(area):
-            return self.abort(Incomplete(f"decode acknowledged {area}, which is out of range"))
-        bits = self.grid.bits(area)
-        if bits & ~self.sent:
-            return self.abort(Incomplete(f"decode acknowledged {area}, which was not sent"))
-        if bits & self.arrived:
-            return [Ignored("duplicate")]
-        self.arrived |= bits
-        self.outstanding -= area.slabs * self.shape.slab_bytes
-        self.heard = self.last_landed = now
-        return [LayerLanded(self.key, one.layer, one.block, one.last_block) for one in each_layer(area)]
+    def on_landed(self, frame: frames.LandedFrame, now: float) -> list[OutboundOutput]:
+        if not self._is_current_frame(frame) or self.state not in _OPEN_STATES:
+            return [IgnoredInput("stale")]
+        area = frame.slab_range
+        if not self.grid.contains(area):
+            return self.abort(IncompleteTransfer(f"decode acknowledged {area}, which is out of range"))
+        bits = self.grid.bitmask(area)
+        if bits & ~self.sent_slabs:
+            return self.abort(IncompleteTransfer(f"decode acknowledged {area}, which was not sent"))
+        if bits & self.landed_slabs:
+            return [IgnoredInput("duplicate")]
+        self.landed_slabs |= bits
+        self.unacked_bytes -= area.num_slabs * self.shape.slab_bytes
+        self.last_progress_at = self.last_landed_at = now
+        return [LayerLanded(self.key, one.first_layer, one.first_block, one.end_block) for one in split_by_layer(area)]
 
-    def committed(self, frame: frames.Committed, now: float) -> list[Output]:
-        if not self._is_ours(frame) or self.state is not DepartureState.SEALED:
-            return [Ignored("stale")]
-        self.state = DepartureState.COMMITTED
+    def on_committed(self, frame: frames.CommittedFrame, now: float) -> list[OutboundOutput]:
+        if not self._is_current_frame(frame) or self.state is not OutboundState.SEALED:
+            return [IgnoredInput("stale")]
+        self.state = OutboundState.COMMITTED
         assert self.ticket is not None
-        report = OutboundReport(
+        report = HandoffStats(
             transport=self.ticket.transport,
             bytes_sent=self.bytes_sent,
-            slabs_sent=self.sent.bit_count(),
-            slabs_landed_before_last_layer=self.arrived_before_last_layer,
-            exposed_seconds=max(0.0, self.last_landed - self.last_ready),
-            commit_seconds=max(0.0, now - max(self.last_landed, self.last_ready)),
+            slabs_sent=self.sent_slabs.bit_count(),
+            slabs_landed_before_last_layer=self.slabs_landed_before_last_layer,
+            exposed_seconds=max(0.0, self.last_landed_at - self.last_ready_at),
+            commit_seconds=max(0.0, now - max(self.last_landed_at, self.last_ready_at)),
         )
-        return [Committed(self.key, report)]
+        return [OutboundCommitted(self.key, report)]
 
-    def refused(self, frame: frames.Refused) -> list[Output]:
-        if not self._is_ours(frame) or self.state not in _OPEN:
-            return [Ignored("stale")]
-        self.error = from_peer(frame.code, frame.message)
-        self.queue = ()
-        self.state = DepartureState.ABORTING
-        return self._end_if_idle()
+    def on_refused(self, frame: frames.RefusedFrame) -> list[OutboundOutput]:
+        if not self._is_current_frame(frame) or self.state not in _OPEN_STATES:
+            return [IgnoredInput("stale")]
+        self.error = handoff_error_from_peer(frame.code, frame.message)
+        self.send_queue = ()
+        self.state = OutboundState.ABORTING
+        return self._finish_abort_if_idle()
 
     # link and time
 
-    def link_lost(self, error: BatonError, was_up: bool) -> list[Output]:
+    def on_link_lost(self, error: BatonError, was_up: bool) -> list[OutboundOutput]:
         """Frames may be lost. What was sealed over a link that had been up asks again over a new one, which
         is safe because Seal is idempotent; anything else gives up."""
-        if self.state is DepartureState.SEALED and was_up:
+        if self.state is OutboundState.SEALED and was_up:
             return [self._seal_frame()]
         return self.abort(error) if self.ticket is not None else []
 
-    def tick(self, now: float) -> list[Output]:
-        if self.state not in _OPEN:
+    def tick(self, now: float) -> list[OutboundOutput]:
+        if self.state not in _OPEN_STATES:
             return []
-        if self.unanswered(now):
-            return self.abort(PeerGone(f"decode did not answer for {self.pace.answer_timeout} s (progress_timeout)"))
-        if now < self.next_renewal:
+        if self.is_answer_overdue(now):
+            return self.abort(PeerUnreachable(f"decode did not answer for {self.pace.answer_timeout} s (progress_timeout)"))
+        if now < self.next_renewal_at:
             return []
-        self.next_renewal = now + self.pace.renew_interval
-        return [frames.Renew(*self._ids)]
+        self.next_renewal_at = now + self.settings.renew_interval
+        return [frames.RenewFrame(*self._frame_ids)]
 
     # the rules
 
-    def _is_ours(self, frame: frames.Frame) -> bool:
-        return self.ticket is not None and (frame.ticket, frame.writer, frame.decode, frame.attempt) == (
+    def _is_current_frame(self, frame: frames.Frame) -> bool:
+        return self.ticket is not None and (frame.ticket_id, frame.writer_incarnation, frame.decode_incarnation, frame.attempt) == (
             self.ticket.id,
-            self.writer,
-            self.ticket.decode.incarnation,
-            self.key.attempt,
+            self.writer_incarnation,
+            self.ticket.decode_peer.incarnation,
+            self.key.attempt_number,
         )
 
-    def _wanted(self, ready: Announced) -> tuple[Announced, ...]:
+    def _clip_to_missing(self, ready: ReadySlabs) -> tuple[ReadySlabs, ...]:
         """The part of an announcement that decode does not hold already."""
-        return ready.beyond(self.ticket.first_block) if self.ticket else (ready,)
+        return ready.clip_before(self.ticket.first_block) if self.ticket else (ready,)
 
-    def _seal_if_done(self, now: float) -> list[Output]:
-        if self.state is not DepartureState.STREAMING or self.pending_seal is None or self.queue or self.writes:
+    def _seal_if_all_written(self, now: float) -> list[OutboundOutput]:
+        if self.state is not OutboundState.STREAMING or self.pending_seal is None or self.send_queue or self.writes_in_flight:
             return []
         assert self.ticket is not None
-        wanted = self.blocks - self.ticket.first_block
-        if self.sent.bit_count() != wanted * self.shape.num_layers:
+        wanted = self.num_blocks - self.ticket.first_block
+        if self.sent_slabs.bit_count() != wanted * self.shape.num_layers:
             return self.abort(
-                Incomplete(f"sealed with {self.sent.bit_count()} of {wanted * self.shape.num_layers} slabs announced")
+                IncompleteTransfer(f"sealed with {self.sent.bit_count()} of {wanted * self.shape.num_layers} slabs announced")
             )
-        self.state = DepartureState.SEALED
-        self.heard = now
+        self.state = OutboundState.SEALED
+        self.last_progress_at = now
         return [self._seal_frame()]
 
-    def _seal_frame(self) -> frames.ToDecode:
+    def _seal_frame(self) -> frames.FrameToDecode:
         assert self.pending_seal is not None
-        score = self.pending_seal.score
-        return frames.Seal(
-            *self._ids,
-            slabs=self.sent.bit_count(),
-            size=self.bytes_sent,
-            digest=self.digest,
-            emitted=self.pending_seal.emitted,
+        score = self.pending_seal.last_token_score
+        return frames.SealFrame(
+            *self._frame_ids,
+            num_slabs=self.sent_slabs.bit_count(),
+            payload_bytes=self.bytes_sent,
+            digest=self.manifest_digest,
+            emitted_token_ids=self.pending_seal.emitted_token_ids,
             logprob=score.logprob if score else None,
-            top=score.top if score else (),
+            top=score.top_logprobs if score else (),
         )
 
-    def _end_if_idle(self) -> list[Output]:
-        if self.writes or self.state is not DepartureState.ABORTING:
+    def _finish_abort_if_idle(self) -> list[OutboundOutput]:
+        if self.writes_in_flight or self.state is not OutboundState.ABORTING:
             return []
-        self.state = DepartureState.ABORTED
+        self.state = OutboundState.ABORTED
         assert self.error is not None
-        ended: list[Output] = [Aborted(self.key, self.error)]
-        if self.tell:
-            ended.insert(0, frames.Abort(*self._ids, code=self.error.code, message=self.error.message[:512]))
+        ended: list[OutboundOutput] = [OutboundAborted(self.key, self.error)]
+        if self.needs_abort_frame:
+            ended.insert(0, frames.AbortFrame(*self._frame_ids, code=self.error.code, message=self.error.message[:512]))
         return ended
 
-    def _write_ended(self) -> None:
-        self.writes -= 1
-        if self.writes == 0:
-            self.lock.drop()
+    def _release_write(self) -> None:
+        self.writes_in_flight -= 1
+        if self.writes_in_flight == 0:
+            self.lock.release()
 
     @property
-    def _ids(self) -> tuple[str, int, str, str]:
+    def _frame_ids(self) -> tuple[str, int, str, str]:
         assert self.ticket is not None
-        return self.ticket.id, self.key.attempt, self.writer, self.ticket.decode.incarnation
+        return self.ticket.id, self.key.attempt_number, self.writer_incarnation, self.ticket.decode_peer.incarnation

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from baton.errors import BatonError
-from baton.types import AttemptKey, TicketId, TokenScore
+from baton.types import AttemptKey, TicketId, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,12 +12,12 @@ class SealInfo:
     them if the request asks for scores. All else derives from the Request, so that a decode-to-decode move can use the
     same message."""
 
-    emitted: tuple[int, ...]
-    score: TokenScore | None = None
+    emitted_token_ids: tuple[int, ...]
+    last_token_score: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class OutboundReport:
+class HandoffStats:
     """Figures of one committed hand-off, on the sender's steady clock, in seconds and bytes."""
 
     transport: str
@@ -32,41 +32,41 @@ class OutboundReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class InboundStarted:
     """The first Write of a ticket has been seen."""
 
-    ticket: TicketId
+    ticket_id: TicketId
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
+class InboundSealed:
     """Every (layer, block) of the ticket has landed, once, with the right checksum, and no writer can write any more.
     The compute thread answers with `commit` or `revoke`."""
 
-    ticket: TicketId
-    seal: SealInfo
+    ticket_id: TicketId
+    seal_info: SealInfo
     bytes_landed: int
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
-    """The hand-off will not commit. `fenced` says whether its blocks may be reused now; if not they are to be
-    QUARANTINED until `Fenced` follows. Emitted exactly once per granted ticket that does not commit, whether it
+class InboundLost:
+    """The hand-off will not commit. `is_fenced` says whether its blocks may be reused now; if not they are to be
+    QUARANTINED until `InboundFenced` follows. Emitted exactly once per granted ticket that does not commit, whether it
     expired, failed, or was revoked by the compute thread."""
 
-    ticket: TicketId
+    ticket_id: TicketId
     error: BatonError
-    fenced: bool
+    is_fenced: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Fenced:
+class InboundFenced:
     """Proof is in hand that the writer of a lost ticket can write no more: its blocks may be reused."""
 
-    ticket: TicketId
+    ticket_id: TicketId
 
 
-InboundEvent = Started | Sealed | Lost | Fenced
+InboundEvent = InboundStarted | InboundSealed | InboundLost | InboundFenced
 
 
 # events, prefill side
@@ -78,20 +78,20 @@ class LayerLanded:
 
     key: AttemptKey
     layer: int
-    first: int
-    last: int
+    first_block: int
+    end_block: int
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
+class OutboundCommitted:
     """Decode has committed. The source blocks are no longer needed."""
 
     key: AttemptKey
-    report: OutboundReport
+    stats: HandoffStats
 
 
 @dataclass(frozen=True, slots=True)
-class Aborted:
+class OutboundAborted:
     """The hand-off is over and did not commit. The plane reads the source blocks no more. Exactly one of Committed and
     Aborted ends every open()."""
 
@@ -99,4 +99,4 @@ class Aborted:
     error: BatonError
 
 
-OutboundEvent = LayerLanded | Committed | Aborted
+OutboundEvent = LayerLanded | OutboundCommitted | OutboundAborted

@@ -12,11 +12,11 @@ import msgspec
 from msgspec import Meta
 
 from baton.limits import MAX_LOGPROBS
-from baton.types import TokenScore
-from kv_transfer.core.slabs import Rectangle
+from baton.types import TokenLogprobs
+from kv_transfer.core.slabs import SlabRange
 
 PROTOCOL_VERSION: Final = 1
-INITIAL_WINDOW: Final = 1 << 20  # bytes a writer may have outstanding before decode's first Credit
+INITIAL_WINDOW_BYTES: Final = 1 << 20  # bytes a writer may have outstanding before decode's first Credit
 MAX_HEADER_BYTES: Final = 16 << 20  # bounds Seal's token list; every other frame is under 1 KiB
 
 Id = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
@@ -31,93 +31,93 @@ Code = Annotated[str, Meta(max_length=64)]
 
 
 class Frame(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """What all frames carry. `writer` and `decode` are incarnations."""
+    """What all frames carry. `writer_incarnation` and `decode_incarnation` are incarnations."""
 
-    ticket: Id
+    ticket_id: Id
     attempt: Count
-    writer: IncarnationId
-    decode: IncarnationId
+    writer_incarnation: IncarnationId
+    decode_incarnation: IncarnationId
 
 
-class Open(Frame, frozen=True, tag="open"):
-    """The writer has the ticket. `window` asks for that many bytes of credit; geometry is checked against the
+class OpenFrame(Frame, frozen=True, tag="open"):
+    """The writer has the ticket. `window_bytes` asks for that many bytes of credit; geometry is checked against the
     arena."""
 
     version: Count
     num_layers: Count
     slab_bytes: Size
-    window: Size
-    host: Text
+    window_bytes: Size
+    host_id: Text
 
 
-class Write(Frame, frozen=True, tag="write"):
+class WriteFrame(Frame, frozen=True, tag="write"):
     """Slabs of layers [layer, layer + layers) of logical blocks [block, block + blocks), all heads [head,
     head + heads). The payload is layer-major. `checksum` is xxh3_64 over it."""
 
-    layer: Count
-    layers: Count
-    block: Count
-    blocks: Count
-    head: Count
-    heads: Count
-    size: Size
+    first_layer: Count
+    num_layers: Count
+    first_block: Count
+    num_blocks: Count
+    first_kv_head: Count
+    num_kv_heads: Count
+    payload_bytes: Size
     checksum: Digest
-    inline: bool
+    is_inline: bool
 
     @property
-    def area(self) -> Rectangle:
-        return Rectangle(self.layer, self.layers, self.block, self.blocks)
+    def slab_range(self) -> SlabRange:
+        return SlabRange(self.first_layer, self.num_layers, self.first_block, self.num_blocks)
 
 
-class Seal(Frame, frozen=True, tag="seal"):
+class SealFrame(Frame, frozen=True, tag="seal"):
     """Everything was written. The manifest: how many slabs and bytes, and an order-free digest over every
-    Write. `logprob` and `top` are the score of the last token of `emitted`, if the request asks for scores."""
+    Write. `logprob` and `top` are the score of the last token of `emitted_token_ids`, if the request asks for scores."""
 
-    slabs: Count
-    size: Size
+    num_slabs: Count
+    payload_bytes: Size
     digest: Digest
-    emitted: Annotated[tuple[Token, ...], Meta(max_length=1 << 21)]
+    emitted_token_ids: Annotated[tuple[Token, ...], Meta(max_length=1 << 21)]
     logprob: Logprob | None
     top: Annotated[tuple[tuple[Token, Logprob], ...], Meta(max_length=MAX_LOGPROBS)]
 
     @property
-    def score(self) -> TokenScore | None:
-        return None if self.logprob is None else TokenScore(self.logprob, self.top)
+    def last_token_score(self) -> TokenLogprobs | None:
+        return None if self.logprob is None else TokenLogprobs(self.logprob, self.top)
 
 
-class Abort(Frame, frozen=True, tag="abort"):
+class AbortFrame(Frame, frozen=True, tag="abort"):
     code: Code
     message: Text
 
 
-class Renew(Frame, frozen=True, tag="renew"):
+class RenewFrame(Frame, frozen=True, tag="renew"):
     """The writer lives and still means to use the ticket."""
 
 
-class Credit(Frame, frozen=True, tag="credit"):
-    """Up to `window` bytes may be sent and not yet landed."""
+class CreditFrame(Frame, frozen=True, tag="credit"):
+    """Up to `window_bytes` bytes may be sent and not yet landed."""
 
-    window: Size
+    window_bytes: Size
 
 
-class Landed(Frame, frozen=True, tag="landed"):
+class LandedFrame(Frame, frozen=True, tag="landed"):
     """A Write has landed and its checksum was right."""
 
-    layer: Count
-    layers: Count
-    block: Count
-    blocks: Count
+    first_layer: Count
+    num_layers: Count
+    first_block: Count
+    num_blocks: Count
 
     @property
-    def area(self) -> Rectangle:
-        return Rectangle(self.layer, self.layers, self.block, self.blocks)
+    def slab_range(self) -> SlabRange:
+        return SlabRange(self.first_layer, self.num_layers, self.first_block, self.num_blocks)
 
 
-class Committed(Frame, frozen=True, tag="committed"):
+class CommittedFrame(Frame, frozen=True, tag="committed"):
     pass
 
 
-class Refused(Frame, frozen=True, tag="refused"):
+class RefusedFrame(Frame, frozen=True, tag="refused"):
     """The hand-off is over and did not commit; also the answer to Abort. `code` is an error's code on Baton's
     wire."""
 
@@ -125,31 +125,31 @@ class Refused(Frame, frozen=True, tag="refused"):
     message: Text
 
 
-ToDecode = Open | Write | Seal | Abort | Renew
-ToWriter = Credit | Landed | Committed | Refused
+FrameToDecode = OpenFrame | WriteFrame | SealFrame | AbortFrame | RenewFrame
+FrameToWriter = CreditFrame | LandedFrame | CommittedFrame | RefusedFrame
 
 F = TypeVar("F")
 
-encode = msgspec.msgpack.Encoder().encode
-_to_decode: msgspec.msgpack.Decoder[ToDecode] = msgspec.msgpack.Decoder(ToDecode)
-_to_writer: msgspec.msgpack.Decoder[ToWriter] = msgspec.msgpack.Decoder(ToWriter)
+encode_frame = msgspec.msgpack.Encoder().encode
+_TO_DECODE_DECODER: msgspec.msgpack.Decoder[FrameToDecode] = msgspec.msgpack.Decoder(FrameToDecode)
+_TO_WRITER_DECODER: msgspec.msgpack.Decoder[FrameToWriter] = msgspec.msgpack.Decoder(FrameToWriter)
 
 
 class BadFrame(Exception):
     """Bytes that are no frame of this protocol."""
 
 
-def decode_to_decode(data: bytes | memoryview) -> ToDecode:
+def parse_frame_to_decode(data: bytes | memoryview) -> FrameToDecode:
     """Raises BadFrame."""
-    return _decode(_to_decode, data)
+    return _parse(_TO_DECODE_DECODER, data)
 
 
-def decode_to_writer(data: bytes | memoryview) -> ToWriter:
+def parse_frame_to_writer(data: bytes | memoryview) -> FrameToWriter:
     """Raises BadFrame."""
-    return _decode(_to_writer, data)
+    return _parse(_TO_WRITER_DECODER, data)
 
 
-def _decode(decoder: "msgspec.msgpack.Decoder[F]", data: bytes | memoryview) -> F:
+def _parse(decoder: "msgspec.msgpack.Decoder[F]", data: bytes | memoryview) -> F:
     if len(data) > MAX_HEADER_BYTES:
         raise BadFrame(f"a header of {len(data)} bytes; at most {MAX_HEADER_BYTES} are allowed")
     try:

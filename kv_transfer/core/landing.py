@@ -26,21 +26,21 @@ from baton.errors import (
     BatonError,
     ChecksumMismatch,
     HandoffFailed,
-    Incomplete,
+    IncompleteTransfer,
     LayoutMismatch,
     LeaseExpired,
-    Stale,
-    from_peer,
+    StaleMessage,
+    handoff_error_from_peer,
 )
 from baton.types import Ticket
 from kv_transfer.core import frames
-from kv_transfer.core.events import Fenced, InboundEvent, Lost, Sealed, SealInfo, Started
-from kv_transfer.core.slabs import Grid, manifest_digest
+from kv_transfer.core.events import InboundFenced, InboundEvent, InboundLost, InboundSealed, SealInfo, InboundStarted
+from kv_transfer.core.slabs import SlabGrid, extend_manifest_digest
 
 NEVER = float("inf")
 
 
-class LandingState(Enum):
+class InboundState(Enum):
     GRANTED = "granted"
     WRITING = "writing"
     SEALING = "sealing"
@@ -50,21 +50,21 @@ class LandingState(Enum):
     LOST = "lost"
 
 
-IN_DOUBT = frozenset({LandingState.GRANTED, LandingState.WRITING, LandingState.SEALING})
-LIVE = IN_DOUBT | {LandingState.SEALED}
-AWAITING_FENCE = frozenset({LandingState.SEALING, LandingState.QUARANTINED})
-ENDED = frozenset({LandingState.COMMITTED, LandingState.LOST})
-_FILLING = frozenset({LandingState.GRANTED, LandingState.WRITING})
+UNSEALED_STATES = frozenset({InboundState.GRANTED, InboundState.WRITING, InboundState.SEALING})
+LIVE_STATES = UNSEALED_STATES | {InboundState.SEALED}
+AWAITING_FENCE_STATES = frozenset({InboundState.SEALING, InboundState.QUARANTINED})
+TERMINAL_STATES = frozenset({InboundState.COMMITTED, InboundState.LOST})
+_WRITABLE_STATES = frozenset({InboundState.GRANTED, InboundState.WRITING})
 
 
 @dataclass(frozen=True, slots=True)
-class Ignored:
+class IgnoredInput:
     """An input that changed nothing."""
 
     reason: str
 
 
-Output = frames.ToWriter | InboundEvent | Ignored
+InboundOutput = frames.FrameToWriter | InboundEvent | IgnoredInput
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,40 +72,40 @@ class ArenaShape:
     """What a hand-off's geometry is checked against."""
 
     num_layers: int
-    num_heads: int
+    num_kv_heads: int
     slab_bytes: int
 
 
 @dataclass(slots=True)
-class Landing:
+class InboundHandoff:
     ticket: Ticket
     shape: ArenaShape
-    fence: Callable[[], bool]
-    credit: int  # bytes
+    try_fence: Callable[[], bool]
+    credit_bytes: int  # bytes
     progress_timeout: float  # seconds without a slab landing, from the first Write on
-    lease: float  # deadline
-    state: LandingState = LandingState.GRANTED
-    arrived: int = 0  # set of slabs
+    lease_deadline: float  # deadline
+    state: InboundState = InboundState.GRANTED
+    landed_slabs: int = 0  # set of slabs
     bytes_landed: int = 0
-    digest: int = 0
-    progress: float = NEVER  # deadline
+    manifest_digest: int = 0
+    progress_deadline: float = NEVER  # deadline
     seal_info: SealInfo | None = None
     error: BatonError | None = None
-    grid: Grid = field(init=False)
+    grid: SlabGrid = field(init=False)
 
     def __post_init__(self) -> None:
         first = self.ticket.first_block
-        self.grid = Grid(self.shape.num_layers, first, first + len(self.ticket.offsets))
+        self.grid = SlabGrid(self.shape.num_layers, first, first + len(self.ticket.block_offsets))
 
     @property
     def deadline(self) -> float:
         """When `tick` must be called, by the lease or for want of progress."""
-        return min(self.lease, self.progress) if self.state in IN_DOUBT else NEVER
+        return min(self.lease_deadline, self.progress_deadline) if self.state in UNSEALED_STATES else NEVER
 
     # frames from the writer
 
-    def open(self, frame: frames.Open, now: float) -> list[Output]:
-        if (turned_away := self._turn_away(frame, now)) is not None:
+    def on_open(self, frame: frames.OpenFrame, now: float) -> list[InboundOutput]:
+        if (turned_away := self._screen_frame(frame, now)) is not None:
             return turned_away
         if frame.version != frames.PROTOCOL_VERSION:
             return self._lose(
@@ -114,158 +114,158 @@ class Landing:
         theirs, mine = (frame.num_layers, frame.slab_bytes), (self.shape.num_layers, self.shape.slab_bytes)
         if theirs != mine:
             return self._lose(LayoutMismatch(f"(layers, slab bytes) of the writer are {theirs}, decode's {mine}"))
-        self._renew(now)
-        return [frames.Credit(*self._ids, window=min(frame.window, self.credit))]
+        self._renew_lease(now)
+        return [frames.CreditFrame(*self._frame_ids, window_bytes=min(frame.window_bytes, self.credit_bytes))]
 
-    def admit(self, frame: frames.Write, now: float) -> tuple[bool, list[Output]]:
-        """Whether the Write's bytes may land (or, one-sided, be read back). `landed` must follow if so."""
-        if (turned_away := self._turn_away(frame, now)) is not None:
+    def check_write(self, frame: frames.WriteFrame, now: float) -> tuple[bool, list[InboundOutput]]:
+        """Whether the Write's bytes may land (or, one-sided, be read back). `finish_write` must follow if so."""
+        if (turned_away := self._screen_frame(frame, now)) is not None:
             return False, turned_away
-        area = frame.area
-        if not self.grid.holds(area) or (frame.head, frame.heads) != (0, self.shape.num_heads):
+        area = frame.slab_range
+        if not self.grid.contains(area) or (frame.first_kv_head, frame.num_kv_heads) != (0, self.shape.num_kv_heads):
             return False, self._lose(LayoutMismatch(f"a Write of {area}, heads {frame.head}+{frame.heads}"))
-        if frame.size != area.slabs * self.shape.slab_bytes:
+        if frame.payload_bytes != area.num_slabs * self.shape.slab_bytes:
             return False, self._lose(
                 LayoutMismatch(f"{frame.size} bytes for {area.slabs} slabs of {self.shape.slab_bytes}")
             )
-        bits = self.grid.bits(area)
-        if bits & self.arrived == bits:
-            return False, [Ignored("duplicate")]
-        if bits & self.arrived:
-            return False, self._lose(Incomplete(f"a Write of {area} overlaps what has landed"))
+        bits = self.grid.bitmask(area)
+        if bits & self.landed_slabs == bits:
+            return False, [IgnoredInput("duplicate")]
+        if bits & self.landed_slabs:
+            return False, self._lose(IncompleteTransfer(f"a Write of {area} overlaps what has landed"))
         return True, []
 
-    def landed(self, frame: frames.Write, checksum_right: bool, now: float) -> list[Output]:
+    def finish_write(self, frame: frames.WriteFrame, checksum_right: bool, now: float) -> list[InboundOutput]:
         """The bytes of an admitted Write are in place, or were found wrong."""
         if not checksum_right:
             return self._lose(ChecksumMismatch(f"the checksum of {frame.area} is wrong"))
-        area = frame.area
-        outputs: list[Output] = []
-        if self.state is LandingState.GRANTED:
-            self.state = LandingState.WRITING
-            outputs.append(Started(self.ticket.id))
-        self.arrived |= self.grid.bits(area)
-        self.bytes_landed += frame.size
-        self.digest = manifest_digest(self.digest, area, frame.checksum)
-        self.progress = now + self.progress_timeout
-        self._renew(now)
-        return [*outputs, frames.Landed(*self._ids, area.layer, area.layers, area.block, area.blocks)]
+        area = frame.slab_range
+        outputs: list[InboundOutput] = []
+        if self.state is InboundState.GRANTED:
+            self.state = InboundState.WRITING
+            outputs.append(InboundStarted(self.ticket.id))
+        self.landed_slabs |= self.grid.bitmask(area)
+        self.bytes_landed += frame.payload_bytes
+        self.manifest_digest = extend_manifest_digest(self.manifest_digest, area, frame.checksum)
+        self.progress_deadline = now + self.progress_timeout
+        self._renew_lease(now)
+        return [*outputs, frames.LandedFrame(*self._frame_ids, area.first_layer, area.num_layers, area.first_block, area.num_blocks)]
 
-    def seal(self, frame: frames.Seal, now: float) -> list[Output]:
-        if self.state is LandingState.COMMITTED and self.is_ours(frame):
-            return [frames.Committed(*self._ids)]
-        if (turned_away := self._turn_away(frame, now)) is not None:
+    def on_seal(self, frame: frames.SealFrame, now: float) -> list[InboundOutput]:
+        if self.state is InboundState.COMMITTED and self.is_current_frame(frame):
+            return [frames.CommittedFrame(*self._frame_ids)]
+        if (turned_away := self._screen_frame(frame, now)) is not None:
             return turned_away
         if not self._is_complete():
-            return self._lose(Incomplete(f"sealed with {self.arrived.bit_count()} of {self.grid.slabs} slabs landed"))
-        if (frame.slabs, frame.size, frame.digest) != (self.grid.slabs, self.bytes_landed, self.digest):
-            return self._lose(Incomplete(f"the manifest ({frame.slabs} slabs, {frame.size} bytes) is not what landed"))
-        self.seal_info = SealInfo(frame.emitted, frame.score)
-        self.state = LandingState.SEALING
-        return self._try_to_seal()
+            return self._lose(IncompleteTransfer(f"sealed with {self.arrived.bit_count()} of {self.grid.slabs} slabs landed"))
+        if (frame.num_slabs, frame.payload_bytes, frame.digest) != (self.grid.num_slabs, self.bytes_landed, self.manifest_digest):
+            return self._lose(IncompleteTransfer(f"the manifest ({frame.slabs} slabs, {frame.size} bytes) is not what landed"))
+        self.seal_info = SealInfo(frame.emitted_token_ids, frame.last_token_score)
+        self.state = InboundState.SEALING
+        return self._seal_if_fenced()
 
-    def abort(self, frame: frames.Abort) -> list[Output]:
-        if self.state is LandingState.COMMITTED and self.is_ours(frame):
-            return [Ignored("late"), frames.Committed(*self._ids)]
-        if self.state is LandingState.SEALED and self.is_ours(frame):
-            return [Ignored("late")]  # its answer is the node's decision
-        if not self.is_ours(frame) or self.state not in IN_DOUBT:
-            return self._refuse(frame)
-        return self._lose(from_peer(frame.code, frame.message))
+    def on_abort(self, frame: frames.AbortFrame) -> list[InboundOutput]:
+        if self.state is InboundState.COMMITTED and self.is_current_frame(frame):
+            return [IgnoredInput("late"), frames.CommittedFrame(*self._frame_ids)]
+        if self.state is InboundState.SEALED and self.is_current_frame(frame):
+            return [IgnoredInput("late")]  # its answer is the node's decision
+        if not self.is_current_frame(frame) or self.state not in UNSEALED_STATES:
+            return self._refusal(frame)
+        return self._lose(handoff_error_from_peer(frame.code, frame.message))
 
-    def renew(self, frame: frames.Renew, now: float) -> list[Output]:
-        if self.is_ours(frame) and self.state is LandingState.SEALED:
+    def on_renew(self, frame: frames.RenewFrame, now: float) -> list[InboundOutput]:
+        if self.is_current_frame(frame) and self.state is InboundState.SEALED:
             return []  # there is nothing left to renew: the answer to Seal is on its way
-        if (turned_away := self._turn_away(frame, now)) is not None:
+        if (turned_away := self._screen_frame(frame, now)) is not None:
             return turned_away
-        self._renew(now)
+        self._renew_lease(now)
         return []
 
     # the node's own calls
 
-    def commit(self) -> list[Output]:
-        if self.state is not LandingState.SEALED:
-            return [Ignored("commit")]
-        self.state = LandingState.COMMITTED
-        return [frames.Committed(*self._ids)]
+    def commit(self) -> list[InboundOutput]:
+        if self.state is not InboundState.SEALED:
+            return [IgnoredInput("commit")]
+        self.state = InboundState.COMMITTED
+        return [frames.CommittedFrame(*self._frame_ids)]
 
-    def revoke(self, error: BatonError) -> list[Output]:
-        return self._lose(error) if self.state in LIVE else [Ignored("revoke")]
+    def revoke(self, error: BatonError) -> list[InboundOutput]:
+        return self._lose(error) if self.state in LIVE_STATES else [IgnoredInput("revoke")]
 
-    def tick(self, now: float) -> list[Output]:
+    def tick(self, now: float) -> list[InboundOutput]:
         """A timer fired: end what has expired, try again to fence what waits for it."""
-        if self._expired(now):
-            return self._expire(now)
-        if self.state is LandingState.SEALING:
-            return self._try_to_seal()
-        if self.state is LandingState.QUARANTINED and self.fence():
-            self.state = LandingState.LOST
-            return [Fenced(self.ticket.id)]
+        if self._is_expired(now):
+            return self._lose_as_expired(now)
+        if self.state is InboundState.SEALING:
+            return self._seal_if_fenced()
+        if self.state is InboundState.QUARANTINED and self.try_fence():
+            self.state = InboundState.LOST
+            return [InboundFenced(self.ticket.id)]
         return []
 
-    def forget_slabs(self) -> None:
+    def discard_slabs(self) -> None:
         """It has ended: keep only what late frames are answered with."""
-        self.ticket = replace(self.ticket, offsets=())
-        self.arrived, self.seal_info = 0, None
+        self.ticket = replace(self.ticket, block_offsets=())
+        self.landed_slabs, self.seal_info = 0, None
 
     # the rules
 
-    def is_ours(self, frame: frames.Frame) -> bool:
+    def is_current_frame(self, frame: frames.Frame) -> bool:
         """Whether a frame is of this ticket's attempt and of both ends' present lives."""
-        return (frame.writer, frame.decode, frame.attempt) == (
-            self.ticket.writer,
-            self.ticket.decode.incarnation,
-            self.ticket.key.attempt,
+        return (frame.writer_incarnation, frame.decode_incarnation, frame.attempt) == (
+            self.ticket.writer_incarnation,
+            self.ticket.decode_peer.incarnation,
+            self.ticket.key.attempt_number,
         )
 
-    def _expired(self, now: float) -> bool:
+    def _is_expired(self, now: float) -> bool:
         return now >= self.deadline
 
     def _is_complete(self) -> bool:
-        return self.arrived == self.grid.everything
+        return self.landed_slabs == self.grid.full_mask
 
-    def _turn_away(self, frame: frames.Frame, now: float) -> list[Output] | None:
+    def _screen_frame(self, frame: frames.Frame, now: float) -> list[InboundOutput] | None:
         """What every frame must pass; None lets it in."""
-        if not self.is_ours(frame):
-            return self._refuse(frame)
-        if self._expired(now):
-            return self._expire(now)
-        if self.state in _FILLING:
+        if not self.is_current_frame(frame):
+            return self._refusal(frame)
+        if self._is_expired(now):
+            return self._lose_as_expired(now)
+        if self.state in _WRITABLE_STATES:
             return None
-        if self.state in LIVE or self.state is LandingState.COMMITTED:
-            return [Ignored("late")]
-        return self._refuse(frame)
+        if self.state in LIVE_STATES or self.state is InboundState.COMMITTED:
+            return [IgnoredInput("late")]
+        return self._refusal(frame)
 
-    def _refuse(self, frame: frames.Frame) -> list[Output]:
+    def _refusal(self, frame: frames.Frame) -> list[InboundOutput]:
         """Answer a frame of another life, or of a hand-off that is over, without touching this one."""
-        error = self.error or Stale("the ticket is for another incarnation or attempt")
+        error = self.error or StaleMessage("the ticket is for another incarnation or attempt")
         return [
-            Ignored("stale"),
-            frames.Refused(frame.ticket, frame.attempt, frame.writer, frame.decode, error.code, error.message[:512]),
+            IgnoredInput("stale"),
+            frames.RefusedFrame(frame.ticket_id, frame.attempt, frame.writer_incarnation, frame.decode_incarnation, error.code, error.message[:512]),
         ]
 
-    def _try_to_seal(self) -> list[Output]:
-        if not self.fence():
+    def _seal_if_fenced(self) -> list[InboundOutput]:
+        if not self.try_fence():
             return []
         assert self.seal_info is not None
-        self.state = LandingState.SEALED
-        return [Sealed(self.ticket.id, self.seal_info, self.bytes_landed)]
+        self.state = InboundState.SEALED
+        return [InboundSealed(self.ticket.id, self.seal_info, self.bytes_landed)]
 
-    def _expire(self, now: float) -> list[Output]:
-        if now >= self.lease:
+    def _lose_as_expired(self, now: float) -> list[InboundOutput]:
+        if now >= self.lease_deadline:
             return self._lose(LeaseExpired(f"ticket not renewed within its {self.ticket.ttl} s (ticket_ttl)"))
         return self._lose(HandoffFailed(f"no slab landed for {self.progress_timeout} s (progress_timeout)"))
 
-    def _lose(self, error: BatonError) -> list[Output]:
+    def _lose(self, error: BatonError) -> list[InboundOutput]:
         self.error = error.with_traceback(None)  # whose frames would hold payloads for as long as this is remembered
-        fenced = self.state is LandingState.SEALED or self.fence()
-        self.state = LandingState.LOST if fenced else LandingState.QUARANTINED
-        refused = frames.Refused(*self._ids, code=error.code, message=error.message[:512])
-        return [refused, Lost(self.ticket.id, error, fenced)]
+        fenced = self.state is InboundState.SEALED or self.try_fence()
+        self.state = InboundState.LOST if fenced else InboundState.QUARANTINED
+        refused = frames.RefusedFrame(*self._frame_ids, code=error.code, message=error.message[:512])
+        return [refused, InboundLost(self.ticket.id, error, fenced)]
 
-    def _renew(self, now: float) -> None:
-        self.lease = max(self.lease, now + self.ticket.ttl)
+    def _renew_lease(self, now: float) -> None:
+        self.lease_deadline = max(self.lease_deadline, now + self.ticket.ttl_seconds)
 
     @property
-    def _ids(self) -> tuple[str, int, str, str]:
-        return self.ticket.id, self.ticket.key.attempt, self.ticket.writer, self.ticket.decode.incarnation
+    def _frame_ids(self) -> tuple[str, int, str, str]:
+        return self.ticket.id, self.ticket.key.attempt_number, self.ticket.writer_incarnation, self.ticket.decode_peer.incarnation

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 
-class Leases(Generic[K]):
+class LeaseTable(Generic[K]):
     """A set of leases with one sweep that finds every expired one, whatever the order of grants and renewals.
 
     A heap of (deadline, key) with lazy deletion: an entry counts only if it equals the key's present
@@ -25,7 +25,7 @@ class Leases(Generic[K]):
     def __contains__(self, key: K) -> bool:
         return key in self._deadline
 
-    def set(self, key: K, deadline: float) -> None:
+    def set_deadline(self, key: K, deadline: float) -> None:
         """Grant a lease, or move its end either way."""
         self._deadline[key] = deadline
         self._pushed += 1
@@ -33,10 +33,10 @@ class Leases(Generic[K]):
         if len(self._heap) > 64 + 4 * len(self._deadline):
             self._rebuild()
 
-    def drop(self, key: K) -> None:
+    def remove_lease(self, key: K) -> None:
         self._deadline.pop(key, None)
 
-    def expire(self, now: float) -> list[K]:
+    def pop_expired(self, now: float) -> list[K]:
         """End and return every lease whose deadline has come."""
         over = []
         while self._heap and self._heap[0][0] <= now:

@@ -9,72 +9,72 @@ import xxhash
 
 
 @dataclass(frozen=True, slots=True)
-class Rectangle:
+class SlabRange:
     """Layers [layer, layer + layers) of logical blocks [block, block + blocks)."""
 
-    layer: int
-    layers: int
-    block: int
-    blocks: int
+    first_layer: int
+    num_layers: int
+    first_block: int
+    num_blocks: int
 
     @property
-    def slabs(self) -> int:
-        return self.layers * self.blocks
+    def num_slabs(self) -> int:
+        return self.num_layers * self.num_blocks
 
     @property
-    def last_layer(self) -> int:
-        return self.layer + self.layers
+    def end_layer(self) -> int:
+        return self.first_layer + self.num_layers
 
     @property
-    def last_block(self) -> int:
-        return self.block + self.blocks
+    def end_block(self) -> int:
+        return self.first_block + self.num_blocks
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class SlabGrid:
     """All slabs of a hand-off: `num_layers` layers of logical blocks [first, last). A set of them is an int,
     one bit per slab, so that machines are cheap to copy and to compare."""
 
     num_layers: int
-    first: int
-    last: int
+    first_block: int
+    end_block: int
 
     @property
-    def blocks(self) -> int:
-        return self.last - self.first
+    def num_blocks(self) -> int:
+        return self.end_block - self.first_block
 
     @property
-    def slabs(self) -> int:
-        return self.num_layers * self.blocks
+    def num_slabs(self) -> int:
+        return self.num_layers * self.num_blocks
 
     @property
-    def everything(self) -> int:
-        return (1 << self.slabs) - 1
+    def full_mask(self) -> int:
+        return (1 << self.num_slabs) - 1
 
-    def holds(self, area: Rectangle) -> bool:
+    def contains(self, area: SlabRange) -> bool:
         """Whether an area that came from outside is not empty and inside the grid."""
         return (
-            area.layers > 0
-            and area.blocks > 0
-            and area.last_layer <= self.num_layers
-            and self.first <= area.block
-            and area.last_block <= self.last
+            area.num_layers > 0
+            and area.num_blocks > 0
+            and area.end_layer <= self.num_layers
+            and self.first_block <= area.first_block
+            and area.end_block <= self.end_block
         )
 
-    def bits(self, area: Rectangle) -> int:
-        row = (1 << area.blocks) - 1
+    def bitmask(self, area: SlabRange) -> int:
+        row = (1 << area.num_blocks) - 1
         bits = 0
-        for layer in range(area.layer, area.last_layer):
-            bits |= row << (layer * self.blocks + area.block - self.first)
+        for layer in range(area.first_layer, area.end_layer):
+            bits |= row << (layer * self.num_blocks + area.first_block - self.first_block)
         return bits
 
 
-def each_layer(area: Rectangle) -> Iterator[Rectangle]:
-    for layer in range(area.layer, area.last_layer):
-        yield Rectangle(layer, 1, area.block, area.blocks)
+def split_by_layer(area: SlabRange) -> Iterator[SlabRange]:
+    for layer in range(area.first_layer, area.end_layer):
+        yield SlabRange(layer, 1, area.first_block, area.num_blocks)
 
 
-def manifest_digest(so_far: int, area: Rectangle, checksum: int) -> int:
+def extend_manifest_digest(so_far: int, area: SlabRange, checksum: int) -> int:
     """Add one Write to a manifest: a sum of hashes, so that the order of arrival does not matter."""
-    mixed = xxhash.xxh3_64_intdigest(struct.pack("<4IQ", area.layer, area.layers, area.block, area.blocks, checksum))
+    mixed = xxhash.xxh3_64_intdigest(struct.pack("<4IQ", area.first_layer, area.num_layers, area.first_block, area.num_blocks, checksum))
     return (so_far + mixed) % (1 << 64)

@@ -30,17 +30,17 @@ from baton.block_hash import BlockHash, block_hash
 from baton.cache_journal import CacheJournal
 from baton.hash_chain import HashChain
 from baton.types import BlockIndex, TicketId
-from node_engine.core.block_accounts import BlockAccounts
-from node_engine.core.ledger import BlockState, Ledger, LedgerEntry, LedgerError, require
+from node_engine.core.block_accounts import BlockOwnership
+from node_engine.core.ledger import BlockState, BlockLedger, BlockLedgerEntry, BlockLedgerError, require_invariant
 from node_engine.core.prefix_index import IndexedBlock, PrefixIndex
 
 
 @dataclass(frozen=True, slots=True)
 class PartialHit:
-    """The first `num_tokens` tokens of `source` are what the next block begins with: copy it, then go on in the
+    """The first `num_tokens` tokens of `source_block` are what the next block begins with: copy it, then go on in the
     copy."""
 
-    source: BlockIndex
+    source_block: BlockIndex
     num_tokens: int
 
 
@@ -50,12 +50,12 @@ class PrefixMatch:
     included."""
 
     blocks: tuple[BlockIndex, ...]
-    partial: PartialHit | None
-    num_tokens: int  # covered by `blocks` and `partial` together
+    partial_hit: PartialHit | None
+    num_tokens: int  # covered by `blocks` and `partial_hit` together
 
 
 @dataclass(slots=True)
-class _Promise:
+class _TicketReservation:
     """The blocks of a ticket that has not committed."""
 
     owner: str
@@ -69,71 +69,71 @@ class BlockPool:
     ages."""
 
     def __init__(self, num_blocks: int, block_size: int, clock: Callable[[], float]) -> None:
-        self.total = num_blocks
+        self.num_blocks = num_blocks
         self.block_size = block_size
-        self.journal = CacheJournal()
-        self.index = PrefixIndex(self._gained, self._lost)
+        self.cache_journal = CacheJournal()
+        self.prefix_index = PrefixIndex(self._on_block_indexed, self._on_block_unindexed)
         self._clock = clock
-        self._accounts = BlockAccounts(num_blocks, clock)
+        self._ownership = BlockOwnership(num_blocks, clock)
         self._free = [BlockIndex(block) for block in range(num_blocks)]  # a heap: lowest first keeps runs together
-        self._cached: OrderedDict[BlockIndex, None] = OrderedDict()  # least recently used first
-        self._promises: dict[TicketId, _Promise] = {}
+        self._cached_lru: OrderedDict[BlockIndex, None] = OrderedDict()  # least recently used first
+        self._reservations: dict[TicketId, _TicketReservation] = {}
 
     # what there is
 
     @property
-    def available(self) -> int:
+    def num_available_blocks(self) -> int:
         """Blocks that an allocation can get now, by eviction if need be."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self._cached_lru)
 
-    def state(self, block: BlockIndex) -> BlockState:
-        return self._accounts.state(block)
+    def get_block_state(self, block: BlockIndex) -> BlockState:
+        return self._ownership.get_block_state(block)
 
-    def refs(self, block: BlockIndex) -> int:
+    def get_ref_count(self, block: BlockIndex) -> int:
         """Owners of a block that is IN_USE, else 0."""
-        return self._accounts.refs(block)
+        return self._ownership.get_ref_count(block)
 
-    def count(self, state: BlockState) -> int:
-        return self._accounts.count(state)
+    def count_blocks(self, state: BlockState) -> int:
+        return self._ownership.count_blocks(state)
 
-    def counts(self) -> dict[BlockState, int]:
-        return self._accounts.counts()
+    def count_blocks_by_state(self) -> dict[BlockState, int]:
+        return self._ownership.count_blocks_by_state()
 
-    def held_by(self, owner: str) -> int:
+    def count_blocks_held_by(self, owner: str) -> int:
         """Blocks on which `owner` has a reference."""
-        return self._accounts.held_by(owner)
+        return self._ownership.count_blocks_held_by(owner)
 
-    def owns(self, block: BlockIndex) -> bool:
+    def is_own_block(self, block: BlockIndex) -> bool:
         """Whether it is a block of this arena, and not of the shared pool."""
-        return block < self.total
+        return block < self.num_blocks
 
     # local work
 
-    def allocate(self, count: int, owner: str) -> tuple[BlockIndex, ...] | None:
+    def allocate_blocks(self, count: int, owner: str) -> tuple[BlockIndex, ...] | None:
         """`count` blocks for `owner`, ascending; None, and nothing changed, if there are not that many."""
-        blocks = self._take(count)
+        blocks = self._take_free_blocks(count)
         if blocks is None:
             return None
         for block in blocks:
-            self._accounts.move(block, BlockState.FREE, BlockState.IN_USE)
-            self._accounts.hold(block, owner)
+            self._ownership.change_state(block, BlockState.FREE, BlockState.IN_USE)
+            self._ownership.add_reference(block, owner)
         return blocks
 
-    def share(self, blocks: Iterable[BlockIndex], owner: str) -> None:
+    def share_blocks(self, blocks: Iterable[BlockIndex], owner: str) -> None:
         """One more owner for blocks that are IN_USE or CACHED."""
-        for block in filter(self.owns, blocks):
-            if self.state(block) is BlockState.CACHED:
-                del self._cached[block]
-                self._accounts.move(block, BlockState.CACHED, BlockState.IN_USE)
-            elif self.state(block) is not BlockState.IN_USE:
-                raise LedgerError(f"block {block} is {self.state(block).value}: only committed blocks are shared")
-            self._accounts.hold(block, owner)
+        for block in filter(self.is_own_block, blocks):
+            if self.get_block_state(block) is BlockState.CACHED:
+                del self._cached_lru[block]
+                self._ownership.change_state(block, BlockState.CACHED, BlockState.IN_USE)
+            elif self.get_block_state(block) is not BlockState.IN_USE:
+                raise BlockLedgerError(f"block {block} is {self.state(block).value}: only committed blocks are shared")
+            self._ownership.add_reference(block, owner)
 
-    def release(self, blocks: Sequence[BlockIndex], owner: str) -> None:
+    def release_blocks(self, blocks: Sequence[BlockIndex], owner: str) -> None:
         """Give up `owner`'s reference on each of `blocks`, which come in table order."""
         for block in reversed(blocks):
-            if self.owns(block) and self._accounts.let_go(block, owner):
-                self._retire(block)
+            if self.is_own_block(block) and self._ownership.remove_reference(block, owner):
+                self._retire_block(block)
 
     # prefixes
 
@@ -153,138 +153,138 @@ class BlockPool:
         partial: PartialHit | None = None
         if allow_partial:
             rest = chain.tokens[covered : min(max_tokens, covered + self.block_size)]
-            found = self.index.find_beginning(chain.parent(len(blocks)), rest) if rest else None
+            found = self.prefix_index.find_partial_match(chain.parent_hash(len(blocks)), rest) if rest else None
             partial = PartialHit(*found) if found else None
-        self.share((*blocks, partial.source) if partial else blocks, owner)
+        self.share_blocks((*blocks, partial.source_block) if partial else blocks, owner)
         return PrefixMatch(tuple(blocks), partial, covered + (partial.num_tokens if partial else 0))
 
-    def seal_block(self, block: BlockIndex, chain: HashChain, number: int, length: int | None = None) -> None:
+    def index_block(self, block: BlockIndex, chain: HashChain, number: int, length: int | None = None) -> None:
         """`block` is logical block `number` of `chain`, computed and committed: make it findable. With `length` only
         its first tokens, so many: its owner goes on writing behind them, and seals the block again when it is full.
 
         Of blocks with equal content the first stays the one that is found; a CACHED one makes way for one in use.
         """
-        if self.state(block) is not BlockState.IN_USE:
-            raise LedgerError(f"block {block} is {self.state(block).value}: only a block in use is sealed")
+        if self.get_block_state(block) is not BlockState.IN_USE:
+            raise BlockLedgerError(f"block {block} is {self.state(block).value}: only a block in use is sealed")
         tokens = chain.block_tokens(number)[:length]
-        if block in self.index:
-            if len(self.index.entry(block).tokens) >= len(tokens):
-                raise LedgerError(f"block {block} was sealed before")
-            self.index.remove(block)
-        name = chain.name(number) if length is None else block_hash(chain.parent(number), tokens)
-        twins = self.index.twins(name)
-        if twins and self.state(twins[0]) is BlockState.CACHED:
-            self._evict(twins[0])
-        self.index.add(block, IndexedBlock(name, chain.parent(number), tokens))
+        if block in self.prefix_index:
+            if len(self.prefix_index.get_entry(block).token_ids) >= len(tokens):
+                raise BlockLedgerError(f"block {block} was sealed before")
+            self.prefix_index.remove_block(block)
+        name = chain.block_hash(number) if length is None else block_hash(chain.parent_hash(number), tokens)
+        twins = self.prefix_index.list_blocks_with_hash(name)
+        if twins and self.get_block_state(twins[0]) is BlockState.CACHED:
+            self._evict_block(twins[0])
+        self.prefix_index.add_block(block, IndexedBlock(name, chain.parent_hash(number), tokens))
 
-    def own_run(self, chain: HashChain, end: int) -> tuple[BlockIndex, ...]:
+    def find_own_suffix(self, chain: HashChain, end: int) -> tuple[BlockIndex, ...]:
         """The blocks of this arena that hold the full blocks of `chain` up to `end`, as far back as they are here
         without a gap."""
         found: list[BlockIndex] = []
         for number in range(end - 1, -1, -1):
-            block = self.index.find(chain.name(number), chain.parent(number), chain.block_tokens(number))
+            block = self.prefix_index.find_block(chain.block_hash(number), chain.parent_hash(number), chain.block_tokens(number))
             if block is None:
                 break
             found.append(block)
         return tuple(reversed(found))
 
-    def forget(self, block: BlockIndex) -> None:
+    def unindex_block(self, block: BlockIndex) -> None:
         """Nobody finds this sealed block any more: it is FREE at once, or with its last release."""
-        if self.state(block) is BlockState.CACHED:
-            self._evict(block)
+        if self.get_block_state(block) is BlockState.CACHED:
+            self._evict_block(block)
         else:
-            self.index.remove(block)
+            self.prefix_index.remove_block(block)
 
-    def full_blocks(self) -> Iterator[BlockHash]:
+    def iter_full_block_hashes(self) -> Iterator[BlockHash]:
         """Of every full block that can be found, each content once."""
-        return (entry.hash for entry in self.index.contents() if len(entry.tokens) == self.block_size)
+        return (entry.block_hash for entry in self.prefix_index.iter_contents() if len(entry.token_ids) == self.block_size)
 
     # hand-offs
 
-    def reserve(self, count: int, ticket: TicketId, owner: str) -> tuple[BlockIndex, ...] | None:
+    def reserve_for_ticket(self, count: int, ticket: TicketId, owner: str) -> tuple[BlockIndex, ...] | None:
         """`count` blocks for the writer of `ticket`, ascending; None, and nothing changed, if there are not that
         many."""
-        if ticket in self._promises or count < 1:
-            raise LedgerError(f"ticket {ticket}: {count} blocks, or it is known already")
-        blocks = self._take(count)
+        if ticket in self._reservations or count < 1:
+            raise BlockLedgerError(f"ticket {ticket}: {count} blocks, or it is known already")
+        blocks = self._take_free_blocks(count)
         if blocks is None:
             return None
         for block in blocks:
-            self._accounts.move(block, BlockState.FREE, BlockState.RESERVED)
-        self._promises[ticket] = _Promise(owner, blocks, BlockState.RESERVED, self._clock())
+            self._ownership.change_state(block, BlockState.FREE, BlockState.RESERVED)
+        self._reservations[ticket] = _TicketReservation(owner, blocks, BlockState.RESERVED, self._clock())
         return blocks
 
     def mark_writing(self, ticket: TicketId) -> None:
         """The writer has begun."""
-        self._advance(ticket, (BlockState.RESERVED,), BlockState.WRITING)
+        self._change_ticket_state(ticket, (BlockState.RESERVED,), BlockState.WRITING)
 
-    def commit(self, ticket: TicketId) -> tuple[BlockIndex, ...]:
+    def commit_ticket(self, ticket: TicketId) -> tuple[BlockIndex, ...]:
         """Everything has landed and the writer is gone: the blocks are the owner's."""
-        promise = self._end(ticket, (BlockState.WRITING,), BlockState.IN_USE)
+        promise = self._end_reservation(ticket, (BlockState.WRITING,), BlockState.IN_USE)
         for block in promise.blocks:
-            self._accounts.hold(block, promise.owner)
+            self._ownership.add_reference(block, promise.owner)
         return promise.blocks
 
     def release_ticket(self, ticket: TicketId) -> None:
         """The hand-off is lost and its writer is fenced."""
-        self._free_all(self._end(ticket, (BlockState.RESERVED, BlockState.WRITING), BlockState.FREE))
+        self._free_reserved_blocks(self._end_reservation(ticket, (BlockState.RESERVED, BlockState.WRITING), BlockState.FREE))
 
-    def quarantine(self, ticket: TicketId) -> None:
+    def quarantine_ticket(self, ticket: TicketId) -> None:
         """The hand-off is lost, but its writer may still write."""
-        self._advance(ticket, (BlockState.RESERVED, BlockState.WRITING), BlockState.QUARANTINED)
+        self._change_ticket_state(ticket, (BlockState.RESERVED, BlockState.WRITING), BlockState.QUARANTINED)
 
-    def fenced(self, ticket: TicketId) -> None:
+    def free_quarantined_ticket(self, ticket: TicketId) -> None:
         """Proof is in hand that the writer of a quarantined ticket writes no more."""
-        self._free_all(self._end(ticket, (BlockState.QUARANTINED,), BlockState.FREE))
+        self._free_reserved_blocks(self._end_reservation(ticket, (BlockState.QUARANTINED,), BlockState.FREE))
 
     # account
 
-    def ledger(self) -> Ledger:
+    def take_ledger(self) -> BlockLedger:
         now = self._clock()
         promised = (
-            LedgerEntry(promise.owner, promise.state, len(promise.blocks), now - promise.since, ticket)
-            for ticket, promise in self._promises.items()
+            BlockLedgerEntry(promise.owner, promise.state, len(promise.blocks), now - promise.since, ticket)
+            for ticket, promise in self._reservations.items()
         )
-        return Ledger(self.total, self.counts(), (*self._accounts.entries(), *promised))
+        return BlockLedger(self.num_blocks, self.count_blocks_by_state(), (*self._ownership.iter_ledger_entries(), *promised))
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         """Raise LedgerError unless every count and every cross-reference agrees. Looks at everything: for tests."""
-        self._accounts.check()
-        self.index.check()
-        require(sum(self.counts().values()) == self.total, "the states do not add up to all blocks")
-        free, promises = set(self._free), list(self._promises.values())
-        require(len(free) == len(self._free), "a block is on the free list twice")
+        self._ownership.check_invariants()
+        self.prefix_index.check_invariants()
+        require_invariant(sum(self.count_blocks_by_state().values()) == self.num_blocks, "the states do not add up to all blocks")
+        free, promises = set(self._free), list(self._reservations.values())
+        require_invariant(len(free) == len(self._free), "a block is on the free list twice")
         promised = {block: promise.state for promise in promises for block in promise.blocks}
-        require(len(promised) == sum(len(promise.blocks) for promise in promises), "a block is promised twice")
-        for number in range(self.total):
+        require_invariant(len(promised) == sum(len(promise.blocks) for promise in promises), "a block is promised twice")
+        for number in range(self.num_blocks):
             block = BlockIndex(number)
-            state = self.state(block)
-            require((block in free) == (state is BlockState.FREE), f"block {block} is {state}: free list")
-            require((block in self._cached) == (state is BlockState.CACHED), f"block {block} is {state}: cache")
+            state = self.get_block_state(block)
+            require_invariant((block in free) == (state is BlockState.FREE), f"block {block} is {state}: free list")
+            require_invariant((block in self._cached_lru) == (state is BlockState.CACHED), f"block {block} is {state}: cache")
             if state in (BlockState.RESERVED, BlockState.WRITING, BlockState.QUARANTINED):
-                require(promised.pop(block, None) is state, f"block {block} is {state}: no such ticket")
-            if block in self.index:
-                twins = self.index.twins(self.index.entry(block).hash)
-                require(state is BlockState.IN_USE or len(twins) == 1, f"block {block} is {state}: indexed")
-                require(state in (BlockState.IN_USE, BlockState.CACHED), f"block {block} is {state}: indexed")
+                require_invariant(promised.pop(block, None) is state, f"block {block} is {state}: no such ticket")
+            if block in self.prefix_index:
+                twins = self.prefix_index.list_blocks_with_hash(self.prefix_index.get_entry(block).block_hash)
+                require_invariant(state is BlockState.IN_USE or len(twins) == 1, f"block {block} is {state}: indexed")
+                require_invariant(state in (BlockState.IN_USE, BlockState.CACHED), f"block {block} is {state}: indexed")
             else:
-                require(state is not BlockState.CACHED, f"block {block} is cached, but nobody can find it")
-        require(not promised, "a ticket names blocks of another state")
+                require_invariant(state is not BlockState.CACHED, f"block {block} is cached, but nobody can find it")
+        require_invariant(not promised, "a ticket names blocks of another state")
 
     # the steps underneath
 
-    def _gained(self, entry: IndexedBlock) -> None:
-        if len(entry.tokens) == self.block_size:
-            self.journal.gained(entry.hash)
+    def _on_block_indexed(self, entry: IndexedBlock) -> None:
+        if len(entry.token_ids) == self.block_size:
+            self.cache_journal.record_insertion(entry.block_hash)
 
-    def _lost(self, entry: IndexedBlock) -> None:
-        if len(entry.tokens) == self.block_size:
-            self.journal.lost(entry.hash)
+    def _on_block_unindexed(self, entry: IndexedBlock) -> None:
+        if len(entry.token_ids) == self.block_size:
+            self.cache_journal.record_eviction(entry.block_hash)
 
     def _find_blocks(self, chain: HashChain, max_tokens: int, pooled: Sequence[BlockIndex]) -> list[BlockIndex]:
         blocks: list[BlockIndex] = []
         for number in range(min(max_tokens, len(chain.tokens)) // self.block_size):
-            block = self.index.find(chain.name(number), chain.parent(number), chain.block_tokens(number))
+            block = self.prefix_index.find_block(chain.block_hash(number), chain.parent_hash(number), chain.block_tokens(number))
             if block is None and number < len(pooled):
                 block = pooled[number]
             if block is None:
@@ -292,45 +292,45 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def _take(self, count: int) -> tuple[BlockIndex, ...] | None:
-        if count > self.available:
+    def _take_free_blocks(self, count: int) -> tuple[BlockIndex, ...] | None:
+        if count > self.num_available_blocks:
             return None
         while len(self._free) < count:
-            self._evict(next(iter(self._cached)))
+            self._evict_block(next(iter(self._cached_lru)))
         return tuple(heappop(self._free) for _ in range(count))
 
-    def _evict(self, block: BlockIndex) -> None:
-        del self._cached[block]
-        self.index.remove(block)
-        self._accounts.move(block, BlockState.CACHED, BlockState.FREE)
+    def _evict_block(self, block: BlockIndex) -> None:
+        del self._cached_lru[block]
+        self.prefix_index.remove_block(block)
+        self._ownership.change_state(block, BlockState.CACHED, BlockState.FREE)
         heappush(self._free, block)
 
-    def _retire(self, block: BlockIndex) -> None:
+    def _retire_block(self, block: BlockIndex) -> None:
         """The last reference is gone: keep the block as cache if nobody else holds the same content."""
-        if block in self.index and len(self.index.twins(self.index.entry(block).hash)) == 1:
-            self._accounts.move(block, BlockState.IN_USE, BlockState.CACHED)
-            self._cached[block] = None
+        if block in self.prefix_index and len(self.prefix_index.list_blocks_with_hash(self.prefix_index.get_entry(block).block_hash)) == 1:
+            self._ownership.change_state(block, BlockState.IN_USE, BlockState.CACHED)
+            self._cached_lru[block] = None
             return
-        if block in self.index:
-            self.index.remove(block)
-        self._accounts.move(block, BlockState.IN_USE, BlockState.FREE)
+        if block in self.prefix_index:
+            self.prefix_index.remove_block(block)
+        self._ownership.change_state(block, BlockState.IN_USE, BlockState.FREE)
         heappush(self._free, block)
 
-    def _advance(self, ticket: TicketId, allowed: tuple[BlockState, ...], after: BlockState) -> _Promise:
-        promise = self._promises.get(ticket)
+    def _change_ticket_state(self, ticket: TicketId, allowed: tuple[BlockState, ...], after: BlockState) -> _TicketReservation:
+        promise = self._reservations.get(ticket)
         if promise is None or promise.state not in allowed:
             state = promise.state.value if promise else "unknown"
-            raise LedgerError(f"ticket {ticket} is {state}: it cannot become {after.value}")
+            raise BlockLedgerError(f"ticket {ticket} is {state}: it cannot become {after.value}")
         for block in promise.blocks:
-            self._accounts.move(block, promise.state, after)
+            self._ownership.change_state(block, promise.state, after)
         promise.state, promise.since = after, self._clock()
         return promise
 
-    def _end(self, ticket: TicketId, allowed: tuple[BlockState, ...], after: BlockState) -> _Promise:
-        promise = self._advance(ticket, allowed, after)
-        del self._promises[ticket]
+    def _end_reservation(self, ticket: TicketId, allowed: tuple[BlockState, ...], after: BlockState) -> _TicketReservation:
+        promise = self._change_ticket_state(ticket, allowed, after)
+        del self._reservations[ticket]
         return promise
 
-    def _free_all(self, promise: _Promise) -> None:
+    def _free_reserved_blocks(self, promise: _TicketReservation) -> None:
         for block in promise.blocks:
             heappush(self._free, block)

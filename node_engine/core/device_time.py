@@ -14,17 +14,17 @@ from node_engine.core.step import SequenceId, StepBatch
 class DeviceTime:
     def __init__(self) -> None:
         self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)  # phase, class
-        self.busy = 0.0
+        self.busy_seconds = 0.0
 
-    def add(self, batch: StepBatch, sequence_of: Callable[[SequenceId], Sequence], seconds: float) -> None:
+    def charge_step(self, batch: StepBatch, sequence_of: Callable[[SequenceId], Sequence], seconds: float) -> None:
         """A step took `seconds`, whether it succeeded or not. Computing a context is prefill, and is charged to
         whoever made it necessary."""
-        self.busy += seconds
+        self.busy_seconds += seconds
         for piece in batch.slices:
-            sequence = sequence_of(piece.sequence)
-            share = seconds * len(piece.tokens) / batch.num_tokens
+            sequence = sequence_of(piece.sequence_id)
+            share = seconds * len(piece.token_ids) / batch.num_tokens
             if piece.start < sequence.context_len:
-                self._seconds["prefill", sequence.payer(piece.start)] += share
+                self._seconds["prefill", sequence.charged_class_at(piece.start)] += share
             else:
                 self._seconds["decode", sequence.tenant_class] += share
 
@@ -34,4 +34,4 @@ class DeviceTime:
             f'baton_device_seconds_total{{phase="{phase}",class="{tenant_class}"}}': seconds
             for (phase, tenant_class), seconds in self._seconds.items()
         }
-        return found | {"baton_device_busy_seconds_total": self.busy}
+        return found | {"baton_device_busy_seconds_total": self.busy_seconds}

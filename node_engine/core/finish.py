@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from baton.types import FinishReason, SamplingParams
 
 
-def stop_ids(params: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
+def stop_token_ids(params: SamplingParams, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
     """Ids that end this generation. With `ignore_eos`, EOS is a token like any other."""
     return params.stop_token_ids if params.ignore_eos else (*eos_token_ids, *params.stop_token_ids)
 
 
-def forbidden_ids(params: SamplingParams, eos_token_ids: Sequence[int], num_generated: int) -> tuple[int, ...]:
+def forbidden_token_ids(params: SamplingParams, eos_token_ids: Sequence[int], num_generated: int) -> tuple[int, ...]:
     """Ids that may not be drawn next, after `num_generated` tokens of output (those of earlier attempts included)."""
-    return stop_ids(params, eos_token_ids) if num_generated < params.min_tokens else ()
+    return stop_token_ids(params, eos_token_ids) if num_generated < params.min_tokens else ()
 
 
 def finish_reason(
@@ -26,7 +26,7 @@ def finish_reason(
 ) -> FinishReason | None:
     """Whether the output ends with `last_token`, which is counted in `num_generated` (tokens of output, those of
     earlier attempts included) and in `num_tokens` (prompt and output)."""
-    if last_token in stop_ids(params, eos_token_ids):
+    if last_token in stop_token_ids(params, eos_token_ids):
         return FinishReason.STOP
     if num_generated >= params.max_tokens or num_tokens >= max_model_len:
         return FinishReason.LENGTH

@@ -18,37 +18,37 @@ class BlockState(Enum):
     QUARANTINED = "quarantined"  # the ticket is lost, but its writer may still write
 
 
-class LedgerError(AssertionError):
+class BlockLedgerError(AssertionError):
     """An illegal transition or an account that does not balance: a programming error, never a caller's."""
 
 
-def require(holds: bool, what: str) -> None:
+def require_invariant(holds: bool, what: str) -> None:
     """An invariant of the books; unlike an assert it survives `python -O`."""
     if not holds:
-        raise LedgerError(f"the books do not agree: {what}")
+        raise BlockLedgerError(f"the books do not agree: {what}")
 
 
 @dataclass(frozen=True, slots=True)
-class LedgerEntry:
-    """Blocks of one owner in one state. `owner` is the label given to the pool; `age` is in seconds, from the moment
+class BlockLedgerEntry:
+    """Blocks of one owner in one state. `owner` is the label given to the pool; `age_seconds` is in seconds, from the moment
     when the owner got its first block or, for a ticket's blocks, from their last change of state."""
 
     owner: str
     state: BlockState
-    blocks: int
-    age: float
-    ticket: TicketId | None = None
+    num_blocks: int
+    age_seconds: float
+    ticket_id: TicketId | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Ledger:
+class BlockLedger:
     """A snapshot. A shared block stands in the entry of each of its owners, so that IN_USE entries may add up to more
     than `counts[IN_USE]`; every other entry counts a block once."""
 
-    total: int
+    num_blocks: int
     counts: Mapping[BlockState, int]
-    entries: tuple[LedgerEntry, ...]
+    entries: tuple[BlockLedgerEntry, ...]
 
     @property
-    def balanced(self) -> bool:
-        return sum(self.counts.values()) == self.total and min(self.counts.values()) >= 0
+    def is_balanced(self) -> bool:
+        return sum(self.counts.values()) == self.num_blocks and min(self.counts.values()) >= 0

@@ -4,12 +4,12 @@ events. `node_engine/host/commands.py` is the only translator from the wire."""
 from dataclasses import dataclass
 
 from baton.errors import BatonError
-from baton.pool_terms import Elsewhere, PoolHit
-from baton.types import AttemptKey, Incarnation, PeerAddress, Role, Ticket, Work
+from baton.pool_terms import RemotePrefix, PoolHit
+from baton.types import AttemptKey, Incarnation, PeerAddress, Role, Ticket, AttemptSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class NodeJoined:
     """A (new) incarnation: what was held for the one before is dropped."""
 
     incarnation: Incarnation
@@ -21,64 +21,64 @@ class CoordinatorLost:
 
 
 @dataclass(frozen=True, slots=True)
-class Submit:
-    """Serve this attempt. `writer` brings the KV of the context; without one, compute it here. From now on prompts that
-    are computed here may add `prefill_share` of its length to a step of those that run; 0: there is no such bound.
-    `elsewhere`: another host's pool that has more of the context than there is on this host. `hit`: what this host's
+class DecodeCommand:
+    """Serve this attempt. `kv_writer` brings the KV of the context; without one, compute it here. From now on prompts that
+    are computed here may add `prefill_step_share` of its length to a step of those that run; 0: there is no such bound.
+    `remote_prefix`: another host's pool that has more of the context than there is on this host. `pool_hit`: what this host's
     pool has of it, pinned; whoever handles the message owns the pin."""
 
-    work: Work
-    writer: PeerAddress | None
-    prefill_share: float = 0.0
-    hit: PoolHit | None = None
-    elsewhere: Elsewhere | None = None
+    work: AttemptSpec
+    kv_writer: PeerAddress | None
+    prefill_step_share: float = 0.0
+    pool_hit: PoolHit | None = None
+    remote_prefix: RemotePrefix | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Prefill:
-    """Compute this attempt's context and hand it over; with `alone` the answer is one token and nobody follows. `hit`
-    and `elsewhere`: as in Submit."""
+class PrefillCommand:
+    """Compute this attempt's context and hand it over; with `needs_no_decode` the answer is one token and nobody follows. `pool_hit`
+    and `remote_prefix`: as in Submit."""
 
-    work: Work
-    alone: bool
-    hit: PoolHit | None = None
-    elsewhere: Elsewhere | None = None
+    work: AttemptSpec
+    needs_no_decode: bool
+    pool_hit: PoolHit | None = None
+    remote_prefix: RemotePrefix | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class GiveTicket:
+class TicketCommand:
     ticket: Ticket
 
 
 @dataclass(frozen=True, slots=True)
-class Cancel:
+class CancelCommand:
     key: AttemptKey
     reason: BatonError
 
 
 @dataclass(frozen=True, slots=True)
-class PeerGone:
+class PeerLostCommand:
     incarnation: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
-class LedgerQuery:
-    query: int
+class LedgerCommand:
+    query_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class CacheQuery:
+class CacheSnapshotCommand:
     """Tell everything that the prefix index has."""
 
 
 @dataclass(frozen=True, slots=True)
-class SetRole:
+class SetRoleCommand:
     """Take this role as soon as nothing is held here any more, and join anew in it. Nothing is given to this
     incarnation after it; a new one makes it void."""
 
     role: Role
 
 
-Command = (
-    Joined | CoordinatorLost | Submit | Prefill | GiveTicket | Cancel | PeerGone | LedgerQuery | CacheQuery | SetRole
+NodeCommand = (
+    NodeJoined | CoordinatorLost | DecodeCommand | PrefillCommand | TicketCommand | CancelCommand | PeerLostCommand | LedgerCommand | CacheSnapshotCommand | SetRoleCommand
 )

@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 from baton.errors import BatonError
-from baton.types import TokenEvent, TokenScore
+from baton.types import TokenEvent, TokenLogprobs
 from node_engine.core.sequence import Sequence
 from node_engine.core.step import StepBatch
 
 
 @dataclass(frozen=True, slots=True)
-class Emitted:
+class TokenEmitted:
     """A token for the client. If `event.finish` is set the sequence is FINISHED and holds nothing."""
 
     sequence: Sequence
@@ -17,13 +17,13 @@ class Emitted:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptScored:
-    """Scores of the prompt's tokens `first` .. `first + len(scores)`, in order and without a gap from 1 on. They come
+class PromptLogprobsComputed:
+    """Scores of the prompt's tokens `first_position` .. `first + len(scores)`, in order and without a gap from 1 on. They come
     before what else the same step made of the sequence."""
 
     sequence: Sequence
-    first: int
-    scores: tuple[TokenScore, ...]
+    first_position: int
+    logprobs: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class PrefillCompleted:
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class PrefillRequeued:
     """A speculative sequence lost its blocks and is WAITING again. Nothing that was announced of it is valid any
     more: the hand-off has to be aborted; it will start over, with its prompt's scores."""
 
@@ -44,22 +44,22 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """The sequence is FINISHED without an answer and holds nothing: Preempted, OutOfBlocks or TooLong. `caused_by` is
+class SequenceFailed:
+    """The sequence is FINISHED without an answer and holds nothing: Preempted, OutOfBlocks or TooLong. `preempting_class` is
     the class of whoever took a preempted one's blocks."""
 
     sequence: Sequence
     error: BatonError
-    caused_by: str = ""
+    preempting_class: str = ""
 
 
-Outcome = Emitted | PromptScored | PrefillCompleted | Dropped | Failed
+SequenceOutcome = TokenEmitted | PromptLogprobsComputed | PrefillCompleted | PrefillRequeued | SequenceFailed
 
 
 @dataclass(frozen=True, slots=True)
-class StepPlan:
+class ScheduledStep:
     """What `Scheduler.next_step` decided. `batch` is None when there is nothing to compute; the outcomes hold either
     way."""
 
     batch: StepBatch | None
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[SequenceOutcome, ...]

@@ -9,50 +9,50 @@ from dataclasses import dataclass
 
 from baton.types import BlockIndex
 from node_engine.core.block_pool import PartialHit
-from node_engine.core.ledger import require
+from node_engine.core.ledger import require_invariant
 
 
-class PoolHold:
+class RefCountedPin:
     """One pin and those who read through it. `release` is called once, when the last of them is done. Whoever makes it
     has the first use. Compute thread only."""
 
     def __init__(self, release: Callable[[], None]) -> None:
         self._release = release
-        self._users = 1
+        self._ref_count = 1
 
     @property
-    def users(self) -> int:
-        return self._users
+    def ref_count(self) -> int:
+        return self._ref_count
 
-    def take(self) -> "PoolHold":
+    def acquire(self) -> "RefCountedPin":
         """One more use."""
-        require(self._users > 0, "a pin is used after its release")
-        self._users += 1
+        require_invariant(self._ref_count > 0, "a pin is used after its release")
+        self._ref_count += 1
         return self
 
-    def drop(self) -> None:
+    def release(self) -> None:
         """One use less."""
-        require(self._users > 0, "a pin is released twice")
-        self._users -= 1
-        if self._users == 0:
+        require_invariant(self._ref_count > 0, "a pin is released twice")
+        self._ref_count -= 1
+        if self._ref_count == 0:
             self._release()
 
 
 @dataclass(frozen=True, slots=True)
-class Pooled:
+class PoolPrefix:
     """What the pool has of a context: its full blocks 0, 1, ..., and the block that goes on from there. Whoever has it
-    owns one use of `hold`, and ends it with `done`. The last `remote` of the blocks have come from another host's pool
+    owns one use of `pin`, and ends it with `release`. The last `num_remote_blocks` of the blocks have come from another host's pool
     for this."""
 
     blocks: tuple[BlockIndex, ...]
-    partial: PartialHit | None
-    hold: PoolHold
-    remote: int = 0
+    partial_hit: PartialHit | None
+    pin: RefCountedPin
+    num_remote_blocks: int = 0
 
-    def take(self) -> "Pooled":
+    def acquire(self) -> "PoolPrefix":
         """The same for one more."""
-        self.hold.take()
+        self.pin.acquire()
         return self
 
-    def done(self) -> None:
-        self.hold.drop()
+    def release(self) -> None:
+        self.pin.release()

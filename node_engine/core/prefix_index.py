@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 from baton.block_hash import BlockHash
 from baton.types import BlockIndex
-from node_engine.core.ledger import require
+from node_engine.core.ledger import require_invariant
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedBlock:
-    hash: BlockHash
-    parent: BlockHash
-    tokens: tuple[int, ...]
+    block_hash: BlockHash
+    parent_hash: BlockHash
+    token_ids: tuple[int, ...]
 
 
-def _ignore(entry: IndexedBlock) -> None:
+def _ignore_entry(entry: IndexedBlock) -> None:
     """For an index that nobody follows."""
 
 
@@ -32,11 +32,11 @@ class PrefixIndex:
     so."""
 
     def __init__(
-        self, gained: Callable[[IndexedBlock], None] = _ignore, lost: Callable[[IndexedBlock], None] = _ignore
+        self, gained: Callable[[IndexedBlock], None] = _ignore_entry, lost: Callable[[IndexedBlock], None] = _ignore_entry
     ) -> None:
-        self._gained, self._lost = gained, lost
+        self._on_content_added, self._on_content_removed = gained, lost
         self._entries: dict[BlockIndex, IndexedBlock] = {}
-        self._twins: dict[BlockHash, list[BlockIndex]] = {}
+        self._blocks_by_hash: dict[BlockHash, list[BlockIndex]] = {}
         self._children: dict[BlockHash, list[tuple[tuple[int, ...], BlockHash]]] = {}  # by parent, sorted
 
     def __contains__(self, block: BlockIndex) -> bool:
@@ -45,50 +45,50 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def entry(self, block: BlockIndex) -> IndexedBlock:
+    def get_entry(self, block: BlockIndex) -> IndexedBlock:
         return self._entries[block]
 
-    def twins(self, name: BlockHash) -> Sequence[BlockIndex]:
+    def list_blocks_with_hash(self, name: BlockHash) -> Sequence[BlockIndex]:
         """Blocks with that content, the one that look-ups find first."""
-        return self._twins.get(name, ())
+        return self._blocks_by_hash.get(name, ())
 
-    def add(self, block: BlockIndex, entry: IndexedBlock) -> None:
+    def add_block(self, block: BlockIndex, entry: IndexedBlock) -> None:
         """Make `block` findable. A colliding hash (same name, other content) is left alone."""
-        twins = self._twins.setdefault(entry.hash, [])
+        twins = self._blocks_by_hash.setdefault(entry.block_hash, [])
         if twins and self._entries[twins[0]] != entry:
             return
         if not twins:
-            insort(self._children.setdefault(entry.parent, []), (entry.tokens, entry.hash))
-            self._gained(entry)
+            insort(self._children.setdefault(entry.parent_hash, []), (entry.token_ids, entry.block_hash))
+            self._on_content_added(entry)
         twins.append(block)
         self._entries[block] = entry
 
-    def remove(self, block: BlockIndex) -> None:
+    def remove_block(self, block: BlockIndex) -> None:
         entry = self._entries.pop(block)
-        twins = self._twins[entry.hash]
+        twins = self._blocks_by_hash[entry.block_hash]
         twins.remove(block)
         if twins:
             return
-        del self._twins[entry.hash]
-        siblings = self._children[entry.parent]
-        del siblings[bisect_left(siblings, (entry.tokens, entry.hash))]
+        del self._blocks_by_hash[entry.block_hash]
+        siblings = self._children[entry.parent_hash]
+        del siblings[bisect_left(siblings, (entry.token_ids, entry.block_hash))]
         if not siblings:
-            del self._children[entry.parent]
-        self._lost(entry)
+            del self._children[entry.parent_hash]
+        self._on_content_removed(entry)
 
-    def contents(self) -> Iterator[IndexedBlock]:
+    def iter_contents(self) -> Iterator[IndexedBlock]:
         """Each content once."""
-        return (self._entries[twins[0]] for twins in self._twins.values())
+        return (self._entries[twins[0]] for twins in self._blocks_by_hash.values())
 
-    def find(self, name: BlockHash, parent: BlockHash, tokens: Sequence[int]) -> BlockIndex | None:
+    def find_block(self, name: BlockHash, parent: BlockHash, tokens: Sequence[int]) -> BlockIndex | None:
         """The block that holds exactly `tokens` after `parent`."""
-        twins = self._twins.get(name)
+        twins = self._blocks_by_hash.get(name)
         if twins is None:
             return None
         entry = self._entries[twins[0]]
-        return twins[0] if entry.parent == parent and entry.tokens == tuple(tokens) else None
+        return twins[0] if entry.parent_hash == parent and entry.token_ids == tuple(tokens) else None
 
-    def find_beginning(self, parent: BlockHash, tokens: Sequence[int]) -> tuple[BlockIndex, int] | None:
+    def find_partial_match(self, parent: BlockHash, tokens: Sequence[int]) -> tuple[BlockIndex, int] | None:
         """The child of `parent` that shares the longest beginning with `tokens`, and how many tokens of it; None if
         no child shares even one."""
         siblings = self._children.get(parent, [])
@@ -96,27 +96,27 @@ class PrefixIndex:
         place = bisect_left(siblings, (wanted,))
         best: tuple[BlockIndex, int] | None = None
         for candidate, name in siblings[max(0, place - 1) : place + 1]:
-            shared = common_beginning(candidate, wanted)
+            shared = common_prefix_length(candidate, wanted)
             if shared > (best[1] if best else 0):
-                best = (self._twins[name][0], shared)
+                best = (self._blocks_by_hash[name][0], shared)
         return best
 
-    def check(self) -> None:
+    def check_invariants(self) -> None:
         """Raise LedgerError if the three tables do not tell the same story."""
-        require(sum(len(twins) for twins in self._twins.values()) == len(self._entries), "indexed blocks")
-        for name, twins in self._twins.items():
-            require(len(set(twins)) == len(twins) > 0, f"twins {twins}")
-            require({self._entries[block].hash for block in twins} == {name}, f"hash of {twins}")
-            require(len({self._entries[block] for block in twins}) == 1, f"content of {twins}")
-        require(sum(len(siblings) for siblings in self._children.values()) == len(self._twins), "children")
+        require_invariant(sum(len(twins) for twins in self._blocks_by_hash.values()) == len(self._entries), "indexed blocks")
+        for name, twins in self._blocks_by_hash.items():
+            require_invariant(len(set(twins)) == len(twins) > 0, f"twins {twins}")
+            require_invariant({self._entries[block].block_hash for block in twins} == {name}, f"hash of {twins}")
+            require_invariant(len({self._entries[block] for block in twins}) == 1, f"content of {twins}")
+        require_invariant(sum(len(siblings) for siblings in self._children.values()) == len(self._blocks_by_hash), "children")
         for parent, siblings in self._children.items():
-            require(siblings == sorted(siblings), "order of siblings")
+            require_invariant(siblings == sorted(siblings), "order of siblings")
             for tokens, name in siblings:
-                entry = self._entries[self._twins[name][0]]
-                require((entry.parent, entry.tokens) == (parent, tokens), "a child under the wrong parent")
+                entry = self._entries[self._blocks_by_hash[name][0]]
+                require_invariant((entry.parent_hash, entry.token_ids) == (parent, tokens), "a child under the wrong parent")
 
 
-def common_beginning(left: Sequence[int], right: Sequence[int]) -> int:
+def common_prefix_length(left: Sequence[int], right: Sequence[int]) -> int:
     """Length of the longest common prefix."""
     for position, (one, other) in enumerate(zip(left, right, strict=False)):
         if one != other:

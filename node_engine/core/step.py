@@ -13,7 +13,7 @@ from typing import NamedTuple, NewType, Protocol
 
 from baton.kv_layout import KVLayout
 from baton.model_identity import ModelIdentity
-from baton.types import BlockIndex, SamplingParams, TokenScore
+from baton.types import BlockIndex, SamplingParams, TokenLogprobs
 from node_engine.core.token_counts import TokenCounts
 
 SequenceId = NewType("SequenceId", int)  # process-local, never reused
@@ -22,62 +22,62 @@ SequenceId = NewType("SequenceId", int)  # process-local, never reused
 @dataclass(frozen=True, slots=True)
 class SampleSpec:
     """How to draw the token that follows a slice. `position` is the token's absolute index in prompt + output, which
-    with `seed` and `choice` fixes the noise. `forbidden` are ids that may not be drawn (EOS before min_tokens).
-    `counts` is what the penalties count, None if `params` has none."""
+    with `seed` and `choice_index` fixes the noise. `forbidden_token_ids` are ids that may not be drawn (EOS before min_tokens).
+    `token_counts` is what the penalties count, None if `params` has none."""
 
     params: SamplingParams
-    choice: int
+    choice_index: int
     position: int
-    forbidden: tuple[int, ...] = ()
-    counts: TokenCounts | None = None
+    forbidden_token_ids: tuple[int, ...] = ()
+    token_counts: TokenCounts | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreSpec:
-    """Score the tokens of a prompt: `targets[i]` is the one that follows the slice's i-th token. `top` is how many of
+class PromptLogprobsSpec:
+    """Score the tokens of a prompt: `targets[i]` is the one that follows the slice's i-th token. `top_logprobs` is how many of
     the most likely ones to give beside each."""
 
-    targets: tuple[int, ...]
-    top: int
+    target_token_ids: tuple[int, ...]
+    top_logprobs: int
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
-    """One sequence's share of a step: compute KV of `tokens` at positions start.. and, if `sample` is set, draw the
+class SequenceSlice:
+    """One sequence's share of a step: compute KV of `token_ids` at positions start.. and, if `sample_spec` is set, draw the
     next token from the logits of the last one. `block_table` covers at least positions 0 .. start + len(tokens).
-    `scoring` asks for the scores of prompt tokens as well."""
+    `logprobs_spec` asks for the scores of prompt tokens as well."""
 
-    sequence: SequenceId
-    tokens: tuple[int, ...]
+    sequence_id: SequenceId
+    token_ids: tuple[int, ...]
     start: int
     block_table: Sequence[BlockIndex]
-    sample: SampleSpec | None
-    scoring: ScoreSpec | None = None
+    sample_spec: SampleSpec | None
+    logprobs_spec: PromptLogprobsSpec | None = None
 
 
-class Computed(NamedTuple):
+class SliceResult(NamedTuple):
     """What a slice gave: the token drawn, if `sample` was set, with its score, if its `logprobs` is set, and a score
     for each of `scoring.targets`."""
 
-    token: int | None = None
-    score: TokenScore | None = None
-    prompt_scores: tuple[TokenScore, ...] = ()
+    token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Slices of one step, decode slices (one token, sampled) and prefill chunks mixed. `copies` are whole-block
+    """Slices of one step, decode slices (one token, sampled) and prefill chunks mixed. `block_copies` are whole-block
     copies (source, destination) to be made before the forward pass: copy on write."""
 
-    slices: tuple[Slice, ...]
-    copies: tuple[tuple[BlockIndex, BlockIndex], ...] = ()
+    slices: tuple[SequenceSlice, ...]
+    block_copies: tuple[tuple[BlockIndex, BlockIndex], ...] = ()
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(piece.tokens) for piece in self.slices)
+        return sum(len(piece.token_ids) for piece in self.slices)
 
 
-OnLayer = Callable[[int], None]  # called with k when the KV of layer k is in the arena for every slice of the step
+LayerCallback = Callable[[int], None]  # called with k when the KV of layer k is in the arena for every slice of the step
 
 
 class DeviceLost(Exception):
@@ -102,26 +102,26 @@ class Engine(Protocol):
         ...
 
     @property
-    def identity(self) -> ModelIdentity:
+    def model_identity(self) -> ModelIdentity:
         """All that tokens and KV depend on: two nodes may serve one request only if it is equal."""
         ...
 
     @property
-    def reads_in_place(self) -> bool:
+    def can_read_pool_in_place(self) -> bool:
         """Whether it can read blocks beside the arena, where they are: what is bound may then be longer."""
         ...
 
-    def bind(self, arena: memoryview, num_blocks: int) -> None:
+    def bind_cache(self, arena: memoryview, num_blocks: int) -> None:
         """Adopt the cache memory: `num_blocks * layout.block_bytes` writable bytes, layout as in KVLayout. Blocks that
         follow, of which nothing is touched unless a block table or a copy names it, are read and not written."""
         ...
 
     def warm_up(self, max_batched_tokens: int, wanted: Callable[[], bool] = lambda: True) -> None:
         """Do now what would be done once, in the first steps, with no more tokens in one than there will be, as long as
-        it is `wanted`. After `bind`, before anything is in the cache. Raises what `run` does."""
+        it is `wanted`. After `bind_cache`, before anything is in the cache. Raises what `run` does."""
         ...
 
-    def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[Computed, ...]:
+    def run(self, batch: StepBatch, on_layer: LayerCallback | None = None) -> tuple[SliceResult, ...]:
         """One forward pass. Returns what each slice gave.
 
         Raises OutOfMemory when the device has no memory left; the cache is then unchanged outside the batch's blocks.

@@ -5,21 +5,21 @@ from typing import NamedTuple
 from node_engine.core.step import StepBatch
 
 
-class StepTotals(NamedTuple):
-    """Of all steps so far in which every sequence took one token. `tokens`: in the caches that they read."""
+class DecodeStepTotals(NamedTuple):
+    """Of all steps so far in which every sequence took one token. `context_tokens`: in the caches that they read."""
 
-    steps: int = 0
+    num_steps: int = 0
     seconds: float = 0.0
-    sequences: int = 0
-    tokens: int = 0
+    num_sequences: int = 0
+    context_tokens: int = 0
 
-    def plus(self, batch: StepBatch, seconds: float) -> "StepTotals":
+    def with_step(self, batch: StepBatch, seconds: float) -> "DecodeStepTotals":
         """With one more step, if it is one of those."""
-        if any(len(piece.tokens) != 1 for piece in batch.slices):
+        if any(len(piece.token_ids) != 1 for piece in batch.slices):
             return self
-        return StepTotals(
-            self.steps + 1,
+        return DecodeStepTotals(
+            self.num_steps + 1,
             self.seconds + seconds,
-            self.sequences + len(batch.slices),
-            self.tokens + sum(piece.start + 1 for piece in batch.slices),
+            self.num_sequences + len(batch.slices),
+            self.context_tokens + sum(piece.start + 1 for piece in batch.slices),
         )

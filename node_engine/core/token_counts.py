@@ -7,10 +7,10 @@ import numpy.typing as npt
 
 from baton.types import SamplingParams
 
-_FIRST_ROOM = 64  # for tokens that the prompt does not have
+_INITIAL_CAPACITY = 64  # for tokens that the prompt does not have
 
 
-def penalizes(params: SamplingParams) -> bool:
+def has_penalties(params: SamplingParams) -> bool:
     """Whether any penalty is on: whoever has none pays for no counting."""
     return bool(params.presence_penalty or params.frequency_penalty) or params.repetition_penalty != 1.0
 
@@ -21,30 +21,30 @@ class TokenCounts:
 
     def __init__(self, prompt: Sequence[int] = ()) -> None:
         distinct = np.unique(np.asarray(prompt, np.int64))
-        self.num_output = 0
-        self._used = len(distinct)
-        self._ids = np.concatenate((distinct, np.zeros(_FIRST_ROOM, np.int64)))
+        self.num_output_tokens = 0
+        self._num_distinct = len(distinct)
+        self._ids = np.concatenate((distinct, np.zeros(_INITIAL_CAPACITY, np.int64)))
         self._counts = np.zeros(len(self._ids), np.float32)
-        self._places = {token: place for place, token in enumerate(distinct.tolist())}
+        self._index_of_token = {token: place for place, token in enumerate(distinct.tolist())}
 
     @property
-    def ids(self) -> npt.NDArray[np.int64]:
-        """Distinct token ids, [n]. A view: valid until the next `add`."""
-        return self._ids[: self._used]
+    def token_ids(self) -> npt.NDArray[np.int64]:
+        """Distinct token ids, [n]. A view: valid until the next `add_output_tokens`."""
+        return self._ids[: self._num_distinct]
 
     @property
-    def in_output(self) -> npt.NDArray[np.float32]:
-        """How often each of `ids` is in the output, [n]; 0 for those of the prompt alone."""
-        return self._counts[: self._used]
+    def output_counts(self) -> npt.NDArray[np.float32]:
+        """How often each of `token_ids` is in the output, [n]; 0 for those of the prompt alone."""
+        return self._counts[: self._num_distinct]
 
-    def add(self, output: Iterable[int]) -> None:
+    def add_output_tokens(self, output: Iterable[int]) -> None:
         """Count more tokens of output."""
         for token in output:
-            place = self._places.setdefault(token, self._used)
-            if place == self._used:
+            place = self._index_of_token.setdefault(token, self._num_distinct)
+            if place == self._num_distinct:
                 if place == len(self._ids):
                     self._ids, self._counts = np.resize(self._ids, 2 * place), np.resize(self._counts, 2 * place)
                 self._ids[place], self._counts[place] = token, 0
-                self._used += 1
+                self._num_distinct += 1
             self._counts[place] += 1
-            self.num_output += 1
+            self.num_output_tokens += 1

@@ -11,35 +11,35 @@ from typing import Protocol
 
 from node_engine.core.sequence import Sequence
 
-NEARLY_DONE = 8  # tokens: waiting for them is cheaper than computing a whole context again
+NEARLY_DONE_TOKENS = 8  # tokens: waiting for them is cheaper than computing a whole context again
 
 
-class VictimPolicy(Protocol):
-    def choose(self, candidates: SequenceOf[Sequence]) -> Sequence:
+class PreemptionPolicy(Protocol):
+    def choose_victim(self, candidates: SequenceOf[Sequence]) -> Sequence:
         """One of `candidates`, of which there is at least one, all of one class."""
         ...
 
 
-class MostBlocks:
+class MostBlocksFirst:
     """One sequence goes instead of many; then the newest."""
 
-    def choose(self, candidates: SequenceOf[Sequence]) -> Sequence:
-        return max(candidates, key=lambda each: (each.num_own, each.id))
+    def choose_victim(self, candidates: SequenceOf[Sequence]) -> Sequence:
+        return max(candidates, key=lambda each: (each.num_own_blocks, each.id))
 
 
-class CheapestToResume:
+class CheapestToResumeFirst:
     """The fewest tokens whose KV would have to be computed again; then the newest."""
 
-    def choose(self, candidates: SequenceOf[Sequence]) -> Sequence:
-        return min(candidates, key=lambda each: (each.num_computed, -each.id))
+    def choose_victim(self, candidates: SequenceOf[Sequence]) -> Sequence:
+        return min(candidates, key=lambda each: (each.num_computed_tokens, -each.id))
 
 
-POLICIES: dict[str, type[VictimPolicy]] = {"most_blocks": MostBlocks, "cheapest": CheapestToResume}
+PREEMPTION_POLICIES: dict[str, type[PreemptionPolicy]] = {"most_blocks": MostBlocksFirst, "cheapest": CheapestToResumeFirst}
 
 
-def victim_for(asker: Sequence, residents: SequenceOf[Sequence], policy: VictimPolicy) -> Sequence:
+def select_victim(asker: Sequence, residents: SequenceOf[Sequence], policy: PreemptionPolicy) -> Sequence:
     """`residents` include the asker."""
-    below = [each for each in residents if each.level >= asker.level]
-    able = [each for each in below if each.remaining > NEARLY_DONE] or below
-    lowest = max(each.level for each in able)
-    return policy.choose([each for each in able if each.level == lowest])
+    below = [each for each in residents if each.priority_level >= asker.priority_level]
+    able = [each for each in below if each.num_remaining_tokens > NEARLY_DONE_TOKENS] or below
+    lowest = max(each.priority_level for each in able)
+    return policy.choose_victim([each for each in able if each.priority_level == lowest])

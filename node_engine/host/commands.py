@@ -3,37 +3,37 @@
 from baton import wire
 from baton.pb import cluster_pb2 as pb
 from baton.pb.cluster_pb2 import CoordinatorMessage
-from baton.pool_terms import Elsewhere
+from baton.pool_terms import RemotePrefix
 from baton.types import Incarnation, Role
 from node_engine.core import messages
 
 
-def command_from_pb(message: CoordinatorMessage) -> messages.Command | None:
+def command_from_pb(message: CoordinatorMessage) -> messages.NodeCommand | None:
     """None for what is no node's."""
     match message.WhichOneof("message"):
         case "submit":
             writer = wire.peer_from_pb(message.submit.writer) if message.submit.HasField("writer") else None
             share = max(0.0, message.submit.prefill_share)
-            work = wire.work_from_pb(message.submit.work)
-            return messages.Submit(work, writer, share, elsewhere=_elsewhere(message.submit))
+            work = wire.attempt_spec_from_pb(message.submit.work)
+            return messages.DecodeCommand(work, writer, share, remote_prefix=_remote_prefix_from_pb(message.submit))
         case "prefill":
-            work = wire.work_from_pb(message.prefill.work)
-            return messages.Prefill(work, message.prefill.alone, elsewhere=_elsewhere(message.prefill))
+            work = wire.attempt_spec_from_pb(message.prefill.work)
+            return messages.PrefillCommand(work, message.prefill.alone, remote_prefix=_remote_prefix_from_pb(message.prefill))
         case "ticket":
-            return messages.GiveTicket(wire.ticket_from_pb(message.ticket.ticket))
+            return messages.TicketCommand(wire.ticket_from_pb(message.ticket.ticket))
         case "cancel":
-            return messages.Cancel(wire.key_from_pb(message.cancel.key), wire.error_from_pb(message.cancel.reason))
+            return messages.CancelCommand(wire.attempt_key_from_pb(message.cancel.key), wire.error_from_pb(message.cancel.reason))
         case "peer_gone":
-            return messages.PeerGone(Incarnation(message.peer_gone.incarnation))
+            return messages.PeerLostCommand(Incarnation(message.peer_gone.incarnation))
         case "ledger_query":
-            return messages.LedgerQuery(message.ledger_query.query)
+            return messages.LedgerCommand(message.ledger_query.query)
         case "cache_query":
-            return messages.CacheQuery()
+            return messages.CacheSnapshotCommand()
         case "set_role":
-            return messages.SetRole(Role(message.set_role.role))
+            return messages.SetRoleCommand(Role(message.set_role.role))
         case _:
             return None
 
 
-def _elsewhere(order: pb.Submit | pb.Prefill) -> Elsewhere | None:
-    return wire.elsewhere_from_pb(order.elsewhere) if order.HasField("elsewhere") else None
+def _remote_prefix_from_pb(order: pb.Submit | pb.Prefill) -> RemotePrefix | None:
+    return wire.remote_prefix_from_pb(order.elsewhere) if order.HasField("elsewhere") else None

@@ -7,13 +7,13 @@ from pathlib import Path
 from baton import log
 from baton.config import Config
 from baton.errors import ConfigError
-from baton.memory_room import memory_room, no_room
-from baton.memory_size import AUTO, memory_of
-from baton.model_files import ModelFiles, read_model_files
-from baton.segment import promised_bytes
+from baton.memory_room import measure_available_memory, insufficient_memory_error
+from baton.memory_size import AUTO, resolve_memory_size
+from baton.model_files import ModelFileDigests, compute_file_digests
+from baton.segment import unfilled_bytes
 from node_engine.core.step import Engine
 
-_PACED_MODEL_LEN = 8192
+_PACED_MAX_MODEL_LEN = 8192
 
 
 def build_engine(config: Config) -> Engine:
@@ -22,16 +22,16 @@ def build_engine(config: Config) -> Engine:
         from node_engine.paced import PACED_LAYOUT, PacedCosts, PacedEngine
 
         costs = PacedCosts(
-            prefill_per_token=config.paced_prefill_us_per_token,
-            decode_base=config.paced_step_ms * 1e3,
-            decode_per_sequence=config.paced_sequence_us,
+            prefill_us_per_token=config.paced_prefill_us_per_token,
+            decode_base_us=config.paced_step_ms * 1e3,
+            decode_us_per_sequence=config.paced_sequence_us,
         )
         return PacedEngine(
             costs,
             layout=replace(PACED_LAYOUT, block_size=config.block_size),
             vocab_size=config.paced_vocab_size,
             reread=config.paced_reread,
-            max_model_len=config.max_model_len or _PACED_MODEL_LEN,
+            max_model_len=config.max_model_len or _PACED_MAX_MODEL_LEN,
         )
     from node_engine.model.engine import ModelEngine
 
@@ -41,19 +41,19 @@ def build_engine(config: Config) -> Engine:
         device=config.device,
         block_size=config.block_size,
         max_model_len=config.max_model_len or None,
-        threads=compute_threads(config),
+        threads=count_compute_threads(config),
         load_format=config.load_format,
     )
 
 
-def model_files(config: Config) -> ModelFiles:
+def load_model_files(config: Config) -> ModelFileDigests:
     """Digests of the files that the engine was built from. Reads from disk."""
     if config.engine == "paced":
-        return ModelFiles()
-    return read_model_files(Path(config.model), dummy=config.load_format == "dummy")
+        return ModelFileDigests()
+    return compute_file_digests(Path(config.model), dummy=config.load_format == "dummy")
 
 
-def compute_threads(config: Config) -> int:
+def count_compute_threads(config: Config) -> int:
     """Threads of the forward pass: `auto` is every core that this process may use, less one core for the rest."""
     if config.threads == "auto":
         return max(1, len(os.sched_getaffinity(0)) - 1)
@@ -62,32 +62,32 @@ def compute_threads(config: Config) -> int:
     return int(config.threads)
 
 
-def cache_memory(config: Config) -> int:
+def compute_cache_bytes(config: Config) -> int:
     """Bytes that --kv-memory is. Raises ConfigError when it is more than there is here now."""
     folder = Path(config.segment_dir)
     try:
-        room = memory_room(folder)
-        promised = promised_bytes(folder)
+        room = measure_available_memory(folder)
+        promised = unfilled_bytes(folder)
     except OSError as error:
         raise ConfigError(
             f"segment_dir {config.segment_dir!r} cannot be used ({error.strerror}): give --segment-dir a folder"
         ) from None
-    memory = memory_of(config.kv_memory, room)
+    memory = resolve_memory_size(config.kv_memory, room)
     if config.kv_memory == AUTO:
-        memory = min(memory, max(0, room.usable - promised))
-    if memory > room.usable - promised:
-        raise no_room(folder, memory, room, "--kv-memory", promised)
+        memory = min(memory, max(0, room.usable_bytes - promised))
+    if memory > room.usable_bytes - promised:
+        raise insufficient_memory_error(folder, memory, room, "--kv-memory", promised)
     return memory
 
 
-def cache_blocks(config: Config, block_bytes: int, max_model_len: int) -> int:
+def compute_cache_blocks(config: Config, block_bytes: int, max_model_len: int) -> int:
     """How many blocks fit in --kv-memory; left to auto, no more than --max-num-seqs sequences of full length need.
     Raises ConfigError when not even a few do, or there is less memory than that."""
-    memory = cache_memory(config)
+    memory = compute_cache_bytes(config)
     blocks = memory // block_bytes
     if config.kv_memory == AUTO:
         blocks = min(blocks, config.max_num_seqs * -(-max_model_len // config.block_size))
     if blocks < 4:
         raise ConfigError(f"kv_memory {config.kv_memory!r} holds {blocks} blocks of {block_bytes} bytes: give it more")
-    log.get("engine").info("cache sized", bytes=blocks * block_bytes, blocks=blocks)
+    log.get_logger("engine").info("cache sized", bytes=blocks * block_bytes, blocks=blocks)
     return blocks

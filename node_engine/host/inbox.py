@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Inbox(Generic[T]):
+class ComputeInbox(Generic[T]):
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[T] = queue.SimpleQueue()
 

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 
 from baton import config_flags
 from baton.config import Config
-from baton.entry import enter
+from baton.entry import run_process
 from baton.model_source import with_local_model
 from baton.types import Role
-from node_engine.host.process import host_node
-from node_engine.host.roles import MakeRole
-from node_engine.pool_port import MakePool
+from node_engine.host.process import run_node
+from node_engine.host.roles import RoleFactory
+from node_engine.pool_port import PoolClientFactory
 
-NODE_FIELDS = (
+NODE_CONFIG_FIELDS = (
     *("coordinator", "cluster_token", "insecure", "name", "listen", "advertise", "health_port", "host_id", "pool"),
     *("model", "engine", "load_format", "device", "dtype", "threads", "max_model_len", "kv_memory", "block_size"),
     *("max_num_seqs", "max_batched_tokens", "preemption", "transport", "layers_per_message", "segment_dir", "silence"),
@@ -21,16 +21,16 @@ NODE_FIELDS = (
 )
 
 
-def launch(
+def launch_node(
     role: Role,
-    makers: Mapping[Role, MakeRole],
-    make_pool: MakePool | None = None,
+    makers: Mapping[Role, RoleFactory],
+    make_pool: PoolClientFactory | None = None,
     argv: Sequence[str] | None = None,
 ) -> int:
     """Run a node, in `role` first, until it is told to stop; returns the exit code of the process."""
 
     def settings() -> Config:
         prog, description = f"python -m {role.value}_node", f"A {role.value} node of Baton."
-        return with_local_model(config_flags.load(argv, prog=prog, description=description, fields=NODE_FIELDS))
+        return with_local_model(config_flags.load_config(argv, prog=prog, description=description, fields=NODE_CONFIG_FIELDS))
 
-    return enter(settings, lambda config, stop: host_node(config, role, makers, stop, make_pool))
+    return run_process(settings, lambda config, stop: run_node(config, role, makers, stop, make_pool))

@@ -10,148 +10,148 @@ published, so an older answer may lack what is no longer found here.
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from baton.block_hash import BlockHash, chain_names, pack_tokens
-from baton.clock import Clock, steady
+from baton.block_hash import BlockHash, compute_packed_hashes, pack_tokens
+from baton.clock import Clock, monotonic_clock
 from baton.pool_terms import PoolHit
-from baton.types import AttemptKey, Incarnation, Work
-from node_engine.core.messages import CacheQuery, Cancel, Command, GiveTicket, LedgerQuery, PeerGone, Prefill, Submit
-from node_engine.pool_port import PoolPort
+from baton.types import AttemptKey, Incarnation, AttemptSpec
+from node_engine.core.messages import CacheSnapshotCommand, CancelCommand, NodeCommand, TicketCommand, LedgerCommand, PeerLostCommand, PrefillCommand, DecodeCommand
+from node_engine.pool_port import SharedPoolClient
 
-_TRIES = 3
+_MAX_TRIES = 3
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
-    order: Submit | Prefill
+class _PendingLookup:
+    command: DecodeCommand | PrefillCommand
     since: float
-    followers: list[Command] = field(default_factory=list)
-    tries: int = 0
+    queued_commands: list[NodeCommand] = field(default_factory=list)
+    num_tries: int = 0
 
 
-class Lookups:
+class PoolLookups:
     """`deliver` puts a command on the compute thread's inbox. `root_of` names what a request's blocks descend from;
     `epoch` grows with each publication that was put there; `token_seconds` is what computing a token of a prompt takes,
     None if that is not known yet."""
 
     def __init__(
         self,
-        port: PoolPort | None,
+        port: SharedPoolClient | None,
         *,
-        root_of: Callable[[Work], BlockHash],
+        root_of: Callable[[AttemptSpec], BlockHash],
         block_size: int,
         epoch: Callable[[], int],
-        deliver: Callable[[Command], None],
+        deliver: Callable[[NodeCommand], None],
         token_seconds: Callable[[], float | None] = lambda: None,
-        clock: Clock = steady,
+        clock: Clock = monotonic_clock,
     ) -> None:
-        self._port = port
+        self._pool_client = port
         self._root_of = root_of
         self._block_size = block_size
-        self._epoch = epoch
-        self._deliver = deliver
+        self._publication_epoch = epoch
+        self._deliver_command = deliver
         self._token_seconds = token_seconds
-        self._waiting: dict[AttemptKey, _Waiting] = {}
+        self._pending: dict[AttemptKey, _PendingLookup] = {}
         self._clock = clock
         self._hits = self._misses = 0
         self._seconds = 0.0  # of all look-ups
 
     def counters(self) -> dict[str, float]:
-        if self._port is None:
+        if self._pool_client is None:
             return {}
         results = (("hit", self._hits), ("miss", self._misses))
         found = {f'baton_pool_lookups_total{{result="{name}"}}': float(number) for name, number in results}
         return found | {"baton_pool_lookup_seconds_total": self._seconds}
 
-    def take(self, command: Command) -> None:
+    def submit_command(self, command: NodeCommand) -> None:
         """The next command of the stream."""
-        key = _key_of(command)
+        key = _attempt_key(command)
         if key is None:
-            self._let_go(command)
-        elif (waiting := self._waiting.get(key)) is not None:
-            waiting.followers.append(command)
-            if isinstance(command, Cancel):
-                self._end(waiting, None)
+            self._end_affected_lookups(command)
+        elif (waiting := self._pending.get(key)) is not None:
+            waiting.queued_commands.append(command)
+            if isinstance(command, CancelCommand):
+                self._end_lookup(waiting, None)
             return
-        elif isinstance(command, Submit | Prefill) and self._port is not None and self._port.attached:
-            self._begin(command)
+        elif isinstance(command, DecodeCommand | PrefillCommand) and self._pool_client is not None and self._pool_client.is_attached:
+            self._begin_lookup(command)
             return
-        self._deliver(command)
+        self._deliver_command(command)
 
-    def flush(self) -> None:
+    def end_all_lookups(self) -> None:
         """Wait for no answer any more."""
-        for waiting in tuple(self._waiting.values()):
-            self._end(waiting, None)
+        for waiting in tuple(self._pending.values()):
+            self._end_lookup(waiting, None)
 
-    def _let_go(self, command: Command) -> None:
+    def _end_affected_lookups(self, command: NodeCommand) -> None:
         """Of the waits that end before a command that is no attempt's."""
         match command:
-            case LedgerQuery() | CacheQuery():
+            case LedgerCommand() | CacheSnapshotCommand():
                 pass
-            case PeerGone(incarnation):
-                for waiting in tuple(self._waiting.values()):
-                    if isinstance(waiting.order, Submit) and _is_writer(incarnation, waiting.order):
-                        self._end(waiting, None)
+            case PeerLostCommand(incarnation):
+                for waiting in tuple(self._pending.values()):
+                    if isinstance(waiting.command, DecodeCommand) and _is_writer(incarnation, waiting.command):
+                        self._end_lookup(waiting, None)
             case _:
-                self.flush()
+                self.end_all_lookups()
 
-    def _begin(self, order: Submit | Prefill) -> None:
+    def _begin_lookup(self, order: DecodeCommand | PrefillCommand) -> None:
         work = order.work
-        reusable = 0 if work.request.sampling.prompt_logprobs is not None else len(work.context) - 1
+        reusable = 0 if work.request.sampling.prompt_logprobs is not None else len(work.context_token_ids) - 1
         try:
-            tokens = pack_tokens(work.context)
+            tokens = pack_tokens(work.context_token_ids)
         except (OverflowError, TypeError):  # no ids: the role says so
             reusable = 0
         if reusable <= 0:
-            self._deliver(order)
+            self._deliver_command(order)
             return
         root = self._root_of(work)
-        waiting = self._waiting[work.key] = _Waiting(order, self._clock())
-        self._ask(waiting, root, chain_names(root, tokens, self._block_size), tokens, reusable)
+        waiting = self._pending[work.key] = _PendingLookup(order, self._clock())
+        self._query_pool(waiting, root, compute_packed_hashes(root, tokens, self._block_size), tokens, reusable)
 
-    def _ask(self, waiting: _Waiting, root: BlockHash, names: bytes, tokens: bytes, most: int) -> None:
-        assert self._port is not None
-        epoch = self._epoch()
-        waiting.tries += 1
+    def _query_pool(self, waiting: _PendingLookup, root: BlockHash, names: bytes, tokens: bytes, most: int) -> None:
+        assert self._pool_client is not None
+        epoch = self._publication_epoch()
+        waiting.num_tries += 1
 
         def then(hit: PoolHit) -> None:
-            if self._waiting.get(waiting.order.work.key) is not waiting:
-                self._give_up(hit)
-            elif epoch != self._epoch() and waiting.tries < _TRIES:
-                self._give_up(hit)
-                self._ask(waiting, root, names, tokens, most)
+            if self._pending.get(waiting.command.work.key) is not waiting:
+                self._release_hit(hit)
+            elif epoch != self._publication_epoch() and waiting.num_tries < _MAX_TRIES:
+                self._release_hit(hit)
+                self._query_pool(waiting, root, names, tokens, most)
             else:
-                self._end(waiting, hit)
+                self._end_lookup(waiting, hit)
 
-        elsewhere = waiting.order.elsewhere
-        self._port.find(root, names, tokens, most, then, token_seconds=self._token_seconds(), elsewhere=elsewhere)
+        elsewhere = waiting.command.remote_prefix
+        self._pool_client.find_prefix(root, names, tokens, most, then, token_seconds=self._token_seconds(), elsewhere=elsewhere)
 
-    def _give_up(self, hit: PoolHit) -> None:
-        assert self._port is not None
+    def _release_hit(self, hit: PoolHit) -> None:
+        assert self._pool_client is not None
         if hit.pin is not None:
-            self._port.release(hit.pin)
+            self._pool_client.release_pin(hit.pin)
 
-    def _end(self, waiting: _Waiting, hit: PoolHit | None) -> None:
-        del self._waiting[waiting.order.work.key]
+    def _end_lookup(self, waiting: _PendingLookup, hit: PoolHit | None) -> None:
+        del self._pending[waiting.command.work.key]
         found = hit if hit is not None and hit.pin is not None else None
         self._hits += found is not None
         self._misses += found is None
         self._seconds += self._clock() - waiting.since
-        self._deliver(replace(waiting.order, hit=found))
-        for command in waiting.followers:
-            self._deliver(command)
+        self._deliver_command(replace(waiting.command, pool_hit=found))
+        for command in waiting.queued_commands:
+            self._deliver_command(command)
 
 
-def _is_writer(incarnation: Incarnation, order: Submit) -> bool:
-    return order.writer is not None and order.writer.incarnation == incarnation
+def _is_writer(incarnation: Incarnation, order: DecodeCommand) -> bool:
+    return order.kv_writer is not None and order.kv_writer.incarnation == incarnation
 
 
-def _key_of(command: Command) -> AttemptKey | None:
+def _attempt_key(command: NodeCommand) -> AttemptKey | None:
     match command:
-        case Submit(work) | Prefill(work):
+        case DecodeCommand(work) | PrefillCommand(work):
             return work.key
-        case GiveTicket(ticket):
+        case TicketCommand(ticket):
             return ticket.key
-        case Cancel(key):
+        case CancelCommand(key):
             return key
         case _:
             return None

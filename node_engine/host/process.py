@@ -13,206 +13,206 @@ from typing import Any
 
 from baton import log, wire
 from baton import segment as segments
-from baton.advertise import advertised
+from baton.advertise import with_advertised_address
 from baton.block_hash import root_hash
-from baton.clock import steady
+from baton.clock import monotonic_clock
 from baton.config import Config
 from baton.coordinator_link import CoordinatorLink
 from baton.errors import ConfigError, NodeFailed
-from baton.exposure import host_part, require_key
+from baton.exposure import get_endpoint_host, require_key_unless_loopback
 from baton.health_port import HealthPort
-from baton.model_files import ModelFiles
+from baton.model_files import ModelFileDigests
 from baton.pb import cluster_pb2
 from baton.segment import Segment
 from baton.types import Incarnation, NodeName, Role, mint_id
 from node_engine.core.block_pool import BlockPool
-from node_engine.core.messages import Command, CoordinatorLost, Joined
+from node_engine.core.messages import NodeCommand, CoordinatorLost, NodeJoined
 from node_engine.core.scheduler import Scheduler, SchedulerLimits
 from node_engine.core.sequence import SequenceState
 from node_engine.core.step import DeviceLost, Engine
-from node_engine.core.victims import POLICIES
+from node_engine.core.victims import PREEMPTION_POLICIES
 from node_engine.host.commands import command_from_pb
-from node_engine.host.compute import ComputeThread, WhenIdle
-from node_engine.host.engines import build_engine, cache_blocks, cache_memory, model_files
-from node_engine.host.inbox import Inbox
-from node_engine.host.lookups import Lookups
-from node_engine.host.roles import MakeRole, RoleSwitch
-from node_engine.host.shared_memory import SharedMemory
-from node_engine.pool_port import MakePool
-from node_engine.reporter import Reporter
-from node_engine.role import NodeParts
-from node_engine.sharing import Sharing
+from node_engine.host.compute import ComputeThread, CallWhenIdle
+from node_engine.host.engines import build_engine, compute_cache_blocks, compute_cache_bytes, load_model_files
+from node_engine.host.inbox import ComputeInbox
+from node_engine.host.lookups import PoolLookups
+from node_engine.host.roles import RoleFactory, SwitchableRole
+from node_engine.host.shared_memory import NodeAddressSpace
+from node_engine.pool_port import PoolClientFactory
+from node_engine.reporter import CoordinatorReporter
+from node_engine.role import RoleContext
+from node_engine.sharing import PoolConnector
 
 
-async def host_node(
-    config: Config, role: Role, makers: Mapping[Role, MakeRole], stop: asyncio.Event, make_pool: MakePool | None = None
+async def run_node(
+    config: Config, role: Role, makers: Mapping[Role, RoleFactory], stop: asyncio.Event, make_pool: PoolClientFactory | None = None
 ) -> None:
     """Run one node, in `role` first, until `stop` is set. `make_pool` makes the client of the host's shared pool, if
     the configuration names one. Raises ConfigError for what a restart would not mend."""
     if not config.coordinator:
         raise ConfigError("coordinator is not set: give --coordinator HOST:PORT")
-    require_key("--listen", host_part(config.listen), "cluster_token", config.cluster_token, insecure=config.insecure)
+    require_key_unless_loopback("--listen", get_endpoint_host(config.listen), "cluster_token", config.cluster_token, insecure=config.insecure)
     name = NodeName(config.name or f"{role.value}-{mint_id(32)}")
-    log.configure(config.log_level, config.log_format, node=name)
+    log.configure_logging(config.log_level, config.log_format, node=name)
     folder = Path(config.segment_dir)
-    segments.sweep(folder)
-    cache_memory(config)  # refused before a model is loaded for it
+    segments.remove_stale_segments(folder)
+    compute_cache_bytes(config)  # refused before a model is loaded for it
     engine = await asyncio.to_thread(build_engine, config)
-    config = await advertised(config, stop)
+    config = await with_advertised_address(config, stop)
     if stop.is_set():
         return
     block_bytes = engine.layout.block_bytes
-    size = segments.segment_bytes(cache_blocks(config, block_bytes, engine.max_model_len) * block_bytes, block_bytes)
+    size = segments.round_up_segment_bytes(compute_cache_blocks(config, block_bytes, engine.max_model_len) * block_bytes, block_bytes)
     num_blocks = size // block_bytes
-    arena = await asyncio.to_thread(segments.create, folder, "arena", size)
+    arena = await asyncio.to_thread(segments.create_segment, folder, "arena", size)
     try:
-        memory = SharedMemory(folder, block_bytes, arena) if config.pool and make_pool else None
-        reach = memory.reach if memory and engine.reads_in_place else arena.view
-        await asyncio.to_thread(_prepare, engine, reach, num_blocks, config.max_batched_tokens, stop)
+        memory = NodeAddressSpace(folder, block_bytes, arena) if config.pool and make_pool else None
+        reach = memory.block_memory if memory and engine.can_read_pool_in_place else arena.view
+        await asyncio.to_thread(_prepare_engine, engine, reach, num_blocks, config.max_batched_tokens, stop)
         if stop.is_set():
             return
-        files = await asyncio.to_thread(model_files, config)
-        node = _Node(config, role, name, engine, files, arena, num_blocks, makers, memory, make_pool)
+        files = await asyncio.to_thread(load_model_files, config)
+        node = _NodeProcess(config, role, name, engine, files, arena, num_blocks, makers, memory, make_pool)
         await node.run(stop)
     finally:
         arena.close()
 
 
-def _prepare(engine: Engine, reach: memoryview, num_blocks: int, max_batched_tokens: int, stop: asyncio.Event) -> None:
+def _prepare_engine(engine: Engine, reach: memoryview, num_blocks: int, max_batched_tokens: int, stop: asyncio.Event) -> None:
     """On a GPU this takes seconds. Raises NodeFailed when the GPU has failed."""
     try:
-        engine.bind(reach, num_blocks)
-        began = steady()
+        engine.bind_cache(reach, num_blocks)
+        began = monotonic_clock()
         engine.warm_up(max_batched_tokens, lambda: not stop.is_set())
     except DeviceLost as error:
         what, _, _ = str(error).partition("\n")  # torch has advice for developers behind it
         raise NodeFailed(f"the GPU failed in the first steps: {what}") from error
     if not stop.is_set():
-        log.get("process").info("engine is warm", seconds=round(steady() - began, 3))
+        log.get_logger("process").info("engine is warm", seconds=round(monotonic_clock() - began, 3))
 
 
-class _Node:
+class _NodeProcess:
     def __init__(
         self,
         config: Config,
         role: Role,
         name: NodeName,
         engine: Engine,
-        files: ModelFiles,
+        files: ModelFileDigests,
         arena: Segment,
         num_blocks: int,
-        makers: Mapping[Role, MakeRole],
-        memory: SharedMemory | None,
-        make_pool: MakePool | None,
+        makers: Mapping[Role, RoleFactory],
+        memory: NodeAddressSpace | None,
+        make_pool: PoolClientFactory | None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self._config, self._name, self._engine = config, name, engine
-        self._files = files
-        self._host_id = config.host_id or segments.host_id(Path(config.segment_dir))
-        self._inbox: Inbox[Command | object] = Inbox()
-        self._pool = BlockPool(num_blocks, engine.layout.block_size, steady)
+        self._model_files = files
+        self._host_id = config.host_id or segments.compute_host_id(Path(config.segment_dir))
+        self._inbox: ComputeInbox[NodeCommand | object] = ComputeInbox()
+        self._block_pool = BlockPool(num_blocks, engine.layout.block_size, monotonic_clock)
         limits = SchedulerLimits(config.max_num_seqs, config.max_batched_tokens, engine.max_model_len)
         self._link = CoordinatorLink(
             self, address=config.coordinator, token=config.cluster_token, silence=config.silence
         )
-        self._port = None
+        self._pool_client = None
         if memory is not None and make_pool is not None:
-            self._port = make_pool(memory.parts_for(config, name, self._host_id, engine))
-        in_place = memory is None or engine.reads_in_place
+            self._pool_client = make_pool(memory.build_client_context(config, name, self._host_id, engine))
+        in_place = memory is None or engine.can_read_pool_in_place
         scheduler = Scheduler(
-            self._pool,
+            self._block_pool,
             limits,
             engine.eos_token_ids,
-            POLICIES[config.preemption](),
-            copy_in=None if memory is None or in_place else memory.copies.copy,
+            PREEMPTION_POLICIES[config.preemption](),
+            copy_in=None if memory is None or in_place else memory.block_copier.copy_blocks,
         )
-        sharing = Sharing(
-            self._port,
-            self._pool,
+        sharing = PoolConnector(
+            self._pool_client,
+            self._block_pool,
             scheduler,
             self._inbox.put,
             in_place=in_place,
-            copy_seconds=memory.copy_seconds if memory else 0.0,
+            copy_seconds=memory.seconds_per_block_copy if memory else 0.0,
         )
-        self._lookups = Lookups(
-            self._port,
+        self._lookups = PoolLookups(
+            self._pool_client,
             root_of=lambda work: root_hash(engine.model_digest, engine.layout, work.request.cache_salt),
             block_size=engine.layout.block_size,
-            epoch=lambda: sharing.epoch,
+            epoch=lambda: sharing.publication_epoch,
             deliver=self._inbox.put,
-            token_seconds=lambda: sharing.worth.seconds_per_token,
+            token_seconds=lambda: sharing.copy_cost_model.seconds_per_token,
         )
-        self._parts = NodeParts(
+        self._context = RoleContext(
             config=config,
             name=name,
             host_id=self._host_id,
             engine=engine,
             arena=arena,
-            pool=self._pool,
+            block_pool=self._block_pool,
             scheduler=scheduler,
-            report=Reporter(name, lambda message: _soon(loop, self._link.send, message)),
-            clock=steady,
-            sharing=sharing,
-            reach=memory.reach if memory else arena.view,
+            reporter=CoordinatorReporter(name, lambda message: _call_on_loop(loop, self._link.send, message)),
+            clock=monotonic_clock,
+            pool_connector=sharing,
+            block_memory=memory.block_memory if memory else arena.view,
             emit=self._inbox.put,
         )
-        self._role = RoleSwitch(self._parts, makers, role, changed=lambda: _soon(loop, self._link.join_anew))
-        self._compute = ComputeThread(self._parts, self._inbox, steady)
+        self._role = SwitchableRole(self._context, makers, role, changed=lambda: _call_on_loop(loop, self._link.rejoin))
+        self._compute_thread = ComputeThread(self._context, self._inbox, monotonic_clock)
 
     async def run(self, stop: asyncio.Event) -> None:
-        self._compute.start(self._role)
+        self._compute_thread.start(self._role)
         health = HealthPort(self._config)
         link: asyncio.Task[None] | None = None
-        pool = asyncio.create_task(self._port.run()) if self._port else None
+        pool = asyncio.create_task(self._pool_client.run()) if self._pool_client else None
         stopping = asyncio.create_task(stop.wait())
         try:
             await health.start()
-            log.get("node").info("serving", role=self._role.role.value, health_port=health.port, pid=os.getpid())
+            log.get_logger("node").info("serving", role=self._role.role.value, health_port=health.port, pid=os.getpid())
             link = asyncio.create_task(self._link.run())
             await asyncio.wait({link, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if link.done():
                 link.result()
-            await health.leaving()
-            await self._leave()
+            await health.announce_shutdown()
+            await self._leave_cluster()
         finally:
-            await _ended(link, stopping)
+            await _cancel_tasks(link, stopping)
             await health.stop()
-            await asyncio.to_thread(self._compute.stop)
+            await asyncio.to_thread(self._compute_thread.stop)
             await asyncio.to_thread(self._role.close)
-            await _ended(pool)
+            await _cancel_tasks(pool)
 
-    async def _leave(self) -> None:
+    async def _leave_cluster(self) -> None:
         """Tell the coordinator, and let what is held here end: hand-offs, not only responses."""
         leaving = cluster_pb2.Leaving(reason="stopping")
-        self._link.send(cluster_pb2.NodeMessage(incarnation=self._parts.report.incarnation, leaving=leaving))
+        self._link.send(cluster_pb2.NodeMessage(incarnation=self._context.reporter.incarnation, leaving=leaving))
         loop, idle = asyncio.get_running_loop(), asyncio.Event()
-        self._lookups.flush()
-        self._inbox.put(WhenIdle(lambda: _soon(loop, idle.set)))
+        self._lookups.end_all_lookups()
+        self._inbox.put(CallWhenIdle(lambda: _call_on_loop(loop, idle.set)))
         try:
             async with asyncio.timeout(self._config.drain_timeout):
                 await idle.wait()
         except TimeoutError:
-            log.get("node").warning("leaving with work unfinished", seconds=self._config.drain_timeout)
+            log.get_logger("node").warning("leaving with work unfinished", seconds=self._config.drain_timeout)
 
     # as a member of the cluster
 
-    def joined(self, incarnation: Incarnation) -> None:
-        self._deliver(Joined(incarnation))
+    def on_joined(self, incarnation: Incarnation) -> None:
+        self._deliver_command(NodeJoined(incarnation))
 
-    def coordinator_lost(self) -> None:
-        self._deliver(CoordinatorLost())
+    def on_coordinator_lost(self) -> None:
+        self._deliver_command(CoordinatorLost())
 
-    def told(self, message: cluster_pb2.CoordinatorMessage) -> None:
+    def on_message(self, message: cluster_pb2.CoordinatorMessage) -> None:
         command = command_from_pb(message)
         if command is not None:
-            self._deliver(command)
+            self._deliver_command(command)
 
-    def _deliver(self, command: Command) -> None:
-        self._role.preview(command)
-        self._lookups.take(command)
+    def _deliver_command(self, command: NodeCommand) -> None:
+        self._role.preview_command(command)
+        self._lookups.submit_command(command)
 
-    def join(self) -> cluster_pb2.Join:
-        identity = self._engine.identity
+    def build_join(self) -> cluster_pb2.Join:
+        identity = self._engine.model_identity
         return cluster_pb2.Join(
             protocol_version=wire.PROTOCOL_VERSION,
             name=self._name,
@@ -222,7 +222,7 @@ class _Node:
             pid=os.getpid(),
             model_digest=self._engine.model_digest.hex(),
             layout=wire.layout_to_pb(self._engine.layout),
-            num_blocks=self._pool.total,
+            num_blocks=self._block_pool.num_blocks,
             max_num_seqs=self._config.max_num_seqs,
             max_batched_tokens=self._config.max_batched_tokens,
             max_model_len=self._engine.max_model_len,
@@ -232,43 +232,43 @@ class _Node:
             implementation=identity.implementation,
             dtype=identity.dtype,
             quantization=identity.quantization,
-            config_digest=self._files.config,
-            tokenizer_digest=self._files.tokenizer,
-            weights_digest=self._files.weights,
-            rejoining=self._parts.report.incarnation,
+            config_digest=self._model_files.config_digest,
+            tokenizer_digest=self._model_files.tokenizer_digest,
+            weights_digest=self._model_files.weights_digest,
+            rejoining=self._context.reporter.incarnation,
         )
 
-    def stats(self) -> cluster_pb2.NodeStats:
+    def build_stats(self) -> cluster_pb2.NodeStats:
         """Read on the event loop without a lock: every figure is one that was true, at most a step ago."""
-        load, steps = self._compute.load, self._compute.steps
-        live = load.sequences
-        counts = {f"blocks_{state.value}": count for state, count in self._pool.counts().items()}
+        load, steps = self._compute_thread.scheduler_load, self._compute_thread.decode_step_totals
+        live = load.num_sequences_by_state
+        counts = {f"blocks_{state.value}": count for state, count in self._block_pool.count_blocks_by_state().items()}
         return cluster_pb2.NodeStats(
-            blocks_total=self._pool.total,
+            blocks_total=self._block_pool.num_blocks,
             waiting=live[SequenceState.WAITING] + live[SequenceState.PREFILLING],
             running=live[SequenceState.RUNNING],
             queued_tokens=load.queued_tokens,
-            progress_age_seconds=self._compute.progress_age,
-            counters=self._role.counters() | self._compute.device_seconds | self._pool_counters() | log.counters(),
-            decode_steps=steps.steps,
+            progress_age_seconds=self._compute_thread.progress_age_seconds,
+            counters=self._role.counters() | self._compute_thread.device_seconds | self._pool_counters() | log.get_log_counters(),
+            decode_steps=steps.num_steps,
             decode_step_seconds=steps.seconds,
-            decode_step_sequences=steps.sequences,
-            decode_step_tokens=steps.tokens,
+            decode_step_sequences=steps.num_sequences,
+            decode_step_tokens=steps.context_tokens,
             **counts,
         )
 
     def _pool_counters(self) -> dict[str, float]:
-        return self._lookups.counters() | self._parts.sharing.counters() | (self._port.counters() if self._port else {})
+        return self._lookups.counters() | self._context.pool_connector.counters() | (self._pool_client.counters() if self._pool_client else {})
 
 
-async def _ended(*tasks: asyncio.Task[Any] | None) -> None:
+async def _cancel_tasks(*tasks: asyncio.Task[Any] | None) -> None:
     running = [task for task in tasks if task is not None]
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
 
 
-def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: object) -> None:
+def _call_on_loop(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: object) -> None:
     """From the compute thread to the loop. A loop that has ended has nobody left to tell."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(call, *arguments)

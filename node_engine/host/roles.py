@@ -12,118 +12,118 @@ from dataclasses import dataclass, replace
 from baton import log
 from baton.errors import BatonError
 from baton.types import Role
-from node_engine.core.messages import Command, CoordinatorLost, Joined, PeerGone, SetRole
-from node_engine.core.outcome import Outcome
-from node_engine.core.step import OnLayer, StepBatch
-from node_engine.host.compute import WhenIdle
-from node_engine.role import NodeParts, RolePolicy
+from node_engine.core.messages import NodeCommand, CoordinatorLost, NodeJoined, PeerLostCommand, SetRoleCommand
+from node_engine.core.outcome import SequenceOutcome
+from node_engine.core.step import LayerCallback, StepBatch
+from node_engine.host.compute import CallWhenIdle
+from node_engine.role import RoleContext, RolePolicy
 
-MakeRole = Callable[[NodeParts], RolePolicy]
+RoleFactory = Callable[[RoleContext], RolePolicy]
 
 
 @dataclass(frozen=True, slots=True)
-class FromRole:
+class RoleEvent:
     """An event that a role emitted to itself: another one may be in charge by the time it is handled."""
 
     role: Role
     event: object
 
 
-class RoleSwitch:
+class SwitchableRole:
     """A RolePolicy that passes everything on to the role in charge. What tells of the coordinator or of peers concerns
     every role that was ever taken here: its plane has tickets and peers to forget."""
 
     def __init__(
-        self, parts: NodeParts, makers: Mapping[Role, MakeRole], role: Role, changed: Callable[[], None]
+        self, parts: RoleContext, makers: Mapping[Role, RoleFactory], role: Role, changed: Callable[[], None]
     ) -> None:
         """`changed` is called on the compute thread when the node is to join anew, because it has another role or
         cannot have it."""
-        self._parts = parts
-        self._makers = makers
-        self._changed = changed
-        self._made: dict[Role, RolePolicy] = {}
-        self._wanted: Role | None = None
+        self._context = parts
+        self._role_factories = makers
+        self._on_changed = changed
+        self._roles: dict[Role, RolePolicy] = {}
+        self._target_role: Role | None = None
         self.role = role
-        self._active = self._made_for(role)
+        self._active_role = self._get_or_make_role(role)
 
     @property
     def transfer_endpoint(self) -> str:
-        return self._active.transfer_endpoint
+        return self._active_role.transfer_endpoint
 
     @property
-    def holding(self) -> int:
-        return sum(role.holding for role in self._all())
+    def num_held_attempts(self) -> int:
+        return sum(role.num_held_attempts for role in self._list_roles())
 
     def counters(self) -> dict[str, float]:
         total: Counter[str] = Counter()
-        for role in self._all():
+        for role in self._list_roles():
             total.update(role.counters())
         return dict(total)
 
     def close(self) -> None:
-        for role in self._all():
+        for role in self._list_roles():
             role.close()
 
-    def preview(self, command: Command) -> None:
-        for role in self._concerned(command):
-            role.preview(command)
+    def preview_command(self, command: NodeCommand) -> None:
+        for role in self._list_concerned_roles(command):
+            role.preview_command(command)
 
-    def handle(self, item: Command | object) -> None:
+    def handle_item(self, item: NodeCommand | object) -> None:
         match item:
-            case SetRole(role):
-                self._wanted = role
-                self._parts.emit(WhenIdle(self._switch))
+            case SetRoleCommand(role):
+                self._target_role = role
+                self._context.emit(CallWhenIdle(self._switch_role))
                 return
-            case FromRole(source, event):
-                self._made[source].handle(event)
+            case RoleEvent(source, event):
+                self._roles[source].handle_item(event)
                 return
-            case Joined() | CoordinatorLost():
-                self._wanted = None
-        for concerned in self._concerned(item):
-            concerned.handle(item)
+            case NodeJoined() | CoordinatorLost():
+                self._target_role = None
+        for concerned in self._list_concerned_roles(item):
+            concerned.handle_item(item)
 
-    def before_step(self, batch: StepBatch) -> OnLayer | None:
-        return self._active.before_step(batch)
+    def before_step(self, batch: StepBatch) -> LayerCallback | None:
+        return self._active_role.before_step(batch)
 
-    def after_step(self, batch: StepBatch, outcomes: Iterable[Outcome], seconds: float) -> None:
-        self._active.after_step(batch, outcomes, seconds)
+    def after_step(self, batch: StepBatch, outcomes: Iterable[SequenceOutcome], seconds: float) -> None:
+        self._active_role.after_step(batch, outcomes, seconds)
 
-    def deliver(self, outcomes: Iterable[Outcome]) -> None:
-        self._active.deliver(outcomes)
+    def deliver_outcomes(self, outcomes: Iterable[SequenceOutcome]) -> None:
+        self._active_role.deliver_outcomes(outcomes)
 
-    def step_failed(self, batch: StepBatch, error: Exception) -> None:
-        self._active.step_failed(batch, error)
+    def on_step_failed(self, batch: StepBatch, error: Exception) -> None:
+        self._active_role.on_step_failed(batch, error)
 
-    def _switch(self) -> None:
+    def _switch_role(self) -> None:
         """Nothing is held here. A no-op if the order is void by now."""
-        if self._wanted is None:
+        if self._target_role is None:
             return
-        role, self._wanted = self._wanted, None
+        role, self._target_role = self._target_role, None
         try:
-            self._active = self._made_for(role)
+            self._active_role = self._get_or_make_role(role)
         except BatonError as error:
-            log.get("node").error("role not taken", role=role.value, reason=error.message)
+            log.get_logger("node").error("role not taken", role=role.value, reason=error.message)
         else:
             self.role = role
-            log.get("node").info("role taken", role=role.value)
-        self._changed()
+            log.get_logger("node").info("role taken", role=role.value)
+        self._on_changed()
 
-    def _made_for(self, role: Role) -> RolePolicy:
+    def _get_or_make_role(self, role: Role) -> RolePolicy:
         """Raises BatonError when its plane cannot be had."""
-        if role not in self._made:
-            emit = self._parts.emit
-            own = replace(self._parts, emit=lambda event: emit(FromRole(role, event)))
-            self._made[role] = self._makers[role](own)
-        return self._made[role]
+        if role not in self._roles:
+            emit = self._context.emit
+            own = replace(self._context, emit=lambda event: emit(RoleEvent(role, event)))
+            self._roles[role] = self._role_factories[role](own)
+        return self._roles[role]
 
-    def _all(self) -> tuple[RolePolicy, ...]:
-        return tuple(self._made.values())
+    def _list_roles(self) -> tuple[RolePolicy, ...]:
+        return tuple(self._roles.values())
 
-    def _concerned(self, item: Command | object) -> tuple[RolePolicy, ...]:
+    def _list_concerned_roles(self, item: NodeCommand | object) -> tuple[RolePolicy, ...]:
         match item:
-            case SetRole():
+            case SetRoleCommand():
                 return ()
-            case Joined() | CoordinatorLost() | PeerGone():
-                return self._all()
+            case NodeJoined() | CoordinatorLost() | PeerLostCommand():
+                return self._list_roles()
             case _:
-                return (self._active,)
+                return (self._active_role,)

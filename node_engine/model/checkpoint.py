@@ -20,7 +20,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError that names the file."""
         self._stack = ExitStack()
-        self._home: dict[str, safe_open] = {}
+        self._file_of_tensor: dict[str, safe_open] = {}
         with ExitStack() as opening:
             for path in _shards(folder):
                 try:
@@ -28,11 +28,11 @@ class Checkpoint:
                 except (OSError, SafetensorError) as error:
                     raise ConfigError(f"{path}: cannot be read as safetensors: {error}: download it again") from None
                 for name in shard.keys():
-                    if name in self._home:
+                    if name in self._file_of_tensor:
                         raise ConfigError(
                             f"{path}: tensor {name} is in another shard as well: download the model again"
                         )
-                    self._home[name] = shard
+                    self._file_of_tensor[name] = shard
             self._stack = opening.pop_all()
 
     def __enter__(self) -> "Checkpoint":
@@ -44,14 +44,14 @@ class Checkpoint:
         self._stack.close()
 
     @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self._home)
+    def tensor_names(self) -> frozenset[str]:
+        return frozenset(self._file_of_tensor)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._home[name].get_slice(name).get_shape())
+    def get_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file_of_tensor[name].get_slice(name).get_shape())
 
-    def tensor(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self._home[name].get_tensor(name)
+    def load_tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._file_of_tensor[name].get_tensor(name)
         return tensor
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from baton import generation_defaults
 from baton.errors import ConfigError
 from baton.generation_defaults import GenerationDefaults, load_generation_defaults
-from baton.json_object import Json, integer, read_object
-from node_engine.model.families import FAMILIES, Bias, Family, layer_windows
+from baton.json_object import JsonObject, get_int_field, read_json_object
+from node_engine.model.families import MODEL_FAMILIES, BiasRule, ModelFamily, compute_layer_windows
 from node_engine.model.rope import RopeConfig, parse_rope
 
 
@@ -42,21 +42,21 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
 
 
-def load_config(folder: Path) -> ModelConfig:
+def load_model_config(folder: Path) -> ModelConfig:
     """Read config.json and generation_config.json. Raises ConfigError."""
     if not folder.is_dir():
         raise ConfigError(f"model folder {folder}: no such folder: give --model the path of a Hugging Face folder")
-    return parse_config(read_object(folder / "config.json"), load_generation_defaults(folder))
+    return parse_model_config(read_json_object(folder / "config.json"), load_generation_defaults(folder))
 
 
-def parse_config(raw: Json, generation: GenerationDefaults) -> ModelConfig:
+def parse_model_config(raw: JsonObject, generation: GenerationDefaults) -> ModelConfig:
     """Resolve the two files' contents. Raises ConfigError naming the key, its value and what is possible."""
     architecture = _architecture(raw)
-    family = FAMILIES[architecture]
+    family = MODEL_FAMILIES[architecture]
     _refuse_unsupported(raw)
     heads, kv_heads, head_dim = _heads(raw, family)
     num_layers = _positive(raw, "num_hidden_layers")
-    max_positions = _positive(raw, "max_position_embeddings", family.max_positions)
+    max_positions = _positive(raw, "max_position_embeddings", family.default_max_positions)
     return ModelConfig(
         architecture=architecture,
         vocab_size=_positive(raw, "vocab_size"),
@@ -71,46 +71,46 @@ def parse_config(raw: Json, generation: GenerationDefaults) -> ModelConfig:
         tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=_bias(raw, family.qkv_bias),
         output_bias=_bias(raw, family.output_bias),
-        mlp_bias=family.mlp_bias and bool(raw.get("mlp_bias", False)),
+        mlp_bias=family.has_mlp_bias_key and bool(raw.get("mlp_bias", False)),
         qk_norm=family.qk_norm,
-        windows=layer_windows(raw, family, num_layers),
+        windows=compute_layer_windows(raw, family, num_layers),
         rope=parse_rope(raw, max_positions),
         stored_dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
         eos_token_ids=_eos_token_ids(raw, generation),
     )
 
 
-def _heads(raw: Json, family: Family) -> tuple[int, int, int]:
+def _heads(raw: JsonObject, family: ModelFamily) -> tuple[int, int, int]:
     """Query heads, KV heads and their width. A null stands for the value derived from the others, as everywhere."""
     heads, hidden = _positive(raw, "num_attention_heads"), _positive(raw, "hidden_size")
-    assumed = heads if "num_key_value_heads" in raw else family.kv_heads or heads
+    assumed = heads if "num_key_value_heads" in raw else family.default_kv_heads or heads
     kv_heads = _positive(raw, "num_key_value_heads", assumed)
     if heads % kv_heads:
         raise ConfigError(
             f"num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}: fix config.json"
         )
-    if raw.get("head_dim", family.head_dim) is None and hidden % heads:
+    if raw.get("head_dim", family.default_head_dim) is None and hidden % heads:
         raise ConfigError(
             f"hidden_size {hidden} is no multiple of num_attention_heads {heads}: set head_dim in config.json"
         )
-    head_dim = _positive(raw, "head_dim", family.head_dim or hidden // heads)
+    head_dim = _positive(raw, "head_dim", family.default_head_dim or hidden // heads)
     if head_dim % 2:
         raise ConfigError(f"head_dim {head_dim} is odd: rotary embedding needs pairs")
     return heads, kv_heads, head_dim
 
 
-def _bias(raw: Json, bias: Bias) -> bool:
+def _bias(raw: JsonObject, bias: BiasRule) -> bool:
     return bias == "fixed" or (bias == "config" and bool(raw.get("attention_bias", False)))
 
 
-def _architecture(raw: Json) -> str:
+def _architecture(raw: JsonObject) -> str:
     names = raw.get("architectures") or []
-    if len(names) != 1 or names[0] not in FAMILIES:
+    if len(names) != 1 or names[0] not in MODEL_FAMILIES:
         raise ConfigError(f"architectures {names!r} in config.json: Baton serves one of {', '.join(FAMILIES)}")
     return str(names[0])
 
 
-def _refuse_unsupported(raw: Json) -> None:
+def _refuse_unsupported(raw: JsonObject) -> None:
     if raw.get("auto_map"):
         raise ConfigError(f"auto_map {raw['auto_map']!r}: remote code is never run: use a checkpoint without it")
     if raw.get("quantization_config"):
@@ -120,8 +120,8 @@ def _refuse_unsupported(raw: Json) -> None:
         raise ConfigError(f"hidden_act {raw['hidden_act']!r}: only 'silu' is built")
 
 
-def _positive(raw: Json, key: str, default: int | None = None) -> int:
-    value = integer(raw, key, 1)
+def _positive(raw: JsonObject, key: str, default: int | None = None) -> int:
+    value = get_int_field(raw, key, 1)
     if value is None:
         value = default
     if value is None:
@@ -129,9 +129,9 @@ def _positive(raw: Json, key: str, default: int | None = None) -> int:
     return value
 
 
-def _eos_token_ids(raw: Json, generation: GenerationDefaults) -> tuple[int, ...]:
+def _eos_token_ids(raw: JsonObject, generation: GenerationDefaults) -> tuple[int, ...]:
     """All that either file names. Raises ConfigError for one that the vocabulary lacks."""
-    ids = (*generation_defaults.eos_token_ids(raw, "config.json"), *generation.eos_token_ids)
+    ids = (*generation_defaults.parse_eos_token_ids(raw, "config.json"), *generation.eos_token_ids)
     vocab_size = _positive(raw, "vocab_size")
     if ids and max(ids) >= vocab_size:
         raise ConfigError(f"eos_token_id {max(ids)}: must be below vocab_size {vocab_size}")

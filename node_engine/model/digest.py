@@ -7,11 +7,11 @@ from dataclasses import asdict
 import torch
 import xxhash
 
-from baton.model_identity import NATIVE, UNQUANTIZED
+from baton.model_identity import NATIVE_IMPLEMENTATION, UNQUANTIZED
 from node_engine.model.config import ModelConfig
 
 # What the arithmetic does not depend on.
-_LEFT_OUT = ("stored_dtype", "eos_token_ids", "max_position_embeddings")
+_EXCLUDED_FIELDS = ("stored_dtype", "eos_token_ids", "max_position_embeddings")
 
 
 class ModelDigest:
@@ -26,19 +26,19 @@ class ModelDigest:
 
     def __init__(self, config: ModelConfig, origin: str) -> None:
         """`origin` tells weights that were read from weights that were made up."""
-        self._architecture = {key: value for key, value in asdict(config).items() if key not in _LEFT_OUT}
+        self._architecture = {key: value for key, value in asdict(config).items() if key not in _EXCLUDED_FIELDS}
         self._origin = origin
         self._tensors: dict[str, str] = {}
 
-    def add(self, name: str, tensor: torch.Tensor) -> None:
+    def add_tensor(self, name: str, tensor: torch.Tensor) -> None:
         """Take in a tensor as it is stored, on the CPU."""
         contents = xxhash.xxh3_128_hexdigest(tensor.contiguous().view(torch.uint8).numpy().data)
         self._tensors[name] = f"{tensor.dtype} {tuple(tensor.shape)} {contents}"
 
-    def finish(self) -> bytes:
+    def compute_digest(self) -> bytes:
         """32 bytes."""
         named = {
-            "implementation": NATIVE,
+            "implementation": NATIVE_IMPLEMENTATION,
             "quantization": UNQUANTIZED,
             "origin": self._origin,
             "architecture": self._architecture,

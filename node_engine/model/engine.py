@@ -9,21 +9,21 @@ import torch
 
 from baton.errors import ConfigError, OutOfMemory
 from baton.kv_layout import KVLayout
-from baton.model_identity import NATIVE, UNQUANTIZED, ModelIdentity
-from baton.segment import DEFAULT_FOLDER
-from baton.types import TokenScore
+from baton.model_identity import NATIVE_IMPLEMENTATION, UNQUANTIZED, ModelIdentity
+from baton.segment import DEFAULT_SEGMENT_FOLDER
+from baton.types import TokenLogprobs
 from kv_kernels.dispatch import kernels_for
-from kv_kernels.host_memory import CannotPin
+from kv_kernels.host_memory import MemoryPinError
 from kv_kernels.paged_cache import PagedCache
 from kv_kernels.torch_kernels import TorchKernels
-from node_engine.core.step import Computed, DeviceLost, OnLayer, StepBatch
-from node_engine.model.config import ModelConfig, load_config
-from node_engine.model.plan import Planner, StepPlan
-from node_engine.model.sampler import sample
-from node_engine.model.scores import rows_at_once, scores
+from node_engine.core.step import SliceResult, DeviceLost, LayerCallback, StepBatch
+from node_engine.model.config import ModelConfig, load_model_config
+from node_engine.model.plan import ForwardBatchBuilder, ForwardBatch
+from node_engine.model.sampler import sample_tokens
+from node_engine.model.scores import compute_rows_at_once, compute_logprobs
 from node_engine.model.transformer import Transformer
-from node_engine.model.warm_up import ON_CPU, ON_GPU, warm_up_steps
-from node_engine.model.weights import dummy_weights, load_weights
+from node_engine.model.warm_up import CPU_PROMPT_LENGTHS, GPU_PROMPT_LENGTHS, iter_warm_up_steps
+from node_engine.model.weights import build_dummy_weights, load_weights
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -53,7 +53,7 @@ class ModelEngine:
         self._max_model_len = max_model_len
         self._digest = digest
         self._cache: PagedCache | None = None
-        self._planner: Planner | None = None
+        self._batch_builder: ForwardBatchBuilder | None = None
         self._num_blocks = 0
 
     @classmethod
@@ -75,7 +75,7 @@ class ModelEngine:
         if threads is not None:
             torch.set_num_threads(threads)
         folder = Path(path)
-        config = load_config(folder)
+        config = load_model_config(folder)
         where = _resolve_device(device)
         kernels = kernels_for(where)
         layout = KVLayout(
@@ -84,7 +84,7 @@ class ModelEngine:
         kind = _DTYPES[layout.dtype]
         with torch.inference_mode():
             if load_format == "dummy":
-                weights = dummy_weights(config, kind, where, kernels)
+                weights = build_dummy_weights(config, kind, where, kernels)
             else:
                 weights = load_weights(folder, config, kind, where, kernels)
             model = Transformer(config, weights, kernels)
@@ -111,10 +111,10 @@ class ModelEngine:
         return self._digest
 
     @property
-    def identity(self) -> ModelIdentity:
+    def model_identity(self) -> ModelIdentity:
         config, dtype = self._config, self._layout.dtype
         digest = self._digest.hex()
-        return ModelIdentity(NATIVE, digest, dtype, UNQUANTIZED, self._layout, config.vocab_size, config.eos_token_ids)
+        return ModelIdentity(NATIVE_IMPLEMENTATION, digest, dtype, UNQUANTIZED, self._layout, config.vocab_size, config.eos_token_ids)
 
     @property
     def device(self) -> str:
@@ -122,80 +122,80 @@ class ModelEngine:
         return self._device.type
 
     @property
-    def reads_in_place(self) -> bool:
+    def can_read_pool_in_place(self) -> bool:
         """On a GPU the arena is pinned and mapped as it is bound, and nothing else is."""
         return self._device.type == "cpu"
 
-    def bind(self, arena: memoryview, num_blocks: int) -> None:
+    def bind_cache(self, arena: memoryview, num_blocks: int) -> None:
         """Adopt the cache memory. Raises ValueError when it is read-only, too short, or no whole blocks, ConfigError
         when the GPU cannot use it, DeviceLost when it has failed."""
         layout = self._layout
         reach, rest = divmod(arena.nbytes, layout.block_bytes)
-        if arena.readonly or rest or reach < num_blocks or (reach > num_blocks and not self.reads_in_place):
+        if arena.readonly or rest or reach < num_blocks or (reach > num_blocks and not self.can_read_pool_in_place):
             raise ValueError(
                 f"arena of {arena.nbytes} bytes (read-only: {arena.readonly}): {num_blocks} blocks need "
                 f"{num_blocks * layout.block_bytes} writable bytes"
             )
         shape = (reach, layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
         try:
-            with _device_errors():
-                memory = self._kernels.adopt(arena, _DTYPES[layout.dtype])
-        except CannotPin as error:
+            with _translate_device_errors():
+                memory = self._kernels.memory_as_tensor(arena, _DTYPES[layout.dtype])
+        except MemoryPinError as error:
             raise ConfigError(
                 f"the GPU cannot use the cache memory: {error}: its folder has to be of a tmpfs like {DEFAULT_FOLDER}: "
                 "choose one with --segment-dir; or allow the process more locked memory (ulimit -l)"
             ) from error
-        self._cache = PagedCache.over(memory.view(shape))
-        self._planner = Planner(self._kernels, self._cache, self._config.windows)
+        self._cache = PagedCache.from_arena(memory.view(shape))
+        self._batch_builder = ForwardBatchBuilder(self._kernels, self._cache, self._config.windows)
         self._num_blocks = num_blocks
 
     def warm_up(self, max_batched_tokens: int, wanted: Callable[[], bool] = lambda: True) -> None:
-        prompts = ON_CPU if self._device.type == "cpu" else ON_GPU
+        prompts = CPU_PROMPT_LENGTHS if self._device.type == "cpu" else GPU_PROMPT_LENGTHS
         cache = self._layout.block_size, self._num_blocks
-        for step in warm_up_steps(prompts, *cache, self._max_model_len, max_batched_tokens):
+        for step in iter_warm_up_steps(prompts, *cache, self._max_model_len, max_batched_tokens):
             if not wanted():
                 return
             self.run(step)
 
-    def run(self, batch: StepBatch, on_layer: OnLayer | None = None) -> tuple[Computed, ...]:
+    def run(self, batch: StepBatch, on_layer: LayerCallback | None = None) -> tuple[SliceResult, ...]:
         """One forward pass; see Engine.run. Raises OutOfMemory, and NodeFailed when logits are not finite; DeviceLost
         when the GPU has failed."""
-        if self._cache is None or self._planner is None:
+        if self._cache is None or self._batch_builder is None:
             raise RuntimeError("run() before bind()")
-        computed = [Computed()] * len(batch.slices)
-        with torch.inference_mode(), _device_errors():
-            if batch.copies:
-                source, target = torch.tensor(batch.copies, device=self._device).unbind(1)
+        computed = [SliceResult()] * len(batch.slices)
+        with torch.inference_mode(), _translate_device_errors():
+            if batch.block_copies:
+                source, target = torch.tensor(batch.block_copies, device=self._device).unbind(1)
                 self._kernels.copy_blocks(self._cache.arena, source, target)
             if not batch.slices:
                 return ()
-            plan = self._planner.plan(batch)
-            if len(plan.begun):
-                self._kernels.clear_blocks(self._cache.arena, plan.begun)
+            plan = self._batch_builder.build_batch(batch)
+            if len(plan.partly_filled_blocks):
+                self._kernels.clear_blocks(self._cache.arena, plan.partly_filled_blocks)
             hidden = self._model.forward(plan, self._cache, on_layer)
-            if hidden is not None and plan.samplers:
-                drawn = hidden.index_select(0, plan.draws) if plan.scored else hidden
-                for place, made in zip(plan.places, sample(self._model.logits(drawn), plan.samplers), strict=True):
+            if hidden is not None and plan.sample_specs:
+                drawn = hidden.index_select(0, plan.drawn_rows) if plan.prompt_logprob_rows else hidden
+                for place, made in zip(plan.drawn_slice_indices, sample_tokens(self._model.compute_logits(drawn), plan.sample_specs), strict=True):
                     computed[place] = made
-            if hidden is not None and plan.scored:
-                self._score(hidden, plan, computed)
+            if hidden is not None and plan.prompt_logprob_rows:
+                self._compute_prompt_logprobs(hidden, plan, computed)
             self._kernels.synchronize()
         return tuple(computed)
 
-    def _score(self, hidden: torch.Tensor, plan: StepPlan, computed: list[Computed]) -> None:  # hidden [tokens, hidden]
+    def _compute_prompt_logprobs(self, hidden: torch.Tensor, plan: ForwardBatch, computed: list[SliceResult]) -> None:  # hidden [tokens, hidden]
         """Prompt tokens, in pieces: the logits of a long chunk over a large vocabulary would not fit."""
-        for rows in plan.scored:
-            targets, at_once = rows.spec.targets, rows_at_once(self.vocab_size)
-            found: list[TokenScore] = []
+        for rows in plan.prompt_logprob_rows:
+            targets, at_once = rows.logprobs_spec.target_token_ids, compute_rows_at_once(self.vocab_size)
+            found: list[TokenLogprobs] = []
             for begin in range(0, len(targets), at_once):
                 piece = targets[begin : begin + at_once]
-                logits = self._model.logits(hidden[rows.first + begin :][: len(piece)])
-                found += scores(logits.float(), piece, [rows.spec.top] * len(piece))
-            computed[rows.place] = computed[rows.place]._replace(prompt_scores=tuple(found))
+                logits = self._model.compute_logits(hidden[rows.first_row + begin :][: len(piece)])
+                found += compute_logprobs(logits.float(), piece, [rows.logprobs_spec.top_logprobs] * len(piece))
+            computed[rows.slice_index] = computed[rows.slice_index]._replace(prompt_logprobs=tuple(found))
 
 
 @contextmanager
-def _device_errors() -> Iterator[None]:
+def _translate_device_errors() -> Iterator[None]:
     """torch's two ways of saying that memory is gone, and its way of saying that the GPU is, as ours."""
     try:
         yield

@@ -14,7 +14,7 @@ _MULTIPLY_FIRST, _MULTIPLY_THIRD = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 _HIGH = np.uint64(32)
-WORD = 0xFFFFFFFF
+WORD_MASK = 0xFFFFFFFF
 
 
 def philox4x32(
@@ -23,9 +23,9 @@ def philox4x32(
 ) -> tuple[Words, Words, Words, Words]:  # four words, all [n]
     """Four independent uniform words per counter."""
     first, second, third, fourth = counter
-    low = np.uint64(WORD)
+    low = np.uint64(WORD_MASK)
     for turn in range(_ROUNDS):
-        keys = [np.uint64((word + turn * step) & WORD) for word, step in zip(key, _KEY_STEPS, strict=True)]
+        keys = [np.uint64((word + turn * step) & WORD_MASK) for word, step in zip(key, _KEY_STEPS, strict=True)]
         product, other = first * _MULTIPLY_FIRST, third * _MULTIPLY_THIRD
         first = (other >> _HIGH) ^ second ^ keys[0]
         third = (product >> _HIGH) ^ fourth ^ keys[1]

@@ -9,7 +9,7 @@ import torch
 
 from baton.errors import ConfigError
 
-TYPES = ("default", "linear", "llama3")
+ROPE_TYPES = ("default", "linear", "llama3")
 _DEFAULT_THETA = 10000.0
 _LLAMA3_KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
@@ -39,29 +39,29 @@ def parse_rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
     if partial != 1.0:
         raise ConfigError(f"partial_rotary_factor {partial!r}: only whole heads are rotated")
     kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in TYPES:
+    if kind not in ROPE_TYPES:
         raise ConfigError(f"{key} of type {kind!r}: only {', '.join(TYPES)} are built")
-    theta = _number({"rope_theta": raw.get("rope_theta", _DEFAULT_THETA)} | dict(scaling), key, "rope_theta")
+    theta = _positive_number({"rope_theta": raw.get("rope_theta", _DEFAULT_THETA)} | dict(scaling), key, "rope_theta")
     if kind == "default":
         return RopeConfig(kind, theta)
     if kind == "linear":
-        return RopeConfig(kind, theta, _number(scaling, key, "factor"))
+        return RopeConfig(kind, theta, _positive_number(scaling, key, "factor"))
     given = dict(scaling)
     given.setdefault("original_max_position_embeddings", max_positions)
-    factor, low, high, original = (_number(given, key, name) for name in _LLAMA3_KEYS)
+    factor, low, high, original = (_positive_number(given, key, name) for name in _LLAMA3_KEYS)
     if low >= high:
         raise ConfigError(f"{key}: low_freq_factor {low} must be below high_freq_factor {high}")
     return RopeConfig(kind, theta, factor, low, high, int(original))
 
 
-def _number(scaling: Mapping[str, Any], key: str, name: str) -> float:
+def _positive_number(scaling: Mapping[str, Any], key: str, name: str) -> float:
     value = scaling.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
         raise ConfigError(f"{key}.{name} {value!r} in config.json: must be a number above 0")
     return float(value)
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
+def compute_inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """Radians per position of each pair of dimensions, fp32 [head_dim // 2].
 
     `linear` (Chen et al., 2023): all wavelengths are stretched by `factor`, as if positions were divided by it.
@@ -79,7 +79,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     return (1.0 - kept) * frequencies / rope.factor + kept * frequencies
 
 
-def angles(
+def compute_angles(
     frequencies: torch.Tensor,  # fp32 [head_dim // 2]
     positions: torch.Tensor,  # int64 [tokens]
     dtype: torch.dtype,

@@ -33,9 +33,9 @@ import torch
 
 from baton.errors import NodeFailed
 from baton.types import SamplingParams
-from node_engine.core.step import Computed, SampleSpec
-from node_engine.model.philox import WORD, Words, philox4x32
-from node_engine.model.scores import scores
+from node_engine.core.step import SliceResult, SampleSpec
+from node_engine.model.philox import WORD_MASK, Words, philox4x32
+from node_engine.model.scores import compute_logprobs
 
 Floats = npt.NDArray[np.float32]
 TokenIds = npt.NDArray[np.int64]
@@ -43,30 +43,30 @@ TokenIds = npt.NDArray[np.int64]
 _PER_COUNTER = 4  # token ids that share a counter, one word each
 
 
-def sample(
+def sample_tokens(
     logits: torch.Tensor,  # [rows, vocab], overwritten
     specs: Sequence[SampleSpec],  # one per row
-) -> list[Computed]:
+) -> list[SliceResult]:
     """One token per row, with its score where one is asked for. Raises NodeFailed when a row has no finite maximum:
     rather an error than a guess."""
-    special = [row for row, spec in enumerate(specs) if _is_special(spec)]
+    special = [row for row, spec in enumerate(specs) if _needs_extra_steps(spec)]
     if not special:
-        return [Computed(token) for token in _tokens(logits, specs)]
+        return [SliceResult(token) for token in _pick_tokens(logits, specs)]
     scored = [row for row in special if specs[row].params.logprobs is not None]
     raw = logits[scored].float()
-    tokens = _tokens(_adjusted(logits, [(row, specs[row]) for row in special]), specs)
-    found = scores(raw, [tokens[row] for row in scored], [specs[row].params.logprobs or 0 for row in scored])
+    tokens = _pick_tokens(_adjust_logits(logits, [(row, specs[row]) for row in special]), specs)
+    found = compute_logprobs(raw, [tokens[row] for row in scored], [specs[row].params.logprobs or 0 for row in scored])
     by_row = dict(zip(scored, found, strict=True))
-    return [Computed(token, by_row.get(row)) for row, token in enumerate(tokens)]
+    return [SliceResult(token, by_row.get(row)) for row, token in enumerate(tokens)]
 
 
-def _is_special(spec: SampleSpec) -> bool:
+def _needs_extra_steps(spec: SampleSpec) -> bool:
     """Whether it takes more than its temperature and filters: the rest of a batch pays nothing for those that do."""
     params = spec.params
-    return spec.counts is not None or bool(spec.forbidden or params.logit_bias) or params.logprobs is not None
+    return spec.token_counts is not None or bool(spec.forbidden_token_ids or params.logit_bias) or params.logprobs is not None
 
 
-def _tokens(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:  # logits [rows, vocab]
+def _pick_tokens(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:  # logits [rows, vocab]
     best, argmax = logits.max(-1)
     if not bool(best.isfinite().all()):
         raise NodeFailed("logits are not finite: the model's weights or its KV cache are damaged")
@@ -75,42 +75,42 @@ def _tokens(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:  # 
     if drawn:
         rows = logits[drawn].to("cpu", torch.float32).numpy()
         for row, values in zip(drawn, rows, strict=True):
-            tokens[row] = draw(values, specs[row])
+            tokens[row] = draw_token(values, specs[row])
     return tokens
 
 
-def _adjusted(logits: torch.Tensor, rows: Sequence[tuple[int, SampleSpec]]) -> torch.Tensor:
+def _adjust_logits(logits: torch.Tensor, rows: Sequence[tuple[int, SampleSpec]]) -> torch.Tensor:
     """Penalties, bias and forbidden tokens applied to some rows of [rows, vocab], in place or, where arithmetic takes
     it, to a copy in float32. Elementwise, so that a row's result does not depend on the others."""
-    counted = [(row, spec) for row, spec in rows if spec.counts is not None]
+    counted = [(row, spec) for row, spec in rows if spec.token_counts is not None]
     biased = [(row, spec.params.logit_bias) for row, spec in rows if spec.params.logit_bias]
     if counted or biased:
         logits = logits.float()
     if counted:
-        _penalize(logits, counted)
+        _apply_penalties(logits, counted)
     for row, pairs in biased:
         ids, biases = zip(*pairs, strict=True)
-        logits[row].index_add_(0, _on(logits, np.array(ids)), _on(logits, np.array(biases, np.float32)))
+        logits[row].index_add_(0, _to_device(logits, np.array(ids)), _to_device(logits, np.array(biases, np.float32)))
     for row, spec in rows:
-        if spec.forbidden:
-            logits[row, [token for token in spec.forbidden if token < logits.shape[1]]] = -math.inf
+        if spec.forbidden_token_ids:
+            logits[row, [token for token in spec.forbidden_token_ids if token < logits.shape[1]]] = -math.inf
     return logits
 
 
-def _penalize(logits: torch.Tensor, rows: Sequence[tuple[int, SampleSpec]]) -> None:
+def _apply_penalties(logits: torch.Tensor, rows: Sequence[tuple[int, SampleSpec]]) -> None:
     """All rows' counted tokens at once: one gather, one scatter."""
-    counts = [spec.counts for _, spec in rows if spec.counts is not None]
-    lengths = [len(each.ids) for each in counts]
+    counts = [spec.token_counts for _, spec in rows if spec.token_counts is not None]
+    lengths = [len(each.token_ids) for each in counts]
 
     def per_token(values: Sequence[float], dtype: type = np.float32) -> torch.Tensor:
-        return _on(logits, np.repeat(np.array(values, dtype), lengths))
+        return _to_device(logits, np.repeat(np.array(values, dtype), lengths))
 
     params = [spec.params for _, spec in rows]
     places = (
         per_token([row for row, _ in rows], np.int64),
-        _on(logits, np.concatenate([each.ids for each in counts])),
+        _to_device(logits, np.concatenate([each.token_ids for each in counts])),
     )
-    in_output = _on(logits, np.concatenate([each.in_output for each in counts]))
+    in_output = _to_device(logits, np.concatenate([each.output_counts for each in counts]))
     repetition = per_token([each.repetition_penalty for each in params])
     values = logits[places]
     values = torch.where(values > 0, values / repetition, values * repetition)
@@ -119,22 +119,22 @@ def _penalize(logits: torch.Tensor, rows: Sequence[tuple[int, SampleSpec]]) -> N
     logits[places] = values
 
 
-def _on(logits: torch.Tensor, values: npt.NDArray[np.int64] | Floats) -> torch.Tensor:
+def _to_device(logits: torch.Tensor, values: npt.NDArray[np.int64] | Floats) -> torch.Tensor:
     return torch.from_numpy(values).to(logits.device)
 
 
-def draw(logits: Floats, spec: SampleSpec) -> int:  # logits [vocab]
+def draw_token(logits: Floats, spec: SampleSpec) -> int:  # logits [vocab]
     """Sample softmax(logits / temperature), restricted by min_p, then top-k, then top-p."""
     with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, as it should
         scaled = (logits - logits.max()) / np.float32(spec.params.temperature)
-    floor = _floor(scaled, spec.params)
+    floor = _lowest_kept_logit(scaled, spec.params)
     if floor is None:
-        return int(np.argmax(scaled + gumbel_noise(len(scaled), spec)))
+        return int(np.argmax(scaled + compute_gumbel_noise(len(scaled), spec)))
     kept = np.flatnonzero(scaled >= floor)
-    return int(kept[np.argmax(scaled[kept] + gumbel_noise(len(scaled), spec, kept))])
+    return int(kept[np.argmax(scaled[kept] + compute_gumbel_noise(len(scaled), spec, kept))])
 
 
-def _floor(scaled: Floats, params: SamplingParams) -> np.float32 | None:
+def _lowest_kept_logit(scaled: Floats, params: SamplingParams) -> np.float32 | None:
     """The lowest score that min_p, top-k and top-p leave, None for no bound; the highest of `scaled` is 0. Scores
     equal to it are all kept, so that the order in which a sort leaves equals is of no account."""
     floor = None
@@ -154,7 +154,7 @@ def _floor(scaled: Floats, params: SamplingParams) -> np.float32 | None:
     return floor
 
 
-def gumbel_noise(
+def compute_gumbel_noise(
     vocab_size: int,
     spec: SampleSpec,
     tokens: TokenIds | None = None,  # [n], all of the vocabulary when None
@@ -165,10 +165,10 @@ def gumbel_noise(
     float is finest.
     """
     if tokens is not None and len(tokens) * _PER_COUNTER < vocab_size:
-        words = np.stack(_words(tokens // _PER_COUNTER, spec))[tokens % _PER_COUNTER, np.arange(len(tokens))]
+        words = np.stack(_noise_words(tokens // _PER_COUNTER, spec))[tokens % _PER_COUNTER, np.arange(len(tokens))]
     else:
         counters = np.arange(-(-vocab_size // _PER_COUNTER))
-        words = np.stack(_words(counters, spec), -1).reshape(-1)[:vocab_size]
+        words = np.stack(_noise_words(counters, spec), -1).reshape(-1)[:vocab_size]
         words = words if tokens is None else words[tokens]
     uniform = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
     below_one = np.minimum(uniform, np.float32(1.0 - 2.0**-24))
@@ -176,9 +176,9 @@ def gumbel_noise(
     return noise
 
 
-def _words(counters: TokenIds, spec: SampleSpec) -> tuple[Words, Words, Words, Words]:
+def _noise_words(counters: TokenIds, spec: SampleSpec) -> tuple[Words, Words, Words, Words]:
     """Philox at (token id / 4, position, choice, 0) under the 64 bits of the seed."""
     zero = np.zeros(len(counters), dtype=np.uint64)
-    position, choice = zero + np.uint64(spec.position & WORD), zero + np.uint64(spec.choice & WORD)
-    key = (spec.params.seed & WORD, spec.params.seed >> 32 & WORD)
+    position, choice = zero + np.uint64(spec.position & WORD_MASK), zero + np.uint64(spec.choice_index & WORD_MASK)
+    key = (spec.params.seed & WORD_MASK, spec.params.seed >> 32 & WORD_MASK)
     return philox4x32((counters.astype(np.uint64), position, choice, zero), key)

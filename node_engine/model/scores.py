@@ -5,22 +5,22 @@ from collections.abc import Sequence
 import torch
 
 from baton.errors import NodeFailed
-from baton.types import TokenScore
+from baton.types import TokenLogprobs
 
-_LOGITS_AT_ONCE = 1 << 24  # 64 MiB in float32, and as much again for the sum over them
+_MAX_LOGITS_AT_ONCE = 1 << 24  # 64 MiB in float32, and as much again for the sum over them
 
 
-def rows_at_once(vocab_size: int) -> int:
+def compute_rows_at_once(vocab_size: int) -> int:
     """Into how many rows the logits of a prompt are cut, so that its scores take a bounded amount of memory: at most
     three tensors of 2**24 elements in float32, or of one row."""
-    return max(1, _LOGITS_AT_ONCE // vocab_size)
+    return max(1, _MAX_LOGITS_AT_ONCE // vocab_size)
 
 
-def scores(
+def compute_logprobs(
     logits: torch.Tensor,  # float32 [rows, vocab], raw
     tokens: Sequence[int],  # one per row
     tops: Sequence[int],  # how many alternatives, per row
-) -> list[TokenScore]:
+) -> list[TokenLogprobs]:
     """Log softmax of each row at its token and at its most likely ones, the best first. Raises NodeFailed when a row is
     not finite."""
     if not tokens:
@@ -36,6 +36,6 @@ def scores(
     values: list[list[float]] = (best.values - total).clamp_(max=0.0).tolist()
     ids: list[list[int]] = best.indices.tolist()
     return [
-        TokenScore(logprob, tuple(zip(ids[row][:top], values[row][:top], strict=True)))
+        TokenLogprobs(logprob, tuple(zip(ids[row][:top], values[row][:top], strict=True)))
         for row, (logprob, top) in enumerate(zip(logprobs, tops, strict=True))
     ]

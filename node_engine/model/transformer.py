@@ -4,10 +4,10 @@ import torch
 
 from kv_kernels.paged_cache import PagedCache
 from kv_kernels.torch_kernels import TorchKernels
-from node_engine.core.step import OnLayer
+from node_engine.core.step import LayerCallback
 from node_engine.model.config import ModelConfig
-from node_engine.model.plan import StepPlan
-from node_engine.model.rope import angles, inverse_frequencies
+from node_engine.model.plan import ForwardBatch
+from node_engine.model.rope import compute_angles, compute_inverse_frequencies
 from node_engine.model.weights import LayerWeights, ModelWeights
 
 
@@ -18,28 +18,28 @@ class Transformer:
         self._config = config
         self._weights = weights
         self._kernels = kernels
-        self._frequencies = inverse_frequencies(config.rope, config.head_dim).to(weights.embedding.device)
+        self._frequencies = compute_inverse_frequencies(config.rope, config.head_dim).to(weights.embedding.device)
 
-    def forward(self, plan: StepPlan, cache: PagedCache, on_layer: OnLayer | None = None) -> torch.Tensor | None:
-        """Compute the step's tokens, write their KV, return what `logits` takes, [sampled, hidden].
+    def forward(self, plan: ForwardBatch, cache: PagedCache, on_layer: LayerCallback | None = None) -> torch.Tensor | None:
+        """Compute the step's tokens, write their KV, return what `compute_logits` takes, [sampled, hidden].
 
         None when nothing is sampled: the last layer then ends once its KV is written. When only some rows
         are, all that follows the last layer's KV is computed for those alone.
         """
-        hidden = self._weights.embedding.index_select(0, plan.tokens)
-        cos, sin = angles(self._frequencies, plan.positions, hidden.dtype)
+        hidden = self._weights.embedding.index_select(0, plan.token_ids)
+        cos, sin = compute_angles(self._frequencies, plan.positions, hidden.dtype)
         last = len(self._weights.layers) - 1
         for index, layer in enumerate(self._weights.layers):
-            query = self._project(layer, index, hidden, cos, sin, plan, cache)
+            query = self._project_qkv(layer, index, hidden, cos, sin, plan, cache)
             if on_layer is not None:
                 self._kernels.synchronize()
                 on_layer(index)
-            attend = plan.attend[index]
-            if index == last and not plan.all_sampled:
-                if not len(plan.sampled):
+            attend = plan.attention_by_layer[index]
+            if index == last and not plan.is_all_sampled:
+                if not len(plan.sampled_rows):
                     return None
-                attend = plan.attend_sampled
-                query, hidden = query.index_select(0, plan.sampled), hidden.index_select(0, plan.sampled)
+                attend = plan.sampled_attention
+                query, hidden = query.index_select(0, plan.sampled_rows), hidden.index_select(0, plan.sampled_rows)
             attended = query.new_empty(query.shape)
             for part in attend:
                 part(query, index, attended)
@@ -48,17 +48,17 @@ class Transformer:
             hidden = layer.down(self._kernels.silu_mul(layer.gate_up(normed)), hidden)
         return self._weights.norm(hidden)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:  # [rows, hidden] -> [rows, vocab]
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:  # [rows, hidden] -> [rows, vocab]
         return self._weights.head(hidden)
 
-    def _project(
+    def _project_qkv(
         self,
         layer: LayerWeights,
         index: int,
         hidden: torch.Tensor,  # [tokens, hidden]
         cos: torch.Tensor,
         sin: torch.Tensor,
-        plan: StepPlan,
+        plan: ForwardBatch,
         cache: PagedCache,
     ) -> torch.Tensor:  # [tokens, heads, head_dim]
         """Rotated queries; rotated keys and values go to the arena."""

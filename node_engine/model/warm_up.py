@@ -5,13 +5,13 @@ the node."""
 from collections.abc import Iterator, Sequence
 
 from baton.types import BlockIndex, SamplingParams
-from node_engine.core.step import SampleSpec, SequenceId, Slice, StepBatch
+from node_engine.core.step import SampleSpec, SequenceId, SequenceSlice, StepBatch
 
-ON_CPU, ON_GPU = (4, 24), (4, 24, 256, 1024)  # tokens of a prompt: other kernels are chosen for other sizes
-_DRAWS = (SamplingParams(1, temperature=0.0), SamplingParams(1, temperature=1.0, top_k=2, top_p=0.5))
+CPU_PROMPT_LENGTHS, GPU_PROMPT_LENGTHS = (4, 24), (4, 24, 256, 1024)  # tokens of a prompt: other kernels are chosen for other sizes
+_SAMPLING_CASES = (SamplingParams(1, temperature=0.0), SamplingParams(1, temperature=1.0, top_k=2, top_p=0.5))
 
 
-def warm_up_steps(
+def iter_warm_up_steps(
     prompts: Sequence[int], block_size: int, num_blocks: int, max_model_len: int, max_batched_tokens: int
 ) -> Iterator[StepBatch]:
     """Each prompt, then a token drawn in each way, then as much again behind it beside a decode slice; at last a copied
@@ -23,15 +23,15 @@ def warm_up_steps(
     fits = min(len(table) * block_size, max_model_len)
     decode = _slice(0, 1, beside, 0, sequence=1)
     for prompt in dict.fromkeys(min(each, max_batched_tokens - 1) for each in prompts):
-        if prompt + len(_DRAWS) > fits:
+        if prompt + len(_SAMPLING_CASES) > fits:
             break
         yield StepBatch((_slice(0, prompt, table, 0),))
-        for number in range(len(_DRAWS)):
+        for number in range(len(_SAMPLING_CASES)):
             yield StepBatch((_slice(prompt + number, 1, table, number),))
         if 2 * prompt <= fits:
             yield StepBatch((decode, _slice(prompt, prompt, table, 0)))
-    yield StepBatch((), copies=((BlockIndex(0), BlockIndex(1)),))
+    yield StepBatch((), block_copies=((BlockIndex(0), BlockIndex(1)),))
 
 
-def _slice(start: int, count: int, table: list[BlockIndex], draw: int, sequence: int = 0) -> Slice:
-    return Slice(SequenceId(sequence), (0,) * count, start, table, SampleSpec(_DRAWS[draw], 0, start + count))
+def _slice(start: int, count: int, table: list[BlockIndex], draw: int, sequence: int = 0) -> SequenceSlice:
+    return SequenceSlice(SequenceId(sequence), (0,) * count, start, table, SampleSpec(_SAMPLING_CASES[draw], 0, start + count))

@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.pb import generation_pb2, generation_pb2_grpc
 
 Addresses = Mapping[str, str]
-Answers = Counter[str]
+AnswerCounts = Counter[str]
 _Item = TypeVar("_Item")
 _MIB = 1 << 20
 _SOCKETS = 1200  # at each port
@@ -61,17 +61,17 @@ def hostile_bodies() -> list[tuple[bytes, dict[str, str]]]:
     return [(body, headers) for body, headers in bodies if len(body) <= 4 * _MIB]
 
 
-async def attack_with_bodies(where: Addresses, until: float, answers: Answers) -> None:
+async def attack_with_bodies(where: Addresses, until: float, answers: AnswerCounts) -> None:
     bodies = hostile_bodies()
 
     async def send_in_turn(lane: int) -> None:
-        for body, headers in _in_turn(bodies[lane % len(bodies) :] + bodies[: lane % len(bodies)], until):
+        for body, headers in _cycle_until(bodies[lane % len(bodies) :] + bodies[: lane % len(bodies)], until):
             answers[await _post(where["http"], body, headers)] += 1
 
     await asyncio.gather(*(send_in_turn(lane) for lane in range(8)))
 
 
-async def attack_over_grpc(where: Addresses, until: float, answers: Answers) -> None:
+async def attack_over_grpc(where: Addresses, until: float, answers: AnswerCounts) -> None:
     """Long texts and long lists through the other door."""
     requests = [
         generation_pb2.GenerateRequest(text=mixed_text(_MIB, 2), max_tokens=1),
@@ -82,7 +82,7 @@ async def attack_over_grpc(where: Addresses, until: float, answers: Answers) -> 
         stub = generation_pb2_grpc.GenerationStub(channel)
 
         async def send_in_turn() -> None:
-            for request in _in_turn(requests, until):
+            for request in _cycle_until(requests, until):
                 try:
                     await stub.GenerateOnce(request, timeout=30)
                     answers["OK"] += 1
@@ -92,32 +92,32 @@ async def attack_over_grpc(where: Addresses, until: float, answers: Answers) -> 
         await asyncio.gather(*(send_in_turn() for _ in range(4)))
 
 
-async def attack_with_silent_calls(where: Addresses, until: float, answers: Answers) -> None:
+async def attack_with_silent_calls(where: Addresses, until: float, answers: AnswerCounts) -> None:
     """Calls on one connection that never send a message, begun again as soon as they end."""
     async with grpc.aio.insecure_channel(where["grpc"]) as channel:
         methods = [channel.stream_unary(f"/baton.v1.{name}") for name in ("Generation/GenerateOnce", "Cluster/Status")]
 
         async def call_in_turn() -> None:
-            for method in _in_turn(methods, until):
+            for method in _cycle_until(methods, until):
                 call = method(timeout=max(0.1, until - time.monotonic()))
                 answers[(await call.code()).name] += 1
 
         await asyncio.gather(*(call_in_turn() for _ in range(_SILENT_CALLS)))
 
 
-async def attack_with_stalled_bodies(where: Addresses, until: float, answers: Answers) -> None:
+async def attack_with_stalled_bodies(where: Addresses, until: float, answers: AnswerCounts) -> None:
     """Small and large bodies of which one byte comes, begun again as soon as they are refused."""
 
     async def stall(length: int) -> None:
         while time.monotonic() < until:
             try:
-                reader, writer = await asyncio.open_connection(*_split(where["http"]))
+                reader, writer = await asyncio.open_connection(*_parse_address(where["http"]))
             except OSError:
                 answers["refused"] += 1
                 await asyncio.sleep(0.1)
                 continue
             with suppress(OSError, TimeoutError):
-                writer.write(_head("/v1/completions", length, {"content-type": "application/json"}) + b"{")
+                writer.write(_request_head("/v1/completions", length, {"content-type": "application/json"}) + b"{")
                 async with asyncio.timeout(max(0.0, until - time.monotonic())):
                     line = (await reader.readline()).decode().split(" ")
                 answers[line[1] if len(line) > 1 else "closed"] += 1
@@ -127,32 +127,32 @@ async def attack_with_stalled_bodies(where: Addresses, until: float, answers: An
     await asyncio.gather(*(stall(length) for length in lengths))
 
 
-async def attack_with_idle_sockets(where: Addresses, until: float, answers: Answers) -> None:
+async def attack_with_idle_sockets(where: Addresses, until: float, answers: AnswerCounts) -> None:
     """Connections to every port that never say a word."""
     held: list[asyncio.StreamWriter] = []
     for address in where.values():
         for _ in range(_SOCKETS):
             try:
-                _, writer = await asyncio.wait_for(asyncio.open_connection(*_split(address)), 2.0)
+                _, writer = await asyncio.wait_for(asyncio.open_connection(*_parse_address(address)), 2.0)
                 held.append(writer)
                 answers["connected"] += 1
             except (OSError, TimeoutError):
                 answers["refused"] += 1
             if time.monotonic() > until:
                 break
-    await _rest(until)
+    await _sleep_until(until)
     for writer in held:
         writer.close()
 
 
-async def attack_with_half_bodies(where: Addresses, until: float, answers: Answers) -> None:
+async def attack_with_half_bodies(where: Addresses, until: float, answers: AnswerCounts) -> None:
     """Bodies of 4 MiB of which a byte a second comes once a quarter is there."""
 
     async def send_half() -> None:
         with suppress(OSError, asyncio.IncompleteReadError):
-            reader, writer = await asyncio.open_connection(*_split(where["http"]))
+            reader, writer = await asyncio.open_connection(*_parse_address(where["http"]))
             try:
-                writer.write(_head("/v1/completions", 4 * _MIB, {"content-type": "application/json"}))
+                writer.write(_request_head("/v1/completions", 4 * _MIB, {"content-type": "application/json"}))
                 writer.write(b'{"prompt": "' + b"a" * _MIB)
                 answer = asyncio.create_task(reader.readline())
                 while not answer.done() and time.monotonic() < until:
@@ -166,22 +166,22 @@ async def attack_with_half_bodies(where: Addresses, until: float, answers: Answe
     await asyncio.gather(*(send_half() for _ in range(_HALF_BODIES)))
 
 
-async def attack_with_slow_readers(where: Addresses, until: float, answers: Answers) -> None:
+async def attack_with_slow_readers(where: Addresses, until: float, answers: AnswerCounts) -> None:
     """Streams of which nobody reads a byte."""
     body = json.dumps({"prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 5}).encode()
 
     async def never_read() -> None:
         with suppress(OSError):
-            _, writer = await asyncio.open_connection(*_split(where["http"]), limit=256)
-            writer.write(_head("/v1/completions", len(body), {"content-type": "application/json"}) + body)
+            _, writer = await asyncio.open_connection(*_parse_address(where["http"]), limit=256)
+            writer.write(_request_head("/v1/completions", len(body), {"content-type": "application/json"}) + body)
             answers["asked"] += 1
-            await _rest(until)
+            await _sleep_until(until)
             writer.close()
 
     await asyncio.gather(*(never_read() for _ in range(_SLOW_READERS)))
 
 
-async def attack_with_watches(where: Addresses, until: float, answers: Answers) -> None:
+async def attack_with_watches(where: Addresses, until: float, answers: AnswerCounts) -> None:
     """Streams of Health/Watch on one connection, without a key."""
     async with grpc.aio.insecure_channel(where["grpc"]) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -197,7 +197,7 @@ async def attack_with_watches(where: Addresses, until: float, answers: Answers) 
         await asyncio.gather(*(watch() for _ in range(_WATCHES)))
 
 
-ATTACKS: dict[str, Callable[[Addresses, float, Answers], Awaitable[None]]] = {
+ATTACKS: dict[str, Callable[[Addresses, float, AnswerCounts], Awaitable[None]]] = {
     "hostile bodies": attack_with_bodies,
     "hostile messages over gRPC": attack_over_grpc,
     "idle sockets": attack_with_idle_sockets,
@@ -209,7 +209,7 @@ ATTACKS: dict[str, Callable[[Addresses, float, Answers], Awaitable[None]]] = {
 }
 
 
-def _in_turn(items: Sequence[_Item], until: float) -> Iterator[_Item]:
+def _cycle_until(items: Sequence[_Item], until: float) -> Iterator[_Item]:
     """Each in turn, again and again, until the time is over."""
     while items:
         for item in items:
@@ -223,9 +223,9 @@ async def _post(address: str, body: bytes, headers: Mapping[str, str]) -> str:
     others = {name: value for name, value in headers.items() if name != "path"}
     try:
         async with asyncio.timeout(60):
-            reader, writer = await asyncio.open_connection(*_split(address))
+            reader, writer = await asyncio.open_connection(*_parse_address(address))
             try:
-                writer.write(_head(headers.get("path", "/v1/completions"), len(body), others) + body)
+                writer.write(_request_head(headers.get("path", "/v1/completions"), len(body), others) + body)
                 return (await reader.readline()).decode().split(" ")[1]
             finally:
                 writer.close()
@@ -233,17 +233,17 @@ async def _post(address: str, body: bytes, headers: Mapping[str, str]) -> str:
         return type(error).__name__
 
 
-def _head(path: str, length: int, headers: Mapping[str, str]) -> bytes:
+def _request_head(path: str, length: int, headers: Mapping[str, str]) -> bytes:
     lines = {"host": "127.0.0.1", "content-length": str(length), "connection": "close", **headers}
     return (f"POST {path} HTTP/1.1\r\n" + "".join(f"{name}: {lines[name]}\r\n" for name in lines) + "\r\n").encode()
 
 
-def _split(address: str) -> tuple[str, int]:
+def _parse_address(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     return host, int(port)
 
 
-async def _rest(until: float) -> None:
+async def _sleep_until(until: float) -> None:
     await asyncio.sleep(max(0.0, until - time.monotonic()))
 
 
@@ -252,7 +252,7 @@ def main() -> None:
     os.nice(19)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    answers: Answers = Counter()
+    answers: AnswerCounts = Counter()
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     asyncio.run(ATTACKS[kind](where, time.monotonic() + seconds, answers))

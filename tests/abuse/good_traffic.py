@@ -31,44 +31,44 @@ _PATIENCE = 60.0  # seconds that a client waits for its answer
 
 
 @dataclass(slots=True)
-class Outcome:
+class TrafficOutcome:
     """What one client got. `status` 0 is a connection that broke. Times are seconds since the request was due."""
 
     prompt: str
     status: int = 0
     text: str = ""
-    first: float | None = None
-    ended: float = 0.0
+    ttft_seconds: float | None = None
+    ended_seconds: float = 0.0
     error: str = ""
 
     @property
-    def end(self) -> str:
+    def result(self) -> str:
         if self.status == 200 and not self.error:
             return "answered"
         return "refused" if self.status in REFUSALS else f"{self.status} {self.error}"
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class TrafficReport:
     """What became of all clients of a stretch of time."""
 
-    outcomes: Sequence[Outcome]
+    outcomes: Sequence[TrafficOutcome]
 
     @property
-    def ends(self) -> Mapping[str, int]:
-        return Counter(outcome.end for outcome in self.outcomes)
+    def result_counts(self) -> Mapping[str, int]:
+        return Counter(outcome.result for outcome in self.outcomes)
 
     @property
     def answered_share(self) -> float:
-        return self.ends.get("answered", 0) / len(self.outcomes)
+        return self.result_counts.get("answered", 0) / len(self.outcomes)
 
     @property
     def refusal_seconds(self) -> list[float]:
-        return [outcome.ended for outcome in self.outcomes if outcome.end == "refused"]
+        return [outcome.ended_seconds for outcome in self.outcomes if outcome.result == "refused"]
 
-    def ttft(self, share: float) -> float:
+    def ttft_quantile(self, share: float) -> float:
         """The quantile `share` of the time to first token, in seconds."""
-        return percentile([outcome.first for outcome in self.outcomes if outcome.first is not None], share)
+        return percentile([outcome.ttft_seconds for outcome in self.outcomes if outcome.ttft_seconds is not None], share)
 
 
 @dataclass(slots=True)
@@ -76,63 +76,63 @@ class GoodTraffic:
     """Asks one cluster over HTTP, every fourth time with a body of more than 64 KiB and every fifth time over gRPC, on
     a connection of its own each time. `record_answers` before `run`."""
 
-    address: str  # host:port of HTTP
+    http_address: str  # host:port of HTTP
     grpc_address: str
     _recorded: dict[str, str] = field(default_factory=dict)
-    _serial: "itertools.count[int]" = field(default_factory=itertools.count)
-    _asked: "itertools.count[int]" = field(default_factory=itertools.count)
+    _prompt_numbers: "itertools.count[int]" = field(default_factory=itertools.count)
+    _client_numbers: "itertools.count[int]" = field(default_factory=itertools.count)
 
     async def record_answers(self) -> None:
         """Ask each of the prompts that are repeated once, while nothing else runs."""
         for number in range(_PROMPTS):
-            outcome = await self._ask(f"def function_{number}(first, second):\n    ", time.monotonic())
-            assert outcome.end == "answered", outcome
+            outcome = await self._run_client(f"def function_{number}(first, second):\n    ", time.monotonic())
+            assert outcome.result == "answered", outcome
             self._recorded[outcome.prompt] = outcome.text
 
-    async def run(self, rate: float, seconds: float) -> Report:
+    async def run(self, rate: float, seconds: float) -> TrafficReport:
         """`rate` requests a second for `seconds`; ends when the last of them has. Raises AssertionError when an
         answer is not the recorded one."""
         began = time.monotonic()
         async with asyncio.TaskGroup() as clients:
-            asked: list[asyncio.Task[Outcome]] = []
+            asked: list[asyncio.Task[TrafficOutcome]] = []
             for number in range(max(1, round(rate * seconds))):
                 due = began + number / rate
                 await asyncio.sleep(max(0.0, due - time.monotonic()))
-                asked.append(clients.create_task(self._ask(self._next_prompt(), due)))
+                asked.append(clients.create_task(self._run_client(self._next_prompt(), due)))
         outcomes = [task.result() for task in asked]
         for outcome in outcomes:
             expected = self._recorded.get(outcome.prompt)
-            if outcome.end == "answered" and expected is not None:
+            if outcome.result == "answered" and expected is not None:
                 assert outcome.text == expected, f"{outcome.prompt!r} was answered {outcome.text!r}, not {expected!r}"
-        return Report(outcomes)
+        return TrafficReport(outcomes)
 
     def _next_prompt(self) -> str:
-        number = next(self._serial)
+        number = next(self._prompt_numbers)
         if number % 2:
             return list(self._recorded)[number // 2 % len(self._recorded)]
         return f"# Example {number} of {id(self)}.\n" + "".join(
             f"value_{number}_{line} = {line}\n" for line in range(12)
         )
 
-    async def _ask(self, prompt: str, due: float) -> Outcome:
-        outcome, number = Outcome(prompt), next(self._asked)
+    async def _run_client(self, prompt: str, due: float) -> TrafficOutcome:
+        outcome, number = TrafficOutcome(prompt), next(self._client_numbers)
         try:
             async with asyncio.timeout(_PATIENCE):
                 if number % 5 == 4:
                     await self._read_grpc_answer(outcome, due)
                 else:
                     await self._read_answer(outcome, due, {"user": "a" * _LARGE} if number % 4 == 3 else {})
-        except (OSError, http_exchange.Cut, TimeoutError) as error:
+        except (OSError, http_exchange.ConnectionCut, TimeoutError) as error:
             outcome.error = repr(error)
-        outcome.ended = time.monotonic() - due
+        outcome.ended_seconds = time.monotonic() - due
         return outcome
 
-    async def _read_grpc_answer(self, outcome: Outcome, due: float) -> None:
+    async def _read_grpc_answer(self, outcome: TrafficOutcome, due: float) -> None:
         request = GenerateRequest(text=outcome.prompt, max_tokens=_OUTPUT, temperature=0, ignore_eos=True)
         try:
             async with grpc.aio.insecure_channel(self.grpc_address, options=_OWN_CONNECTION) as channel:
                 async for message in GenerationStub(channel).Generate(request, timeout=_PATIENCE):
-                    outcome.first = outcome.first or time.monotonic() - due
+                    outcome.ttft_seconds = outcome.ttft_seconds or time.monotonic() - due
                     outcome.text += message.text
             outcome.status = 200
         except grpc.aio.AioRpcError as error:
@@ -141,8 +141,8 @@ class GoodTraffic:
             if any(key == "baton-error-code" for key, _ in error.trailing_metadata() or ()):
                 outcome.status = _HTTP_STATUS.get(error.code(), 0)
 
-    async def _read_answer(self, outcome: Outcome, due: float, more: Mapping[str, str]) -> None:
-        host, _, port = self.address.rpartition(":")
+    async def _read_answer(self, outcome: TrafficOutcome, due: float, more: Mapping[str, str]) -> None:
+        host, _, port = self.http_address.rpartition(":")
         body = {
             "prompt": outcome.prompt,
             "max_tokens": _OUTPUT,
@@ -155,9 +155,9 @@ class GoodTraffic:
         async with http_exchange.post((host, int(port)), "/v1/completions", body, {}) as answer:
             outcome.status = answer.status
             if answer.status != 200:
-                outcome.error = (await answer.body()).decode()[:200]
+                outcome.error = (await answer.read_body()).decode()[:200]
                 return
-            async for line in answer.lines():
+            async for line in answer.read_lines():
                 content = line.removeprefix(b"data: ")
                 done |= content == b"[DONE]"
                 if not content or done:
@@ -165,6 +165,6 @@ class GoodTraffic:
                 event = json.loads(content)
                 outcome.error = outcome.error or str(event.get("error", ""))
                 if event.get("choices"):
-                    outcome.first = outcome.first or time.monotonic() - due
+                    outcome.ttft_seconds = outcome.ttft_seconds or time.monotonic() - due
                     outcome.text += event["choices"][0]["text"]
         outcome.error = outcome.error or ("" if done else "the stream ended without [DONE]")

@@ -10,65 +10,65 @@ from dataclasses import dataclass
 import grpc
 
 from baton.cli.plan import COORDINATOR
-from baton.failpoints import Action
-from tests.fault_proxy import BOTH, Way, Weather
-from tests.linked_cluster import LinkedCluster
+from baton.failpoints import FailpointAction
+from tests.fault_proxy import BOTH_DIRECTIONS, Direction, LinkConditions
+from tests.linked_cluster import ProxiedCluster
 
-_ORDERLY_END = 60.0  # seconds from SIGTERM
-_ARMING = 1.0  # seconds
+_EXIT_TIMEOUT_SECONDS = 60.0  # seconds from SIGTERM
+_ARMING_TIMEOUT_SECONDS = 1.0  # seconds
 
 
 class Fault:
-    """`victims` are the processes that may end because of it, `killed` those of them that end without a word."""
+    """`victims` are the processes that may end because of it, `killed_processes` those of them that end without a word."""
 
     @property
     def victims(self) -> frozenset[str]:
-        return self.killed
+        return self.killed_processes
 
     @property
-    def killed(self) -> frozenset[str]:
+    def killed_processes(self) -> frozenset[str]:
         return frozenset()
 
-    async def strike(self, cluster: LinkedCluster) -> None:
+    async def inject(self, cluster: ProxiedCluster) -> None:
         pass
 
-    async def relent(self, cluster: LinkedCluster) -> None:
-        """Take the fault away. What it has ended is started again by `LinkedCluster.revive`."""
+    async def remove(self, cluster: ProxiedCluster) -> None:
+        """Take the fault away. What it has ended is started again by `ProxiedCluster.start_missing`."""
 
 
 @dataclass(frozen=True)
-class Nothing(Fault):
+class NoFault(Fault):
     """The control."""
 
 
 @dataclass(frozen=True)
-class Kill(Fault):
+class KillProcess(Fault):
     process: str
 
     @property
-    def killed(self) -> frozenset[str]:
+    def killed_processes(self) -> frozenset[str]:
         return frozenset({self.process})
 
-    async def strike(self, cluster: LinkedCluster) -> None:
-        if cluster.running(self.process):
+    async def inject(self, cluster: ProxiedCluster) -> None:
+        if cluster.is_running(self.process):
             cluster.kill(self.process)
 
 
 @dataclass(frozen=True)
-class Intruder(Fault):
+class JoinMismatchedNode(Fault):
     """A node of another model wants to join under this name, which may be that of a live node. It is refused."""
 
     name: str
 
-    async def strike(self, cluster: LinkedCluster) -> None:
-        cluster.start_intruder(self.name)
+    async def inject(self, cluster: ProxiedCluster) -> None:
+        cluster.start_mismatched_node(self.name)
 
-    async def relent(self, cluster: LinkedCluster) -> None:
-        await cluster.intruder_refused(within=_ORDERLY_END)
+    async def remove(self, cluster: ProxiedCluster) -> None:
+        await cluster.wait_mismatched_node_refused(within=_EXIT_TIMEOUT_SECONDS)
 
 
 @dataclass(frozen=True)
-class Restart(Fault):
+class RestartProcess(Fault):
     """SIGTERM, the orderly end, and a new start."""
 
     process: str
@@ -77,36 +77,36 @@ class Restart(Fault):
     def victims(self) -> frozenset[str]:
         return frozenset({self.process})
 
-    async def strike(self, cluster: LinkedCluster) -> None:
-        if cluster.running(self.process):
+    async def inject(self, cluster: ProxiedCluster) -> None:
+        if cluster.is_running(self.process):
             cluster.terminate(self.process)
 
-    async def relent(self, cluster: LinkedCluster) -> None:
-        if cluster.running(self.process):
-            cluster.cont(self.process)  # the other fault may have frozen it
-        await cluster.ended(self.process, within=_ORDERLY_END)
+    async def remove(self, cluster: ProxiedCluster) -> None:
+        if cluster.is_running(self.process):
+            cluster.resume(self.process)  # the other fault may have frozen it
+        await cluster.wait_for_exit(self.process, within=_EXIT_TIMEOUT_SECONDS)
 
 
 @dataclass(frozen=True)
-class Freeze(Fault):
+class FreezeProcess(Fault):
     """SIGSTOP, then SIGCONT."""
 
     process: str
 
-    async def strike(self, cluster: LinkedCluster) -> None:
-        if cluster.running(self.process):
-            cluster.stop(self.process)
+    async def inject(self, cluster: ProxiedCluster) -> None:
+        if cluster.is_running(self.process):
+            cluster.freeze(self.process)
 
-    async def relent(self, cluster: LinkedCluster) -> None:
-        if cluster.running(self.process):
-            cluster.cont(self.process)
+    async def remove(self, cluster: ProxiedCluster) -> None:
+        if cluster.is_running(self.process):
+            cluster.resume(self.process)
 
 
 @dataclass(frozen=True)
-class Failpoint(Fault):
+class ArmFailpoint(Fault):
     process: str
     point: str
-    action: Action
+    action: FailpointAction
     argument: float = 0.0
     skip: int = 0
     times: int = 1
@@ -117,94 +117,94 @@ class Failpoint(Fault):
         return f"{self.point}={self.action.value}{argument}+{self.skip}*{self.times}"
 
     @property
-    def killed(self) -> frozenset[str]:
-        return frozenset({self.process}) if self.action is Action.EXIT else frozenset()
+    def killed_processes(self) -> frozenset[str]:
+        return frozenset({self.process}) if self.action is FailpointAction.EXIT else frozenset()
 
-    async def strike(self, cluster: LinkedCluster) -> None:
+    async def inject(self, cluster: ProxiedCluster) -> None:
         await _arm(cluster, self.process, self.spec)
 
-    async def relent(self, cluster: LinkedCluster) -> None:
-        if self.action is Action.STOP and cluster.running(self.process):
-            cluster.cont(self.process)
+    async def remove(self, cluster: ProxiedCluster) -> None:
+        if self.action is FailpointAction.STOP and cluster.is_running(self.process):
+            cluster.resume(self.process)
         await _arm(cluster, self.process, "")
 
 
 @dataclass(frozen=True)
-class Noise(Fault):
+class RandomFailpoints(Fault):
     """Many failpoints of every process at once, each of which acts now and then. `specs` by process."""
 
     specs: tuple[tuple[str, str], ...]
 
-    async def strike(self, cluster: LinkedCluster) -> None:
+    async def inject(self, cluster: ProxiedCluster) -> None:
         for process, spec in self.specs:
             await _arm(cluster, process, spec)
 
-    async def relent(self, cluster: LinkedCluster) -> None:
+    async def remove(self, cluster: ProxiedCluster) -> None:
         for process, _ in self.specs:
             await _arm(cluster, process, "")
 
 
 @dataclass(frozen=True)
-class Storm(Fault):
+class DegradeLink(Fault):
     """A link with bad weather."""
 
     link: str
-    weather: Weather
-    ways: tuple[Way, ...] = BOTH
+    conditions: LinkConditions
+    directions: tuple[Direction, ...] = BOTH_DIRECTIONS
 
     @property
     def victims(self) -> frozenset[str]:
         """gRPC's client (1.85.1) aborts its process on a GOAWAY with an error code that no standard names, which a
         flipped bit can make: a node may end by what comes from the coordinator, and is started again."""
         node, _, listener = self.link.partition(" -> ")
-        risky = self.weather.corrupt > 0 and Way.BACK in self.ways and listener == COORDINATOR
+        risky = self.conditions.bit_flip_probability > 0 and Direction.DOWNSTREAM in self.directions and listener == COORDINATOR
         return frozenset({node}) if risky else frozenset()
 
-    async def strike(self, cluster: LinkedCluster) -> None:
-        cluster.links[self.link].weather(self.ways, self.weather)
+    async def inject(self, cluster: ProxiedCluster) -> None:
+        cluster.proxies[self.link].set_conditions(self.directions, self.conditions)
 
-    async def relent(self, cluster: LinkedCluster) -> None:
-        await cluster.links[self.link].heal()
+    async def remove(self, cluster: ProxiedCluster) -> None:
+        await cluster.proxies[self.link].heal()
 
 
 @dataclass(frozen=True)
-class Reset(Fault):
-    """Every connection of a link ends with RST; with `refuse`, new ones are refused."""
+class ResetLink(Fault):
+    """Every connection of a link ends with RST; with `refuses_new`, new ones are refused."""
 
     link: str
-    refuse: bool
+    refuses_new: bool
 
-    async def strike(self, cluster: LinkedCluster) -> None:
-        if self.refuse:
-            await cluster.links[self.link].refuse()
+    async def inject(self, cluster: ProxiedCluster) -> None:
+        if self.refuses_new:
+            await cluster.proxies[self.link].refuse_connections()
         else:
-            cluster.links[self.link].reset()
+            cluster.proxies[self.link].reset_connections()
 
-    async def relent(self, cluster: LinkedCluster) -> None:
-        await cluster.links[self.link].heal()
+    async def remove(self, cluster: ProxiedCluster) -> None:
+        await cluster.proxies[self.link].heal()
 
 
 @dataclass(frozen=True)
-class Strand(Fault):
+class StrandLink(Fault):
     """Open connections of a link lead nowhere any more."""
 
     link: str
 
-    async def strike(self, cluster: LinkedCluster) -> None:
-        cluster.links[self.link].strand()
+    async def inject(self, cluster: ProxiedCluster) -> None:
+        cluster.proxies[self.link].strand_connections()
 
 
 @dataclass(frozen=True)
-class HalfClose(Fault):
+class HalfCloseLink(Fault):
     link: str
-    way: Way
+    direction: Direction
 
-    async def strike(self, cluster: LinkedCluster) -> None:
-        cluster.links[self.link].half_close(self.way)
+    async def inject(self, cluster: ProxiedCluster) -> None:
+        cluster.proxies[self.link].half_close(self.direction)
 
 
-async def _arm(cluster: LinkedCluster, process: str, spec: str) -> None:
+async def _arm(cluster: ProxiedCluster, process: str, spec: str) -> None:
     """Through the coordinator, if both are there: who is not has nothing armed."""
     with contextlib.suppress(grpc.RpcError, AssertionError, TimeoutError):
-        async with asyncio.timeout(_ARMING):
-            await cluster.arm(process, spec)
+        async with asyncio.timeout(_ARMING_TIMEOUT_SECONDS):
+            await cluster.arm_failpoints(process, spec)

@@ -5,119 +5,119 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from baton.cli.plan import COORDINATOR
-from baton.failpoints import POINTS, Action
+from baton.failpoints import KNOWN_FAILPOINTS, FailpointAction
 from baton.types import Role
 from tests.chaos.faults import (
-    Failpoint,
+    ArmFailpoint,
     Fault,
-    Freeze,
-    HalfClose,
-    Intruder,
-    Kill,
-    Noise,
-    Nothing,
-    Reset,
-    Restart,
-    Storm,
-    Strand,
+    FreezeProcess,
+    HalfCloseLink,
+    JoinMismatchedNode,
+    KillProcess,
+    RandomFailpoints,
+    NoFault,
+    ResetLink,
+    RestartProcess,
+    DegradeLink,
+    StrandLink,
 )
-from tests.fault_proxy import BOTH, Way, Weather
-from tests.history import Call, Door, Reference, Scorer
+from tests.fault_proxy import BOTH_DIRECTIONS, Direction, LinkConditions
+from tests.history import ClientCall, ClientApi, Reference, Scorer
 
-TIMEOUT = 6.0  # seconds that a client allows an operation
-SHORT, LONG = 0.4, 2.2  # seconds: within everybody's patience, and beyond it (tests/linked_cluster.py IMPATIENT)
-LATEST_MOMENT = 200  # tokens
-_DELAYS = (0.02, 0.2, LONG)
-_POINTS = [point for point in sorted(POINTS) if not point.startswith("pool.")]  # these clusters have no pool
+TIMEOUT_SECONDS = 6.0  # seconds that a client allows an operation
+SHORT_FAULT_SECONDS, LONG_FAULT_SECONDS = 0.4, 2.2  # seconds: within everybody's patience, and beyond it (tests/linked_cluster.py IMPATIENT)
+MAX_STRIKE_AFTER_TOKENS = 200  # tokens
+_DELAYS = (0.02, 0.2, LONG_FAULT_SECONDS)
+_POINTS = [point for point in sorted(KNOWN_FAILPOINTS) if not point.startswith("pool.")]  # these clusters have no pool
 LONGEST_OUTPUT = 24
 _OUTPUTS = (1, 2, 3, 8, 17, LONGEST_OUTPUT)
-_GIVING_UP = 0.2  # share of calls whose client goes away
+_CANCELLED_SHARE = 0.2  # share of calls whose client goes away
 _CHOICES = (1, 1, 1, 1, 2, 4)
-_STOPPED = 0.2  # share of calls with a stop id that comes, or does not
-_SCORED = 0.3  # share of calls through gRPC that ask for scores, where they are known
-_ECHOED = 0.3  # share of calls through gRPC that want the prompt back
-_SECOND_FAULT = 0.25  # share of rounds in which two faults strike at once
-_INTRUDER = 0.15  # share of rounds in which a node of another model comes as well
+_STOP_TOKEN_SHARE = 0.2  # share of calls with a stop id that comes, or does not
+_LOGPROBS_SHARE = 0.3  # share of calls through gRPC that ask for scores, where they are known
+_ECHO_SHARE = 0.3  # share of calls through gRPC that want the prompt back
+_SECOND_FAULT_SHARE = 0.25  # share of rounds in which two faults strike at once
+_MISMATCHED_NODE_SHARE = 0.15  # share of rounds in which a node of another model comes as well
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What clients ask for: `prompt` draws one. `outputs` has the whole one of each, as reference. `scorer` is there if
+class ChaosLoad:
+    """What clients ask for: `draw_prompt` draws one. `reference` has the whole one of each, as reference. `scorer` is there if
     tokens depend on the context alone, and says how they are scored: any sampling and scores may then be asked for."""
 
-    clients: int
-    prompt: Callable[[random.Random], tuple[int, ...]]
-    outputs: Reference
+    client_count: int
+    draw_prompt: Callable[[random.Random], tuple[int, ...]]
+    reference: Reference
     scorer: Scorer | None = None
 
-    def calls(self, seed: int) -> Iterator[Call]:
+    def generate_calls(self, seed: int) -> Iterator[ClientCall]:
         """Without end, in the order in which clients make them."""
         rng = random.Random(f"calls {seed}")
         while True:
-            yield self._call(rng)
+            yield self._draw_call(rng)
 
-    def _call(self, rng: random.Random) -> Call:
-        door, prompt = rng.choice(list(Door)), self.prompt(rng)
+    def _draw_call(self, rng: random.Random) -> ClientCall:
+        door, prompt = rng.choice(list(ClientApi)), self.draw_prompt(rng)
         max_tokens = rng.choice(_OUTPUTS)
         after = within = None
-        if rng.random() < _GIVING_UP:
-            if door.streams and rng.random() < 0.5:
+        if rng.random() < _CANCELLED_SHARE:
+            if door.is_streaming and rng.random() < 0.5:
                 after = rng.randint(1, max_tokens)
             else:
                 within = rng.uniform(0.0, 0.3)
-        call = Call(door, prompt, max_tokens, TIMEOUT, give_up_after=after, give_up_in=within, n=rng.choice(_CHOICES))
-        if rng.random() < _STOPPED:
-            call = replace(call, stop_ids=(rng.choice(self.outputs(prompt, LONGEST_OUTPUT)),))
-        return call if self.scorer is None else self._scored(rng, call)
+        call = ClientCall(door, prompt, max_tokens, TIMEOUT_SECONDS, cancel_after_tokens=after, cancel_after_seconds=within, n=rng.choice(_CHOICES))
+        if rng.random() < _STOP_TOKEN_SHARE:
+            call = replace(call, stop_token_ids=(rng.choice(self.reference(prompt, LONGEST_OUTPUT)),))
+        return call if self.scorer is None else self._add_scores(rng, call)
 
     @staticmethod
-    def _scored(rng: random.Random, call: Call) -> Call:
+    def _add_scores(rng: random.Random, call: ClientCall) -> ClientCall:
         call = replace(call, seed=rng.choice((None, rng.getrandbits(62))))
-        if call.door not in (Door.GRPC_STREAM, Door.GRPC_ONCE):
+        if call.api not in (ClientApi.GRPC_STREAM, ClientApi.GRPC_ONCE):
             return call
-        logprobs = rng.choice((0, 1, 5)) if rng.random() < _SCORED else None
-        return replace(call, logprobs=logprobs, echo=rng.random() < _ECHOED)
+        logprobs = rng.choice((0, 1, 5)) if rng.random() < _LOGPROBS_SHARE else None
+        return replace(call, logprobs=logprobs, echo=rng.random() < _ECHO_SHARE)
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """Calls are made without a pause; the faults strike when the clients have received `moment` tokens and relent
-    `lasts` seconds later; then the last calls are made."""
+class ChaosRound:
+    """Calls are made without a pause; the faults strike when the clients have received `strike_after_tokens` tokens and relent
+    `duration_seconds` seconds later; then the last calls are made."""
 
     seed: int
     faults: tuple[Fault, ...]
-    moment: int
-    lasts: float
+    strike_after_tokens: int
+    duration_seconds: float
 
     @property
     def victims(self) -> frozenset[str]:
         return frozenset().union(*(fault.victims for fault in self.faults))
 
     @property
-    def killed(self) -> frozenset[str]:
-        return frozenset().union(*(fault.killed for fault in self.faults))
+    def killed_processes(self) -> frozenset[str]:
+        return frozenset().union(*(fault.killed_processes for fault in self.faults))
 
     def __str__(self) -> str:
         return f"{' and '.join(map(str, self.faults))} after {self.moment} tokens, for {self.lasts:g} s"
 
 
-def draw(seed: int, processes: Sequence[str], links: Sequence[str]) -> Round:
+def draw_round(seed: int, processes: Sequence[str], links: Sequence[str]) -> ChaosRound:
     """The round of a seed, in a cluster of these processes and links."""
     rng = random.Random(f"faults {seed}")
-    faults = [_fault(rng, processes, links)]
-    if rng.random() < _SECOND_FAULT:
-        faults.append(_fault(rng, processes, links))
+    faults = [_draw_fault(rng, processes, links)]
+    if rng.random() < _SECOND_FAULT_SHARE:
+        faults.append(_draw_fault(rng, processes, links))
     # From a source of its own, so that a seed's other faults stay what they were. Without the coordinator or with noise
     # everywhere no member might be left to say which model is served.
     rng = random.Random(f"intruder {seed}")
     struck = frozenset[str]().union(*(fault.victims for fault in faults))
-    if rng.random() < _INTRUDER and COORDINATOR not in struck and not any(isinstance(one, Noise) for one in faults):
+    if rng.random() < _MISMATCHED_NODE_SHARE and COORDINATOR not in struck and not any(isinstance(one, RandomFailpoints) for one in faults):
         names = [name for name in processes if name != COORDINATOR] + ["intruder"]
-        faults.insert(0, Intruder(rng.choice(names)))  # the last to relent: the others must not wait for its end
-    return Round(seed, tuple(faults), rng.randrange(LATEST_MOMENT), rng.choice((SHORT, LONG)))
+        faults.insert(0, JoinMismatchedNode(rng.choice(names)))  # the last to relent: the others must not wait for its end
+    return ChaosRound(seed, tuple(faults), rng.randrange(MAX_STRIKE_AFTER_TOKENS), rng.choice((SHORT_FAULT_SECONDS, LONG_FAULT_SECONDS)))
 
 
-def _fault(rng: random.Random, processes: Sequence[str], links: Sequence[str]) -> Fault:
+def _draw_fault(rng: random.Random, processes: Sequence[str], links: Sequence[str]) -> Fault:
     process, link = rng.choice(processes), rng.choice(links)
     kind = rng.choices(
         ("failpoint", "kill", "freeze", "restart", "weather", "reset", "half-close", "strand", "noise", "nothing"),
@@ -125,59 +125,59 @@ def _fault(rng: random.Random, processes: Sequence[str], links: Sequence[str]) -
     )[0]
     match kind:
         case "failpoint":
-            return _failpoint(rng, processes)
+            return _draw_failpoint(rng, processes)
         case "kill":
-            return Kill(process)
+            return KillProcess(process)
         case "freeze":
-            return Freeze(process)
+            return FreezeProcess(process)
         case "restart":
-            return Restart(process)
+            return RestartProcess(process)
         case "weather":
-            return Storm(link, _weather(rng), rng.choice((BOTH, (Way.THERE,), (Way.BACK,))))
+            return DegradeLink(link, _draw_conditions(rng), rng.choice((BOTH_DIRECTIONS, (Direction.UPSTREAM,), (Direction.DOWNSTREAM,))))
         case "reset":
-            return Reset(link, refuse=rng.random() < 0.5)
+            return ResetLink(link, refuses_new=rng.random() < 0.5)
         case "half-close":
-            return HalfClose(link, rng.choice(list(Way)))
+            return HalfCloseLink(link, rng.choice(list(Direction)))
         case "strand":
-            return Strand(link)
+            return StrandLink(link)
         case "noise":
-            return Noise(tuple((process, _noise(rng, process)) for process in processes))
+            return RandomFailpoints(tuple((process, _draw_noise(rng, process)) for process in processes))
         case _:
-            return Nothing()
+            return NoFault()
 
 
-def _weather(rng: random.Random) -> Weather:
+def _draw_conditions(rng: random.Random) -> LinkConditions:
     return rng.choice(
         (
-            Weather(blocked=True),
-            Weather(delay=rng.choice(_DELAYS)),
-            Weather(corrupt=rng.choice((0.02, 0.2, 1.0))),
-            Weather(bandwidth=rng.choice((2_000, 50_000))),
+            LinkConditions(is_blocked=True),
+            LinkConditions(delay_seconds=rng.choice(_DELAYS)),
+            LinkConditions(bit_flip_probability=rng.choice((0.02, 0.2, 1.0))),
+            LinkConditions(bytes_per_second=rng.choice((2_000, 50_000))),
         )
     )
 
 
-def _failpoint(rng: random.Random, processes: Sequence[str]) -> Failpoint:
+def _draw_failpoint(rng: random.Random, processes: Sequence[str]) -> ArmFailpoint:
     point = rng.choice(_POINTS)
-    action = rng.choice(sorted(POINTS[point], key=lambda action: action.value))
-    argument = rng.choice(_DELAYS) if action is Action.DELAY else 0.0
+    action = rng.choice(sorted(KNOWN_FAILPOINTS[point], key=lambda action: action.value))
+    argument = rng.choice(_DELAYS) if action is FailpointAction.DELAY else 0.0
     skip = rng.choice((0, 0, 1, 3, 8, 20))
-    times = 1 if action is Action.STOP else rng.choice((1, 1, 2, 5))
-    return Failpoint(rng.choice(places(point, processes)), point, action, argument, skip, times)
+    times = 1 if action is FailpointAction.STOP else rng.choice((1, 1, 2, 5))
+    return ArmFailpoint(rng.choice(list_processes(point, processes)), point, action, argument, skip, times)
 
 
-def _noise(rng: random.Random, process: str) -> str:
+def _draw_noise(rng: random.Random, process: str) -> str:
     """Half of the failpoints that a process passes, with what does not end it."""
-    passed = [point for point in _POINTS if process in places(point, [process])]
+    passed = [point for point in _POINTS if process in list_processes(point, [process])]
     entries = []
     for point in rng.sample(passed, -(-len(passed) // 2)):
-        action = rng.choice(sorted(POINTS[point] - {Action.EXIT, Action.STOP}, key=lambda action: action.value))
-        argument = f"({rng.choice((0.005, 0.05))})" if action is Action.DELAY else ""
+        action = rng.choice(sorted(KNOWN_FAILPOINTS[point] - {FailpointAction.EXIT, FailpointAction.STOP}, key=lambda action: action.value))
+        argument = f"({rng.choice((0.005, 0.05))})" if action is FailpointAction.DELAY else ""
         entries.append(f"{point}={action.value}{argument}@{rng.choice((0.01, 0.05))}")
     return ";".join(entries)
 
 
-def places(point: str, processes: Sequence[str]) -> list[str]:
+def list_processes(point: str, processes: Sequence[str]) -> list[str]:
     """The processes that pass a failpoint."""
     match point.split("."):
         case ["link", "coordinator", _]:

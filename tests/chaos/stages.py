@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from node_engine.paced import paced_reference, paced_scores
-from tests.chaos.rounds import LONGEST_OUTPUT, Load
-from tests.models import VOCAB, build_model, clear_prompts, load_reference
+from node_engine.paced import paced_reference_tokens, paced_reference_logprobs
+from tests.chaos.rounds import LONGEST_OUTPUT, ChaosLoad
+from tests.models import VOCAB_SIZE, build_model, find_stable_prompts, load_reference_model
 
 _PACED_VOCAB = 32000
 _SHARES = {"wide": 6, "tight": 2, "model": 2}  # of ten rounds
@@ -22,14 +22,14 @@ _FAMILIES = 4  # of prompts that begin alike
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class ChaosStage:
     """`settings` are those of LinkedCluster."""
 
-    load: Load
+    load: ChaosLoad
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def stage_of(number: int, rounds: int) -> str:
+def choose_stage(number: int, rounds: int) -> str:
     """The stage of round `number` of `rounds`: each stage has its share, and all of its rounds in a row."""
     bound = 0.0
     for name, share in _SHARES.items():
@@ -39,47 +39,47 @@ def stage_of(number: int, rounds: int) -> str:
     return name
 
 
-def build(name: str, folder: Path) -> Stage:
+def build_stage(name: str, folder: Path) -> ChaosStage:
     """`folder` keeps what takes long to make."""
     return _STAGES[name](folder)
 
 
-def names() -> Sequence[str]:
+def list_stages() -> Sequence[str]:
     return tuple(_STAGES)
 
 
-def _wide(_: Path) -> Stage:
+def _wide_stage(_: Path) -> ChaosStage:
     lengths = (1, 2, 15, 16, 17, 31, 33, 64, 100, 130, 200, 257, 300)  # around block and chunk boundaries
-    settings = {"prefill": 2, "decode": 2, "per_node": _ELSEWHERE}
-    return Stage(Load(6, _random_prompts(lengths, _PACED_VOCAB), paced_reference, paced_scores), settings)
+    settings = {"prefill": 2, "decode": 2, "per_node": _DECODE_1_ON_ANOTHER_HOST}
+    return ChaosStage(ChaosLoad(6, _random_prompts(lengths, _PACED_VOCAB), paced_reference_tokens, paced_reference_logprobs), settings)
 
 
-def _tight(_: Path) -> Stage:
+def _tight_stage(_: Path) -> ChaosStage:
     lengths = (16, 33, 300, 511, 512, 640, 800, 960)
-    settings = {"prefill": 1, "decode": 2, "per_node": _BY_GRPC, "paced_prefill_us_per_token": 60.0}
-    return Stage(Load(14, _random_prompts(lengths, _PACED_VOCAB), paced_reference, paced_scores), settings)
+    settings = {"prefill": 1, "decode": 2, "per_node": _DECODE_1_OVER_GRPC, "paced_prefill_us_per_token": 60.0}
+    return ChaosStage(ChaosLoad(14, _random_prompts(lengths, _PACED_VOCAB), paced_reference_tokens, paced_reference_logprobs), settings)
 
 
-def _model(folder: Path) -> Stage:
+def _model_stage(folder: Path) -> ChaosStage:
     """Greedy outputs of the reference cost as much as the cluster's own: the prompts come from a table."""
     model = build_model("llama", folder)
-    loaded = load_reference(model)
-    shared = [random.Random(0).randrange(VOCAB) for _ in range(130)]
-    fresh = clear_prompts(loaded, (1, 16, 33, 100, 257), LONGEST_OUTPUT)
-    alike = clear_prompts(loaded, (131, 160, 200), LONGEST_OUTPUT, seed=1, shared_prefix=shared)
-    answers = {entry.prompt: entry.answer for entry in (*fresh, *alike)}
+    loaded = load_reference_model(model)
+    shared = [random.Random(0).randrange(VOCAB_SIZE) for _ in range(130)]
+    fresh = find_stable_prompts(loaded, (1, 16, 33, 100, 257), LONGEST_OUTPUT)
+    alike = find_stable_prompts(loaded, (131, 160, 200), LONGEST_OUTPUT, seed=1, shared_prefix=shared)
+    answers = {entry.prompt: entry.reference_tokens for entry in (*fresh, *alike)}
     settings = {
         "prefill": 1,
         "decode": 2,
-        "per_node": _ELSEWHERE,
+        "per_node": _DECODE_1_ON_ANOTHER_HOST,
         "engine": "model",
         "model": str(model),
         "dtype": "float32",
         "threads": "1",
         "other_model": {"model": str(build_model("llama", folder, seed=1))},
     }
-    return Stage(
-        Load(4, lambda rng: rng.choice(tuple(answers)), lambda prompt, n: answers[tuple(prompt)][:n]),
+    return ChaosStage(
+        ChaosLoad(4, lambda rng: rng.choice(tuple(answers)), lambda prompt, n: answers[tuple(prompt)][:n]),
         settings,
     )
 
@@ -96,6 +96,6 @@ def _random_prompts(lengths: Sequence[int], vocab_size: int) -> Callable[[random
     return draw
 
 
-_ELSEWHERE = {"decode-1": {"host_id": "elsewhere"}}  # so that its hand-offs go over TCP
-_BY_GRPC = {"decode-1": {"transport": "grpc"}}
-_STAGES: dict[str, Callable[[Path], Stage]] = {"wide": _wide, "tight": _tight, "model": _model}
+_DECODE_1_ON_ANOTHER_HOST = {"decode-1": {"host_id": "elsewhere"}}  # so that its hand-offs go over TCP
+_DECODE_1_OVER_GRPC = {"decode-1": {"transport": "grpc"}}
+_STAGES: dict[str, Callable[[Path], ChaosStage]] = {"wide": _wide_stage, "tight": _tight_stage, "model": _model_stage}

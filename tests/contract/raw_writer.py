@@ -9,37 +9,37 @@ import xxhash
 from baton.fence import WriterFences
 from baton.types import Ticket
 from kv_transfer.core import frames
-from kv_transfer.core.slabs import Rectangle, manifest_digest
+from kv_transfer.core.slabs import SlabRange, extend_manifest_digest
 from kv_transfer.grpc_writer_link import GrpcDialer
 from kv_transfer.memory_link import MemoryDialer
-from kv_transfer.security import derive_keys
+from kv_transfer.security import derive_curve_keys
 from kv_transfer.settings import TransferSettings
-from kv_transfer.transport import Dialer
+from kv_transfer.transport import TransferDialer
 from kv_transfer.zmq_link import ZmqDialer
-from tests.contract.rig import TOKEN, Rig, eventually
+from tests.contract.rig import TOKEN, TransferPair, wait_until
 
 F = TypeVar("F", bound=frames.Frame)
 
 
-def _dialer(scheme: str, settings: TransferSettings) -> Dialer:
+def _dialer(scheme: str, settings: TransferSettings) -> TransferDialer:
     match scheme:
         case "memory":
             return MemoryDialer()
         case "grpc":
             return GrpcDialer(TOKEN, settings)
         case _:
-            return ZmqDialer(derive_keys(TOKEN), settings)
+            return ZmqDialer(derive_curve_keys(TOKEN), settings)
 
 
 class RawWriter:
-    def __init__(self, pair: Rig, ticket: Ticket) -> None:
+    def __init__(self, pair: TransferPair, ticket: Ticket) -> None:
         self.pair = pair
         self.ticket = ticket
-        self.ids = (ticket.id, ticket.key.attempt, ticket.writer, ticket.decode.incarnation)
-        self._dialer = _dialer(ticket.decode.transfer_endpoint.partition("://")[0], pair.settings)
-        self._link = self._dialer.dial(ticket.decode.transfer_endpoint)
+        self.frame_ids = (ticket.id, ticket.key.attempt_number, ticket.writer_incarnation, ticket.decode_peer.incarnation)
+        self._dialer = _dialer(ticket.decode_peer.transfer_endpoint.partition("://")[0], pair.settings)
+        self._link = self._dialer.dial(ticket.decode_peer.transfer_endpoint)
         self.fences = WriterFences(pair.folder, ticket.segment.name)
-        self.one_sided = ticket.transport == "shm"
+        self.is_one_sided = ticket.transport == "shm"
         self._manifest = (0, 0, 0)
 
     def __enter__(self) -> "RawWriter":
@@ -50,13 +50,13 @@ class RawWriter:
         self._link.close()
         self._dialer.close()
 
-    def send(self, frame: frames.ToDecode, payload: bytes | None = None) -> None:
-        self.send_bytes(frames.encode(frame), payload)
+    def send(self, frame: frames.FrameToDecode, payload: bytes | None = None) -> None:
+        self.send_bytes(frames.encode_frame(frame), payload)
 
     def send_bytes(self, header: bytes, payload: bytes | None = None) -> None:
-        eventually(lambda: self._link.send(header, None if payload is None else memoryview(payload)))
+        wait_until(lambda: self._link.send(header, None if payload is None else memoryview(payload)))
 
-    def answer(self) -> frames.ToWriter:
+    def receive_frame(self) -> frames.FrameToWriter:
         found: list[bytes] = []
 
         def arrived() -> bool:
@@ -64,67 +64,67 @@ class RawWriter:
             found.extend([] if header is None else [header])
             return bool(found)
 
-        eventually(arrived)
-        return frames.decode_to_writer(found[0])
+        wait_until(arrived)
+        return frames.parse_frame_to_writer(found[0])
 
-    def lost(self) -> bool:
-        return self._link.loss() is not None
+    def is_link_lost(self) -> bool:
+        return self._link.get_loss() is not None
 
-    def open(self) -> None:
+    def send_open(self) -> None:
         layout = self.pair.layout
         self.send(
-            frames.Open(*self.ids, frames.PROTOCOL_VERSION, layout.num_layers, layout.slab_bytes, 1 << 20, "elsewhere")
+            frames.OpenFrame(*self.frame_ids, frames.PROTOCOL_VERSION, layout.num_layers, layout.slab_bytes, 1 << 20, "elsewhere")
         )
-        assert isinstance(self.answer(), frames.Credit)
+        assert isinstance(self.receive_frame(), frames.CreditFrame)
 
-    def write_frame(self, area: Rectangle) -> tuple[frames.Write, bytes]:
+    def make_write_frame(self, area: SlabRange) -> tuple[frames.WriteFrame, bytes]:
         """A right one; source blocks are those of the same number as the logical ones."""
-        layers = slice(area.layer, area.last_layer)
-        payload = self.pair.source[area.block : area.last_block, layers].swapaxes(0, 1).tobytes()
-        frame = frames.Write(
-            *self.ids,
-            layer=area.layer,
-            layers=area.layers,
-            block=area.block,
-            blocks=area.blocks,
-            head=0,
-            heads=self.pair.layout.num_kv_heads,
-            size=len(payload),
+        layers = slice(area.first_layer, area.end_layer)
+        payload = self.pair.prefill_arena[area.first_block : area.end_block, layers].swapaxes(0, 1).tobytes()
+        frame = frames.WriteFrame(
+            *self.frame_ids,
+            first_layer=area.first_layer,
+            num_layers=area.num_layers,
+            first_block=area.first_block,
+            num_blocks=area.num_blocks,
+            first_kv_head=0,
+            num_kv_heads=self.pair.layout.num_kv_heads,
+            payload_bytes=len(payload),
             checksum=xxhash.xxh3_64_intdigest(payload),
-            inline=not self.one_sided,
+            is_inline=not self.is_one_sided,
         )
         return frame, payload
 
-    def write(self, area: Rectangle, **wrong: int | bool | str) -> None:
+    def send_write(self, area: SlabRange, **wrong: int | bool | str) -> None:
         """Write it, with some fields of the frame replaced."""
-        frame, payload = self.write_frame(area)
-        if self.one_sided:
-            self.place(area)
+        frame, payload = self.make_write_frame(area)
+        if self.is_one_sided:
+            self.write_in_place(area)
         slabs, size, digest = self._manifest
-        self._manifest = (slabs + area.slabs, size + len(payload), manifest_digest(digest, area, frame.checksum))
-        self.send(_changed(frame, wrong), None if self.one_sided else payload)
+        self._manifest = (slabs + area.num_slabs, size + len(payload), extend_manifest_digest(digest, area, frame.checksum))
+        self.send(_with_fields(frame, wrong), None if self.is_one_sided else payload)
 
-    def place(self, area: Rectangle) -> None:
+    def write_in_place(self, area: SlabRange) -> None:
         """The bytes themselves, as a one-sided writer puts them."""
-        for block in range(area.block, area.last_block):
-            at = self.ticket.offsets[block - self.ticket.first_block] // self.pair.layout.block_bytes
-            for layer in range(area.layer, area.last_layer):
-                self.pair.target[at, layer] = self.pair.source[block, layer]
+        for block in range(area.first_block, area.end_block):
+            at = self.ticket.block_offsets[block - self.ticket.first_block] // self.pair.layout.block_bytes
+            for layer in range(area.first_layer, area.end_layer):
+                self.pair.decode_arena[at, layer] = self.pair.prefill_arena[block, layer]
 
-    def write_all(self) -> None:
-        grid = Rectangle(0, self.pair.layout.num_layers, self.ticket.first_block, len(self.ticket.offsets))
-        self.write(grid)
-        assert isinstance(self.answer(), frames.Landed)
+    def send_all_writes(self) -> None:
+        grid = SlabRange(0, self.pair.layout.num_layers, self.ticket.first_block, len(self.ticket.block_offsets))
+        self.send_write(grid)
+        assert isinstance(self.receive_frame(), frames.LandedFrame)
 
-    def seal(self, **wrong: int) -> None:
+    def send_seal(self, **wrong: int) -> None:
         slabs, size, digest = self._manifest
-        self.send(_changed(frames.Seal(*self.ids, slabs, size, digest, (17,), None, ()), wrong))
+        self.send(_with_fields(frames.SealFrame(*self.frame_ids, slabs, size, digest, (17,), None, ()), wrong))
 
-    def refused(self, code: str) -> None:
-        answer = self.answer()
-        assert isinstance(answer, frames.Refused), answer
+    def expect_refused(self, code: str) -> None:
+        answer = self.receive_frame()
+        assert isinstance(answer, frames.RefusedFrame), answer
         assert answer.code == code, answer
 
 
-def _changed(frame: F, fields: Mapping[str, int | bool | str]) -> F:
+def _with_fields(frame: F, fields: Mapping[str, int | bool | str]) -> F:
     return msgspec.structs.replace(frame, **fields)

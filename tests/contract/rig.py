@@ -16,7 +16,7 @@ from baton.errors import BatonError
 from baton.failpoints import Failpoints
 from baton.fence import ArenaFences
 from baton.kv_layout import KVLayout
-from baton.segment import create, segment_bytes
+from baton.segment import create_segment, round_up_segment_bytes
 from baton.types import (
     AttemptKey,
     BlockIndex,
@@ -27,153 +27,153 @@ from baton.types import (
     SegmentRef,
     Ticket,
     TicketId,
-    TokenScore,
+    TokenLogprobs,
     mint_id,
 )
-from kv_transfer.factory import build_inbound, build_outbound
+from kv_transfer.factory import build_kv_receiver, build_kv_sender
 from kv_transfer.plane import (
-    Aborted,
-    Committed,
+    OutboundAborted,
+    OutboundCommitted,
     InboundPlane,
     LayerLanded,
-    Lost,
+    InboundLost,
     OutboundPlane,
-    Sealed,
+    InboundSealed,
     SealInfo,
-    Started,
+    InboundStarted,
 )
 from kv_transfer.settings import TransferSettings
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 TOKEN = "the cluster's token"
 BACKENDS = ("memory", "shm", "zmq", "grpc")
-QUICK = TransferSettings(ticket_ttl=5.0, progress_timeout=5.0, renew_interval=0.5, fence_retry=0.02, link_timeout=2.0)
-PATIENCE = 30.0  # seconds; only a failing test waits so long
-POISON = 0xA5
-SEAL = SealInfo((17,), TokenScore(-0.5, ((17, -0.5), (3, -1.25))))
-_PASSED_OVER = (LayerLanded, Started)
+FAST_SETTINGS = TransferSettings(ticket_ttl=5.0, progress_timeout=5.0, renew_interval=0.5, fence_retry_interval=0.02, link_timeout=2.0)
+TIMEOUT_SECONDS = 30.0  # seconds; only a failing test waits so long
+POISON_BYTE = 0xA5
+SEAL_INFO = SealInfo((17,), TokenLogprobs(-0.5, ((17, -0.5), (3, -1.25))))
+_SKIPPED_EVENTS = (LayerLanded, InboundStarted)
 
 E = TypeVar("E")
 
 
-def eventually(holds: Callable[[], bool]) -> None:
+def wait_until(holds: Callable[[], bool]) -> None:
     """Wait for something that no event announces."""
-    pause, deadline = threading.Event(), time.monotonic() + PATIENCE
+    pause, deadline = threading.Event(), time.monotonic() + TIMEOUT_SECONDS
     while not holds():
         assert time.monotonic() < deadline, "it never came to be"
         pause.wait(0.005)
 
 
-class Inbox(queue.SimpleQueue[object]):
-    def expect(self, kind: type[E]) -> E:
+class EventQueue(queue.SimpleQueue[object]):
+    def expect_event(self, kind: type[E]) -> E:
         """The next event, which must be of this kind; LayerLanded and Started are passed over unless asked for."""
         while True:
-            event = self.get(timeout=PATIENCE)
+            event = self.get(timeout=TIMEOUT_SECONDS)
             if isinstance(event, kind):
                 return event
-            assert isinstance(event, _PASSED_OVER), f"{event} came, {kind.__name__} was expected"
+            assert isinstance(event, _SKIPPED_EVENTS), f"{event} came, {kind.__name__} was expected"
 
-    def rest(self) -> list[object]:
+    def drain_unexpected(self) -> list[object]:
         """What is there now and was not asked for."""
         found = []
         while not self.empty():
             event = self.get()
-            if not isinstance(event, _PASSED_OVER):
+            if not isinstance(event, _SKIPPED_EVENTS):
                 found.append(event)
         return found
 
 
 @dataclass(repr=False)
-class Rig:
+class TransferPair:
     backend: str
     folder: Path
     layout: KVLayout
     settings: TransferSettings
     inbound: InboundPlane
     outbound: OutboundPlane
-    decode_events: Inbox
-    prefill_events: Inbox
-    target: NDArray[Any]  # decode's arena, [block][layer][byte], poisoned at first
-    source: NDArray[Any]  # prefill's arena, random
-    decode: PeerAddress
-    writer: Incarnation
+    decode_events: EventQueue
+    prefill_events: EventQueue
+    decode_arena: NDArray[Any]  # decode's arena, [block][layer][byte], poisoned at first
+    prefill_arena: NDArray[Any]  # prefill's arena, random
+    decode_address: PeerAddress
+    writer_incarnation: Incarnation
     segment: SegmentRef
 
-    def key(self, attempt: int = 0) -> AttemptKey:
+    def new_key(self, attempt: int = 0) -> AttemptKey:
         return AttemptKey(RequestId(mint_id()), attempt, 0)
 
-    def ticket(self, key: AttemptKey, blocks: list[int], first_block: int = 0, ttl: float | None = None) -> Ticket:
+    def make_ticket(self, key: AttemptKey, blocks: list[int], first_block: int = 0, ttl: float | None = None) -> Ticket:
         return Ticket(
             id=TicketId(mint_id()),
             key=key,
-            decode=self.decode,
-            writer=self.writer,
+            decode_peer=self.decode_address,
+            writer_incarnation=self.writer_incarnation,
             first_block=first_block,
-            offsets=tuple(block * self.layout.block_bytes for block in blocks),
+            block_offsets=tuple(block * self.layout.block_bytes for block in blocks),
             num_tokens=(first_block + len(blocks)) * self.layout.block_size,
-            ttl=ttl or self.settings.ticket_ttl,
+            ttl_seconds=ttl or self.settings.ticket_ttl,
             transport=self.backend,
             segment=self.segment,
-            fence=self.inbound.mint_fence(),
+            fence_byte=self.inbound.allocate_fence_byte(),
         )
 
-    def granted(self, key: AttemptKey, blocks: list[int], first_block: int = 0, ttl: float | None = None) -> Ticket:
-        ticket = self.ticket(key, blocks, first_block, ttl)
-        self.inbound.grant(ticket)
+    def grant_ticket(self, key: AttemptKey, blocks: list[int], first_block: int = 0, ttl: float | None = None) -> Ticket:
+        ticket = self.make_ticket(key, blocks, first_block, ttl)
+        self.inbound.grant_ticket(ticket)
         return ticket
 
-    def opened(self, blocks: int, attempt: int = 0) -> AttemptKey:
-        key = self.key(attempt)
-        self.outbound.open(key, blocks * self.layout.block_size)
+    def open_handoff(self, blocks: int, attempt: int = 0) -> AttemptKey:
+        key = self.new_key(attempt)
+        self.outbound.open_handoff(key, blocks * self.layout.block_size)
         return key
 
-    def announce(self, key: AttemptKey, source: list[int], first: int = 0, layers: list[int] | None = None) -> None:
+    def announce_layers(self, key: AttemptKey, source: list[int], first: int = 0, layers: list[int] | None = None) -> None:
         for layer in range(self.layout.num_layers) if layers is None else layers:
-            self.outbound.layer_ready(key, layer, first, [BlockIndex(block) for block in source])
+            self.outbound.announce_layer(key, layer, first, [BlockIndex(block) for block in source])
 
-    def hand_off(self, source: list[int], target: list[int], first_block: int = 0) -> tuple[AttemptKey, Ticket]:
+    def start_handoff(self, source: list[int], target: list[int], first_block: int = 0) -> tuple[AttemptKey, Ticket]:
         """Everything up to and including seal, as a prefill node would do it."""
-        key = self.opened(len(source))
-        ticket = self.granted(key, target, first_block)
-        self.outbound.ticket(key, ticket)
-        self.announce(key, source)
-        self.outbound.seal(key, SEAL)
+        key = self.open_handoff(len(source))
+        ticket = self.grant_ticket(key, target, first_block)
+        self.outbound.set_ticket(key, ticket)
+        self.announce_layers(key, source)
+        self.outbound.seal_handoff(key, SEAL_INFO)
         return key, ticket
 
-    def finish(self, ticket: Ticket) -> Committed:
+    def finish_handoff(self, ticket: Ticket) -> OutboundCommitted:
         """From Sealed to Committed on both sides."""
-        assert self.decode_events.expect(Sealed).ticket == ticket.id
-        self.inbound.commit(ticket.id)
-        return self.prefill_events.expect(Committed)
+        assert self.decode_events.expect_event(InboundSealed).ticket_id == ticket.id
+        self.inbound.commit_ticket(ticket.id)
+        return self.prefill_events.expect_event(OutboundCommitted)
 
-    def works(self) -> None:
+    def check_full_handoff(self) -> None:
         """A whole hand-off, checked byte by byte: nothing that came before has done lasting harm."""
         source, target = [30, 28, 29], [31, 27, 26]
-        key, ticket = self.hand_off(source, target)
-        assert self.finish(ticket).key == key
-        assert self.arrived(source, target)
+        key, ticket = self.start_handoff(source, target)
+        assert self.finish_handoff(ticket).key == key
+        assert self.has_arrived(source, target)
 
-    def lost(self, ticket: Ticket, error: type[BatonError], *, fenced: bool = True) -> None:
-        event = self.decode_events.expect(Lost)
-        assert (event.ticket, type(event.error), event.fenced) == (ticket.id, error, fenced), event
+    def expect_lost(self, ticket: Ticket, error: type[BatonError], *, fenced: bool = True) -> None:
+        event = self.decode_events.expect_event(InboundLost)
+        assert (event.ticket_id, type(event.error), event.is_fenced) == (ticket.id, error, fenced), event
 
-    def aborted(self, key: AttemptKey, error: type[BatonError]) -> None:
-        event = self.prefill_events.expect(Aborted)
+    def expect_aborted(self, key: AttemptKey, error: type[BatonError]) -> None:
+        event = self.prefill_events.expect_event(OutboundAborted)
         assert (event.key, type(event.error)) == (key, error), event
 
-    def arrived(self, source: list[int], target: list[int]) -> bool:
-        return bool(np.array_equal(self.target[target], self.source[source]))
+    def has_arrived(self, source: list[int], target: list[int]) -> bool:
+        return bool(np.array_equal(self.decode_arena[target], self.prefill_arena[source]))
 
-    def untouched(self, target: list[int]) -> bool:
-        return bool((self.target[target] == POISON).all())
+    def is_untouched(self, target: list[int]) -> bool:
+        return bool((self.decode_arena[target] == POISON_BYTE).all())
 
 
 @contextmanager
-def rig(
+def transfer_pair(
     backend: str,
     folder: Path,
     *,
-    settings: TransferSettings = QUICK,
+    settings: TransferSettings = FAST_SETTINGS,
     outbound_settings: TransferSettings | None = None,
     outbound_token: str = TOKEN,
     outbound_folder: Path | None = None,
@@ -181,17 +181,17 @@ def rig(
     blocks: int = 32,
     layout: KVLayout = LAYOUT,
     failpoints: str = "",
-) -> Iterator[Rig]:
+) -> Iterator[TransferPair]:
     """`outbound_*` only where the writer differs."""
     settings = replace(settings, transport=backend, segment_folder=folder)
-    arena = create(folder, "arena", segment_bytes(blocks * layout.block_bytes, layout.block_bytes))
+    arena = create_segment(folder, "arena", round_up_segment_bytes(blocks * layout.block_bytes, layout.block_bytes))
     target = np.frombuffer(arena.view, dtype=np.uint8)[: blocks * layout.block_bytes]
-    target[:] = POISON
+    target[:] = POISON_BYTE
     source = np.random.default_rng(7).integers(0, 256, blocks * layout.block_bytes, dtype=np.uint8)
-    decode_events, prefill_events = Inbox(), Inbox()
+    decode_events, prefill_events = EventQueue(), EventQueue()
     points = Failpoints(failpoints)
     decode, writer = Incarnation(mint_id(64)), Incarnation(mint_id(64))
-    inbound = build_inbound(
+    inbound = build_kv_receiver(
         arena=arena.view,
         layout=layout,
         incarnation=decode,
@@ -201,7 +201,7 @@ def rig(
         settings=settings,
         failpoints=points,
     )
-    outbound = build_outbound(
+    outbound = build_kv_sender(
         arena=source.data,
         layout=layout,
         incarnation=writer,
@@ -213,7 +213,7 @@ def rig(
     )
     shape = (-1, layout.num_layers, layout.slab_bytes)
     try:
-        yield Rig(
+        yield TransferPair(
             backend=backend,
             folder=folder,
             layout=layout,
@@ -222,10 +222,10 @@ def rig(
             outbound=outbound,
             decode_events=decode_events,
             prefill_events=prefill_events,
-            target=target.reshape(shape),
-            source=source.reshape(shape),
-            decode=PeerAddress(NodeName("decode-0"), decode, "host", inbound.endpoint),
-            writer=writer,
+            decode_arena=target.reshape(shape),
+            prefill_arena=source.reshape(shape),
+            decode_address=PeerAddress(NodeName("decode-0"), decode, "host", inbound.endpoint),
+            writer_incarnation=writer,
             segment=SegmentRef(arena.name, decode),
         )
     finally:

@@ -12,41 +12,41 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.errors import Cancelled, LeaseExpired, PeerGone
+from baton.errors import Cancelled, LeaseExpired, PeerUnreachable
 from baton.types import Ticket
-from kv_transfer.plane import Fenced, Sealed
-from tests.contract.rig import LAYOUT, POISON, Rig, eventually, rig
-from tests.contract.writer_process import Order, source_arena
+from kv_transfer.plane import InboundFenced, InboundSealed
+from tests.contract.rig import LAYOUT, POISON_BYTE, TransferPair, wait_until, transfer_pair
+from tests.contract.writer_process import WriterOrder, make_source_arena
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCE, TARGET, SEED = (5, 0, 3), [10, 20, 30], 3
+SOURCE_BLOCKS, TARGET_BLOCKS, SEED = (5, 0, 3), [10, 20, 30], 3
 IN_A_WRITE = "transfer.write.before"
 
 
 class WriterProcess:
     """Ready to write: everything is imported, and it waits for its order."""
 
-    def __init__(self, pair: Rig, failpoints: str) -> None:
+    def __init__(self, pair: TransferPair, failpoints: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.contract.writer_process", str(pair.folder), pair.writer, str(SEED)],
+            [sys.executable, "-m", "tests.contract.writer_process", str(pair.folder), pair.writer_incarnation, str(SEED)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "BATON_FAILPOINTS": failpoints},
         )
-        assert self.hear() == "ready"
+        assert self.read_line() == "ready"
 
-    def begin(self, ticket: Ticket) -> None:
+    def send_order(self, ticket: Ticket) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write(msgspec.json.encode(Order(ticket, SOURCE)).decode() + "\n")
+        self.process.stdin.write(msgspec.json.encode(WriterOrder(ticket, SOURCE_BLOCKS)).decode() + "\n")
         self.process.stdin.flush()
 
-    def hear(self) -> str:
+    def read_line(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def stopped(self) -> None:
+    def wait_until_stopped(self) -> None:
         """Wait until the process has stopped itself."""
         found, status = os.waitpid(self.process.pid, os.WUNTRACED)
         assert (found, os.WIFSTOPPED(status)) == (self.process.pid, True)
@@ -54,12 +54,12 @@ class WriterProcess:
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
 
-    def thaw(self) -> None:
+    def resume(self) -> None:
         self.process.send_signal(signal.SIGCONT)
 
 
 @contextmanager
-def writer_process(pair: Rig, failpoints: str = "") -> Iterator[WriterProcess]:
+def writer_process(pair: TransferPair, failpoints: str = "") -> Iterator[WriterProcess]:
     writer = WriterProcess(pair, failpoints)
     try:
         yield writer
@@ -69,110 +69,110 @@ def writer_process(pair: Rig, failpoints: str = "") -> Iterator[WriterProcess]:
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Rig]:
-    with rig("shm", tmp_path) as made:
+def pair(tmp_path: Path) -> Iterator[TransferPair]:
+    with transfer_pair("shm", tmp_path) as made:
         yield made
-        assert made.decode_events.rest() == []
+        assert made.decode_events.drain_unexpected() == []
 
 
-def nothing_frees_it(pair: Rig) -> None:
+def check_stays_quarantined(pair: TransferPair) -> None:
     retries = pair.inbound.counters().get("fence_retries", 0)
-    eventually(lambda: pair.inbound.counters().get("fence_retries", 0) >= retries + 5)
-    assert pair.decode_events.rest() == []
+    wait_until(lambda: pair.inbound.counters().get("fence_retries", 0) >= retries + 5)
+    assert pair.decode_events.drain_unexpected() == []
 
 
-def expected() -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
-    arena = source_arena(SEED).reshape(-1, LAYOUT.num_layers, LAYOUT.slab_bytes)
-    return arena[list(SOURCE)]
+def expected_blocks() -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
+    arena = make_source_arena(SEED).reshape(-1, LAYOUT.num_layers, LAYOUT.slab_bytes)
+    return arena[list(SOURCE_BLOCKS)]
 
 
-def test_another_process_hands_off(pair: Rig) -> None:
+def test_handoff_from_another_process(pair: TransferPair) -> None:
     with writer_process(pair) as writer:
-        ticket = pair.granted(pair.key(), TARGET)
-        writer.begin(ticket)
-        assert pair.decode_events.expect(Sealed).ticket == ticket.id
-        assert np.array_equal(pair.target[TARGET], expected())
-        pair.inbound.commit(ticket.id)
-        assert writer.hear() == "committed"
+        ticket = pair.grant_ticket(pair.new_key(), TARGET_BLOCKS)
+        writer.send_order(ticket)
+        assert pair.decode_events.expect_event(InboundSealed).ticket_id == ticket.id
+        assert np.array_equal(pair.decode_arena[TARGET_BLOCKS], expected_blocks())
+        pair.inbound.commit_ticket(ticket.id)
+        assert writer.read_line() == "committed"
 
 
 @pytest.fixture
-def frozen(pair: Rig) -> Iterator[WriterProcess]:
+def frozen(pair: TransferPair) -> Iterator[WriterProcess]:
     """Will stop itself in the middle of its first write."""
     with writer_process(pair, f"{IN_A_WRITE}=stop*1") as writer:
         yield writer
 
 
-def test_a_writer_frozen_in_a_write_keeps_its_blocks_until_it_is_killed(pair: Rig, frozen: WriterProcess) -> None:
-    ticket = pair.granted(pair.key(), TARGET)
-    frozen.begin(ticket)
-    frozen.stopped()
-    pair.inbound.revoke(ticket.id, Cancelled("the client left"))
-    pair.lost(ticket, Cancelled, fenced=False)
-    nothing_frees_it(pair)
+def test_a_writer_frozen_in_a_write_keeps_its_blocks_until_it_is_killed(pair: TransferPair, frozen: WriterProcess) -> None:
+    ticket = pair.grant_ticket(pair.new_key(), TARGET_BLOCKS)
+    frozen.send_order(ticket)
+    frozen.wait_until_stopped()
+    pair.inbound.revoke_ticket(ticket.id, Cancelled("the client left"))
+    pair.expect_lost(ticket, Cancelled, fenced=False)
+    check_stays_quarantined(pair)
     frozen.kill()
-    assert pair.decode_events.expect(Fenced) == Fenced(ticket.id)
-    assert pair.untouched(TARGET)
-    pair.works()
+    assert pair.decode_events.expect_event(InboundFenced) == InboundFenced(ticket.id)
+    assert pair.is_untouched(TARGET_BLOCKS)
+    pair.check_full_handoff()
 
 
-def test_a_writer_frozen_in_a_write_loses_its_lease_but_not_its_blocks(pair: Rig, frozen: WriterProcess) -> None:
-    ticket = pair.granted(pair.key(), TARGET, ttl=2.0)
-    frozen.begin(ticket)
-    frozen.stopped()
-    pair.lost(ticket, LeaseExpired, fenced=False)
-    nothing_frees_it(pair)
+def test_a_writer_frozen_in_a_write_loses_its_lease_but_not_its_blocks(pair: TransferPair, frozen: WriterProcess) -> None:
+    ticket = pair.grant_ticket(pair.new_key(), TARGET_BLOCKS, ttl=2.0)
+    frozen.send_order(ticket)
+    frozen.wait_until_stopped()
+    pair.expect_lost(ticket, LeaseExpired, fenced=False)
+    check_stays_quarantined(pair)
     frozen.kill()
-    assert pair.decode_events.expect(Fenced) == Fenced(ticket.id)
+    assert pair.decode_events.expect_event(InboundFenced) == InboundFenced(ticket.id)
 
 
 def test_a_writer_that_thaws_ends_its_write_in_quarantine_and_hears_that_it_is_over(
-    pair: Rig, frozen: WriterProcess
+    pair: TransferPair, frozen: WriterProcess
 ) -> None:
     """It may complete the write that it was in: the blocks are still nobody else's. Then it lets go."""
-    ticket = pair.granted(pair.key(), TARGET)
-    frozen.begin(ticket)
-    frozen.stopped()
-    pair.inbound.revoke(ticket.id, Cancelled("the client left"))
-    pair.lost(ticket, Cancelled, fenced=False)
-    pair.works()  # in other blocks, meanwhile
-    frozen.thaw()
-    assert pair.decode_events.expect(Fenced) == Fenced(ticket.id)
-    assert frozen.hear() == "aborted cancelled"
-    assert not pair.untouched(TARGET)
+    ticket = pair.grant_ticket(pair.new_key(), TARGET_BLOCKS)
+    frozen.send_order(ticket)
+    frozen.wait_until_stopped()
+    pair.inbound.revoke_ticket(ticket.id, Cancelled("the client left"))
+    pair.expect_lost(ticket, Cancelled, fenced=False)
+    pair.check_full_handoff()  # in other blocks, meanwhile
+    frozen.resume()
+    assert pair.decode_events.expect_event(InboundFenced) == InboundFenced(ticket.id)
+    assert frozen.read_line() == "aborted cancelled"
+    assert not pair.is_untouched(TARGET_BLOCKS)
 
 
-def test_a_writer_frozen_between_two_writes_holds_nothing(pair: Rig) -> None:
+def test_a_writer_frozen_between_two_writes_holds_nothing(pair: TransferPair) -> None:
     """Its blocks are free at once; thawed, it finds itself shut out before it has written another byte."""
     with writer_process(pair, "transfer.seal.before=stop*1") as writer:
-        ticket = pair.granted(pair.key(), TARGET)
-        writer.begin(ticket)
-        writer.stopped()
-        pair.inbound.revoke(ticket.id, Cancelled("the client left"))
-        pair.lost(ticket, Cancelled)
-        pair.target[TARGET] = POISON
-        writer.thaw()
-        assert writer.hear().startswith("aborted ")
-        assert pair.untouched(TARGET)
-        pair.works()
+        ticket = pair.grant_ticket(pair.new_key(), TARGET_BLOCKS)
+        writer.send_order(ticket)
+        writer.wait_until_stopped()
+        pair.inbound.revoke_ticket(ticket.id, Cancelled("the client left"))
+        pair.expect_lost(ticket, Cancelled)
+        pair.decode_arena[TARGET_BLOCKS] = POISON_BYTE
+        writer.resume()
+        assert writer.read_line().startswith("aborted ")
+        assert pair.is_untouched(TARGET_BLOCKS)
+        pair.check_full_handoff()
 
 
 @pytest.mark.parametrize("where", [IN_A_WRITE, "transfer.write.after", "transfer.seal.before"])
-def test_a_writer_that_dies_leaves_blocks_that_are_free_at_once(pair: Rig, where: str) -> None:
+def test_a_writer_that_dies_leaves_blocks_that_are_free_at_once(pair: TransferPair, where: str) -> None:
     with writer_process(pair, f"{where}=exit") as writer:
-        ticket = pair.granted(pair.key(), TARGET, ttl=1000.0)
-        writer.begin(ticket)
+        ticket = pair.grant_ticket(pair.new_key(), TARGET_BLOCKS, ttl=1000.0)
+        writer.send_order(ticket)
         writer.process.wait()
-        pair.inbound.peer_gone(ticket.writer)
-        pair.lost(ticket, PeerGone)
-    pair.works()
+        pair.inbound.on_peer_gone(ticket.writer_incarnation)
+        pair.expect_lost(ticket, PeerUnreachable)
+    pair.check_full_handoff()
 
 
-def test_a_writer_that_comes_late_cannot_write(pair: Rig) -> None:
+def test_a_writer_that_comes_late_cannot_write(pair: TransferPair) -> None:
     with writer_process(pair) as writer:
-        ticket = pair.granted(pair.key(), TARGET)
-        pair.inbound.revoke(ticket.id, Cancelled("the client left"))
-        pair.lost(ticket, Cancelled)
-        writer.begin(ticket)
-        assert writer.hear() in ("aborted stale", "aborted cancelled")
-        assert pair.untouched(TARGET)
+        ticket = pair.grant_ticket(pair.new_key(), TARGET_BLOCKS)
+        pair.inbound.revoke_ticket(ticket.id, Cancelled("the client left"))
+        pair.expect_lost(ticket, Cancelled)
+        writer.send_order(ticket)
+        assert writer.read_line() in ("aborted stale", "aborted cancelled")
+        assert pair.is_untouched(TARGET_BLOCKS)

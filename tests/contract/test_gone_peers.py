@@ -2,42 +2,42 @@
 
 from pathlib import Path
 
-from baton.errors import PeerGone
+from baton.errors import PeerUnreachable
 from baton.types import BlockIndex, Incarnation
-from kv_transfer.plane import Aborted, Committed, Lost, Sealed, SealInfo, Started
-from tests.contract.rig import rig
+from kv_transfer.plane import OutboundAborted, OutboundCommitted, InboundLost, InboundSealed, SealInfo, InboundStarted
+from tests.contract.rig import transfer_pair
 
 
-def test_a_peer_that_is_gone_may_leave_several_hand_offs_in_one_arena(tmp_path: Path) -> None:
+def test_lost_peer_with_several_handoffs_in_one_arena(tmp_path: Path) -> None:
     """Its arena is let go when the last of them has dropped its lock; those of its next incarnation keep theirs."""
-    with rig("shm", tmp_path) as pair:
-        keys = [pair.key() for _ in range(3)]
+    with transfer_pair("shm", tmp_path) as pair:
+        keys = [pair.new_key() for _ in range(3)]
         for block, key in enumerate(keys):
-            pair.outbound.open(key, 8)
-            ticket = pair.ticket(key, [2 * block, 2 * block + 1])
-            pair.inbound.grant(ticket)
-            pair.outbound.ticket(key, ticket)
+            pair.outbound.open_handoff(key, 8)
+            ticket = pair.make_ticket(key, [2 * block, 2 * block + 1])
+            pair.inbound.grant_ticket(ticket)
+            pair.outbound.set_ticket(key, ticket)
             for layer in range(pair.layout.num_layers):
-                pair.outbound.layer_ready(key, layer, 0, [BlockIndex(block)])  # one block of two: the lock is held
-            pair.decode_events.expect(Started)
-        pair.outbound.peer_gone(Incarnation("somebody else"))
-        pair.outbound.peer_gone(pair.decode.incarnation)
+                pair.outbound.announce_layer(key, layer, 0, [BlockIndex(block)])  # one block of two: the lock is held
+            pair.decode_events.expect_event(InboundStarted)
+        pair.outbound.on_peer_gone(Incarnation("somebody else"))
+        pair.outbound.on_peer_gone(pair.decode_address.incarnation)
         for _ in keys:
-            aborted = pair.prefill_events.expect(Aborted)
-            assert isinstance(aborted, Aborted)
-            assert isinstance(aborted.error, PeerGone)
+            aborted = pair.prefill_events.expect_event(OutboundAborted)
+            assert isinstance(aborted, OutboundAborted)
+            assert isinstance(aborted.error, PeerUnreachable)
         assert pair.prefill_events.empty()
         for _ in keys:
-            pair.decode_events.expect(Lost)
-        key = pair.key()  # and the arena is mapped again when it is needed again
-        pair.outbound.open(key, 4)
-        ticket = pair.ticket(key, [9])
-        pair.inbound.grant(ticket)
-        pair.outbound.ticket(key, ticket)
-        pair.announce(key, [1])
-        pair.outbound.seal(key, SealInfo((1,)))
-        sealed = pair.decode_events.expect(Sealed)
-        assert isinstance(sealed, Sealed)
-        assert pair.arrived([1], [9])
-        pair.inbound.commit(sealed.ticket)
-        pair.prefill_events.expect(Committed)
+            pair.decode_events.expect_event(InboundLost)
+        key = pair.new_key()  # and the arena is mapped again when it is needed again
+        pair.outbound.open_handoff(key, 4)
+        ticket = pair.make_ticket(key, [9])
+        pair.inbound.grant_ticket(ticket)
+        pair.outbound.set_ticket(key, ticket)
+        pair.announce_layers(key, [1])
+        pair.outbound.seal_handoff(key, SealInfo((1,)))
+        sealed = pair.decode_events.expect_event(InboundSealed)
+        assert isinstance(sealed, InboundSealed)
+        assert pair.has_arrived([1], [9])
+        pair.inbound.commit_ticket(sealed.ticket_id)
+        pair.prefill_events.expect_event(OutboundCommitted)

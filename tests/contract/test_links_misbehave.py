@@ -10,10 +10,10 @@ import pytest
 
 from kv_transfer.grpc_decode_link import GrpcDecodeLink
 from kv_transfer.grpc_writer_link import GrpcDialer
-from kv_transfer.plane import Aborted, Committed, Lost, Sealed, SealInfo
+from kv_transfer.plane import OutboundAborted, OutboundCommitted, InboundLost, InboundSealed, SealInfo
 from kv_transfer.settings import TransferSettings
-from tests.contract.rig import TOKEN, Rig, eventually, rig
-from tests.fault_proxy import BOTH, FaultyLink, Weather
+from tests.contract.rig import TOKEN, TransferPair, wait_until, transfer_pair
+from tests.fault_proxy import BOTH_DIRECTIONS, FaultProxy, LinkConditions
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,7 +45,7 @@ asyncio.run(main())
 """
 
 
-def test_a_reset_while_the_reader_lags_does_not_abort_the_process() -> None:
+def test_reset_at_the_high_water_mark_does_not_abort_the_process() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", _RESET_AT_HIGH_WATER + "import os; os._exit(0)"],
         cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
@@ -53,55 +53,55 @@ def test_a_reset_while_the_reader_lags_does_not_abort_the_process() -> None:
     assert (ended.returncode, ended.stdout) == (0, "alive\n"), ended.stderr
 
 
-async def _on_the_way_of(pair: Rig) -> FaultyLink:
+async def _proxy_for(pair: TransferPair) -> FaultProxy:
     """A proxy that writers of `pair` dial instead of its decode end."""
-    scheme, _, where = pair.decode.transfer_endpoint.partition("://")
+    scheme, _, where = pair.decode_address.transfer_endpoint.partition("://")
     host, _, port = where.rpartition(":")
-    link = await FaultyLink.open("writer -> decode", (host, int(port)))
-    pair.decode = replace(pair.decode, transfer_endpoint=f"{scheme}://127.0.0.1:{link.port}")
+    link = await FaultProxy.open("writer -> decode", (host, int(port)))
+    pair.decode_address = replace(pair.decode_address, transfer_endpoint=f"{scheme}://127.0.0.1:{link.port}")
     return link
 
 
 @pytest.mark.parametrize("backend", ["zmq", "grpc"])
-async def test_a_link_gone_silent_is_left_for_a_new_one(backend: str, tmp_path: Path) -> None:
+async def test_silent_link_is_replaced_by_a_new_one(backend: str, tmp_path: Path) -> None:
     """A black hole: TCP acknowledges, nobody answers. The hand-off in it is lost, and the next one has a new link."""
-    with rig(backend, tmp_path) as pair:
-        link = await _on_the_way_of(pair)
+    with transfer_pair(backend, tmp_path) as pair:
+        link = await _proxy_for(pair)
 
         def hand_off(ttl: float | None = None) -> None:
-            key = pair.key()
-            pair.outbound.open(key, 4)
-            ticket = pair.ticket(key, [5], ttl=ttl)
-            pair.inbound.grant(ticket)
-            pair.outbound.ticket(key, ticket)
-            pair.announce(key, [1])
-            pair.outbound.seal(key, SealInfo((17,)))
+            key = pair.new_key()
+            pair.outbound.open_handoff(key, 4)
+            ticket = pair.make_ticket(key, [5], ttl=ttl)
+            pair.inbound.grant_ticket(ticket)
+            pair.outbound.set_ticket(key, ticket)
+            pair.announce_layers(key, [1])
+            pair.outbound.seal_handoff(key, SealInfo((17,)))
 
         def committed() -> None:
             hand_off()
-            sealed = pair.decode_events.expect(Sealed)
-            assert isinstance(sealed, Sealed)
-            pair.inbound.commit(sealed.ticket)
-            pair.prefill_events.expect(Committed)
+            sealed = pair.decode_events.expect_event(InboundSealed)
+            assert isinstance(sealed, InboundSealed)
+            pair.inbound.commit_ticket(sealed.ticket_id)
+            pair.prefill_events.expect_event(OutboundCommitted)
 
         await asyncio.to_thread(committed)
-        connections = link.accepted
-        link.weather(BOTH, Weather(blocked=True))
+        connections = link.accepted_connections
+        link.set_conditions(BOTH_DIRECTIONS, LinkConditions(is_blocked=True))
         hand_off(ttl=0.5)
-        await asyncio.to_thread(pair.prefill_events.expect, Aborted)
-        await asyncio.to_thread(pair.decode_events.expect, Lost)
-        link.weather(BOTH, Weather())
+        await asyncio.to_thread(pair.prefill_events.expect_event, OutboundAborted)
+        await asyncio.to_thread(pair.decode_events.expect_event, InboundLost)
+        link.set_conditions(BOTH_DIRECTIONS, LinkConditions())
         await asyncio.to_thread(committed)
-        assert link.accepted > connections
+        assert link.accepted_connections > connections
         await link.close()
 
 
-async def test_a_writer_feels_that_grpc_messages_are_not_taken_and_a_reset_loses_only_the_last() -> None:
+async def test_grpc_backpressure_reaches_the_writer_and_a_reset_loses_only_the_tail() -> None:
     """What nobody takes is bounded in memory on both sides; what had come before the reset is whole and in order."""
     settings = TransferSettings(link_timeout=2.0, max_queued_messages=8)
     decode = GrpcDecodeLink(TOKEN, settings)
     host, _, port = decode.endpoint.removeprefix("grpc://").rpartition(":")
-    link = await FaultyLink.open("writer -> decode", (host, int(port)))
+    link = await FaultProxy.open("writer -> decode", (host, int(port)))
     writer = GrpcDialer(TOKEN, settings).dial(f"grpc://127.0.0.1:{link.port}")
     payload = memoryview(bytes(1 << 18))
     sent = turned_away = 0
@@ -112,9 +112,9 @@ async def test_a_writer_feels_that_grpc_messages_are_not_taken_and_a_reset_loses
             turned_away += 1
             await asyncio.sleep(0.01)
     assert sent < 400, sent
-    link.reset()
-    await asyncio.to_thread(eventually, lambda: writer.loss() is not None)
-    loss = writer.loss()
+    link.reset_connections()
+    await asyncio.to_thread(wait_until, lambda: writer.get_loss() is not None)
+    loss = writer.get_loss()
     assert loss is not None
     assert loss.was_up
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.errors import BatonError, ChecksumMismatch, HandoffFailed, Incomplete, LayoutMismatch
+from baton.errors import BatonError, ChecksumMismatch, HandoffFailed, IncompleteTransfer, LayoutMismatch
 from kv_transfer.core import frames
-from kv_transfer.core.slabs import Rectangle
-from kv_transfer.plane import Aborted, Lost, Sealed, SealInfo
+from kv_transfer.core.slabs import SlabRange
+from kv_transfer.plane import OutboundAborted, InboundLost, InboundSealed, SealInfo
 from tests.contract.raw_writer import RawWriter
-from tests.contract.rig import BACKENDS, QUICK, Rig, eventually, rig
+from tests.contract.rig import BACKENDS, FAST_SETTINGS, TransferPair, wait_until, transfer_pair
 
 BLOCKS = [3, 4]
 
@@ -24,20 +24,20 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def pair(backend: str, tmp_path: Path) -> Iterator[Rig]:
-    with rig(backend, tmp_path) as made:
+def pair(backend: str, tmp_path: Path) -> Iterator[TransferPair]:
+    with transfer_pair(backend, tmp_path) as made:
         yield made
 
 
 @pytest.fixture
-def writer(pair: Rig) -> Iterator[RawWriter]:
+def writer(pair: TransferPair) -> Iterator[RawWriter]:
     """Open, with a ticket for logical blocks 1 and 2 (decode holds block 0)."""
-    with RawWriter(pair, pair.granted(pair.key(attempt=1), BLOCKS, first_block=1)) as made:
-        made.open()
+    with RawWriter(pair, pair.grant_ticket(pair.new_key(attempt=1), BLOCKS, first_block=1)) as made:
+        made.send_open()
         yield made
 
 
-ALL = Rectangle(0, 3, 1, 2)
+ALL_SLABS = SlabRange(0, 3, 1, 2)
 
 
 @pytest.mark.parametrize(
@@ -58,14 +58,14 @@ ALL = Rectangle(0, 3, 1, 2)
     ids=str,
 )
 def test_a_write_that_is_wrong_loses_the_ticket(
-    pair: Rig, writer: RawWriter, wrong: dict[str, int], error: type[BatonError]
+    pair: TransferPair, writer: RawWriter, wrong: dict[str, int], error: type[BatonError]
 ) -> None:
-    writer.write(ALL, **wrong)
-    pair.lost(writer.ticket, error)
-    writer.refused(error.code)
-    if not writer.one_sided:
-        assert pair.untouched(list(range(26)))
-    pair.works()
+    writer.send_write(ALL_SLABS, **wrong)
+    pair.expect_lost(writer.ticket, error)
+    writer.expect_refused(error.code)
+    if not writer.is_one_sided:
+        assert pair.is_untouched(list(range(26)))
+    pair.check_full_handoff()
 
 
 @pytest.mark.parametrize(
@@ -73,87 +73,87 @@ def test_a_write_that_is_wrong_loses_the_ticket(
     [{"writer": "somebody"}, {"decode": "somebody"}, {"attempt": 0}, {"attempt": 2}, {"ticket": "f" * 32}],
     ids=str,
 )
-def test_a_frame_of_another_life_is_refused_and_harms_nobody(
-    pair: Rig, writer: RawWriter, wrong: dict[str, int | str]
+def test_frame_of_another_incarnation_is_refused(
+    pair: TransferPair, writer: RawWriter, wrong: dict[str, int | str]
 ) -> None:
-    stale, payload = writer.write_frame(ALL)
-    writer.send(msgspec.structs.replace(stale, **wrong), None if writer.one_sided else payload)
-    writer.refused("stale")
-    assert pair.untouched(BLOCKS) or writer.one_sided
-    writer.send(msgspec.structs.replace(frames.Abort(*writer.ids, code="cancelled", message=""), **wrong))
-    writer.refused("stale")
-    writer.write_all()
-    writer.seal()
-    assert pair.decode_events.expect(Sealed).ticket == writer.ticket.id
-    assert pair.arrived([1, 2], BLOCKS)
-    pair.inbound.commit(writer.ticket.id)
-    assert isinstance(writer.answer(), frames.Committed)
+    stale, payload = writer.make_write_frame(ALL_SLABS)
+    writer.send(msgspec.structs.replace(stale, **wrong), None if writer.is_one_sided else payload)
+    writer.expect_refused("stale")
+    assert pair.is_untouched(BLOCKS) or writer.is_one_sided
+    writer.send(msgspec.structs.replace(frames.AbortFrame(*writer.frame_ids, code="cancelled", message=""), **wrong))
+    writer.expect_refused("stale")
+    writer.send_all_writes()
+    writer.send_seal()
+    assert pair.decode_events.expect_event(InboundSealed).ticket_id == writer.ticket.id
+    assert pair.has_arrived([1, 2], BLOCKS)
+    pair.inbound.commit_ticket(writer.ticket.id)
+    assert isinstance(writer.receive_frame(), frames.CommittedFrame)
 
 
 @pytest.mark.parametrize("wrong", [{"slabs": 5}, {"size": 1}, {"digest": 1}], ids=str)
-def test_a_manifest_that_is_not_what_landed_is_incomplete(pair: Rig, writer: RawWriter, wrong: dict[str, int]) -> None:
-    writer.write_all()
-    writer.seal(**wrong)
-    pair.lost(writer.ticket, Incomplete)
-    writer.refused("incomplete")
+def test_a_manifest_that_is_not_what_landed_is_incomplete(pair: TransferPair, writer: RawWriter, wrong: dict[str, int]) -> None:
+    writer.send_all_writes()
+    writer.send_seal(**wrong)
+    pair.expect_lost(writer.ticket, IncompleteTransfer)
+    writer.expect_refused("incomplete")
 
 
-def test_a_missing_slab_is_incomplete(pair: Rig, writer: RawWriter) -> None:
-    writer.write(Rectangle(0, 3, 1, 1))
-    assert isinstance(writer.answer(), frames.Landed)
-    writer.write(Rectangle(0, 2, 2, 1))
-    assert isinstance(writer.answer(), frames.Landed)
-    writer.seal()
-    pair.lost(writer.ticket, Incomplete)
+def test_a_missing_slab_is_incomplete(pair: TransferPair, writer: RawWriter) -> None:
+    writer.send_write(SlabRange(0, 3, 1, 1))
+    assert isinstance(writer.receive_frame(), frames.LandedFrame)
+    writer.send_write(SlabRange(0, 2, 2, 1))
+    assert isinstance(writer.receive_frame(), frames.LandedFrame)
+    writer.send_seal()
+    pair.expect_lost(writer.ticket, IncompleteTransfer)
 
 
-def test_a_slab_that_comes_again_is_not_counted_and_does_not_land(pair: Rig, writer: RawWriter) -> None:
-    writer.write(Rectangle(0, 1, 1, 2))
-    assert isinstance(writer.answer(), frames.Landed)
-    before = pair.target[BLOCKS].copy()
-    frame, payload = writer.write_frame(Rectangle(0, 1, 1, 2))
-    writer.send(frame, None if writer.one_sided else bytes(len(payload)))
-    writer.write(Rectangle(1, 2, 1, 2))
-    assert isinstance(writer.answer(), frames.Landed)
-    assert (pair.target[BLOCKS, 0] == before[:, 0]).all()
+def test_duplicate_write_is_ignored(pair: TransferPair, writer: RawWriter) -> None:
+    writer.send_write(SlabRange(0, 1, 1, 2))
+    assert isinstance(writer.receive_frame(), frames.LandedFrame)
+    before = pair.decode_arena[BLOCKS].copy()
+    frame, payload = writer.make_write_frame(SlabRange(0, 1, 1, 2))
+    writer.send(frame, None if writer.is_one_sided else bytes(len(payload)))
+    writer.send_write(SlabRange(1, 2, 1, 2))
+    assert isinstance(writer.receive_frame(), frames.LandedFrame)
+    assert (pair.decode_arena[BLOCKS, 0] == before[:, 0]).all()
     assert pair.inbound.counters()["ignored_duplicate"] == 1
-    writer.seal()
-    sealed = pair.decode_events.expect(Sealed)
+    writer.send_seal()
+    sealed = pair.decode_events.expect_event(InboundSealed)
     assert sealed.bytes_landed == 2 * pair.layout.block_bytes
-    assert pair.arrived([1, 2], BLOCKS)
+    assert pair.has_arrived([1, 2], BLOCKS)
 
 
-def test_a_write_that_overlaps_what_has_landed_loses_the_ticket(pair: Rig, writer: RawWriter) -> None:
-    writer.write(Rectangle(0, 1, 1, 2))
-    assert isinstance(writer.answer(), frames.Landed)
-    writer.write(Rectangle(0, 2, 1, 2))
-    pair.lost(writer.ticket, Incomplete)
+def test_a_write_that_overlaps_what_has_landed_loses_the_ticket(pair: TransferPair, writer: RawWriter) -> None:
+    writer.send_write(SlabRange(0, 1, 1, 2))
+    assert isinstance(writer.receive_frame(), frames.LandedFrame)
+    writer.send_write(SlabRange(0, 2, 1, 2))
+    pair.expect_lost(writer.ticket, IncompleteTransfer)
 
 
 @pytest.mark.parametrize("wrong", [{"version": 99}, {"num_layers": 4}, {"slab_bytes": 1}], ids=str)
-def test_another_geometry_or_protocol_is_refused_by_name(pair: Rig, wrong: dict[str, int]) -> None:
-    ticket = pair.granted(pair.key(), BLOCKS)
+def test_another_geometry_or_protocol_is_refused_by_name(pair: TransferPair, wrong: dict[str, int]) -> None:
+    ticket = pair.grant_ticket(pair.new_key(), BLOCKS)
     with RawWriter(pair, ticket) as writer:
-        right = frames.Open(*writer.ids, 1, 3, pair.layout.slab_bytes, window=1, host="")
+        right = frames.OpenFrame(*writer.frame_ids, 1, 3, pair.layout.slab_bytes, window_bytes=1, host_id="")
         writer.send(msgspec.structs.replace(right, **wrong))
-        pair.lost(ticket, LayoutMismatch)
-        writer.refused("layout_mismatch")
+        pair.expect_lost(ticket, LayoutMismatch)
+        writer.expect_refused("layout_mismatch")
 
 
-def test_payloads_where_none_belong_and_none_where_one_does(pair: Rig, writer: RawWriter) -> None:
-    frame, payload = writer.write_frame(ALL)
-    writer.send(frame, payload if writer.one_sided else None)
-    lost = pair.decode_events.expect(Lost)
+def test_payload_present_or_missing_against_the_frame(pair: TransferPair, writer: RawWriter) -> None:
+    frame, payload = writer.make_write_frame(ALL_SLABS)
+    writer.send(frame, payload if writer.is_one_sided else None)
+    lost = pair.decode_events.expect_event(InboundLost)
     assert isinstance(lost.error, ChecksumMismatch)
 
 
 @pytest.mark.parametrize("header", [b"", b"\x00", b"\xc1" * 50, b"\x80\x04\x95", b"\x9a\xa4\x80pen"], ids=repr)
-def test_garbage_is_counted_and_dropped(pair: Rig, writer: RawWriter, header: bytes) -> None:
+def test_garbage_is_counted_and_dropped(pair: TransferPair, writer: RawWriter, header: bytes) -> None:
     writer.send_bytes(header)
     writer.send_bytes(header, bytes(100_000))
-    writer.write_all()
-    writer.seal()
-    pair.decode_events.expect(Sealed)
+    writer.send_all_writes()
+    writer.send_seal()
+    pair.decode_events.expect_event(InboundSealed)
     assert pair.inbound.counters()["bad_frames"] == 2
 
 
@@ -161,79 +161,79 @@ def test_garbage_is_counted_and_dropped(pair: Rig, writer: RawWriter, header: by
 
 
 @dataclass(frozen=True)
-class Fault:
-    armed: str
-    error: type[BatonError] | None  # how decode's side ends; None: the hand-off commits all the same
+class TransferFault:
+    failpoints: str
+    expected_error: type[BatonError] | None  # how decode's side ends; None: the hand-off commits all the same
 
 
 FAULTS = [
-    Fault("transfer.write.before=corrupt*1", ChecksumMismatch),
-    Fault("transfer.write.before=drop*1", Incomplete),
-    Fault("transfer.write.before=duplicate*1", None),
-    Fault("transfer.write.before=error*1", HandoffFailed),
-    Fault("transfer.write.after=error*1", HandoffFailed),
-    Fault("transfer.write.before=delay(0.05)*1", None),
-    Fault("transfer.land.before=corrupt*1", ChecksumMismatch),
-    Fault("transfer.land.before=drop*1", Incomplete),
-    Fault("transfer.land.before=duplicate*1", None),
-    Fault("transfer.land.before=error*1", HandoffFailed),
-    Fault("transfer.land.after=error*1", HandoffFailed),
-    Fault("transfer.seal.before=duplicate*1", None),
-    Fault("transfer.seal.before=error*1", HandoffFailed),
-    Fault("transfer.commit.before=duplicate*1", None),
-    Fault("transfer.commit.before=delay(0.05)*1", None),
-    Fault("transfer.commit.after=error*1", None),
+    TransferFault("transfer.write.before=corrupt*1", ChecksumMismatch),
+    TransferFault("transfer.write.before=drop*1", IncompleteTransfer),
+    TransferFault("transfer.write.before=duplicate*1", None),
+    TransferFault("transfer.write.before=error*1", HandoffFailed),
+    TransferFault("transfer.write.after=error*1", HandoffFailed),
+    TransferFault("transfer.write.before=delay(0.05)*1", None),
+    TransferFault("transfer.land.before=corrupt*1", ChecksumMismatch),
+    TransferFault("transfer.land.before=drop*1", IncompleteTransfer),
+    TransferFault("transfer.land.before=duplicate*1", None),
+    TransferFault("transfer.land.before=error*1", HandoffFailed),
+    TransferFault("transfer.land.after=error*1", HandoffFailed),
+    TransferFault("transfer.seal.before=duplicate*1", None),
+    TransferFault("transfer.seal.before=error*1", HandoffFailed),
+    TransferFault("transfer.commit.before=duplicate*1", None),
+    TransferFault("transfer.commit.before=delay(0.05)*1", None),
+    TransferFault("transfer.commit.after=error*1", None),
 ]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.armed)
-def test_a_fault_on_the_way_never_seals_a_wrong_byte(backend: str, fault: Fault, tmp_path: Path) -> None:
-    with rig(backend, tmp_path, failpoints=fault.armed) as pair:
-        key, ticket = pair.hand_off([1, 2], BLOCKS)
-        if fault.error is None:
-            assert pair.finish(ticket).key == key
-            assert pair.arrived([1, 2], BLOCKS)
+def test_a_fault_on_the_way_never_seals_a_wrong_byte(backend: str, fault: TransferFault, tmp_path: Path) -> None:
+    with transfer_pair(backend, tmp_path, failpoints=fault.failpoints) as pair:
+        key, ticket = pair.start_handoff([1, 2], BLOCKS)
+        if fault.expected_error is None:
+            assert pair.finish_handoff(ticket).key == key
+            assert pair.has_arrived([1, 2], BLOCKS)
         else:
-            pair.lost(ticket, fault.error)
-            assert pair.prefill_events.expect(Aborted).key == key
-        pair.works()
-        assert pair.decode_events.rest() == []
-        assert pair.prefill_events.rest() == []
+            pair.expect_lost(ticket, fault.expected_error)
+            assert pair.prefill_events.expect_event(OutboundAborted).key == key
+        pair.check_full_handoff()
+        assert pair.decode_events.drain_unexpected() == []
+        assert pair.prefill_events.drain_unexpected() == []
 
 
 @pytest.mark.parametrize("action", ["drop", "corrupt", "error"])
 def test_a_commit_that_does_not_arrive_ends_the_writers_wait(backend: str, action: str, tmp_path: Path) -> None:
     """Decode has committed and the writer cannot know: it gives up after its progress_timeout, and ends once."""
-    impatient = replace(QUICK, progress_timeout=1.0)
+    impatient = replace(FAST_SETTINGS, progress_timeout=1.0)
     armed = f"transfer.commit.before={action}+1*1"
-    with rig(backend, tmp_path, outbound_settings=impatient, failpoints=armed) as pair:
-        pair.works()  # there is a link
-        key, ticket = pair.hand_off([1, 2], BLOCKS)
-        pair.decode_events.expect(Sealed)
-        pair.inbound.commit(ticket.id)
-        assert pair.prefill_events.expect(Aborted).key == key
-        assert pair.arrived([1, 2], BLOCKS)
+    with transfer_pair(backend, tmp_path, outbound_settings=impatient, failpoints=armed) as pair:
+        pair.check_full_handoff()  # there is a link
+        key, ticket = pair.start_handoff([1, 2], BLOCKS)
+        pair.decode_events.expect_event(InboundSealed)
+        pair.inbound.commit_ticket(ticket.id)
+        assert pair.prefill_events.expect_event(OutboundAborted).key == key
+        assert pair.has_arrived([1, 2], BLOCKS)
 
 
 @pytest.mark.parametrize("action", ["drop", "corrupt"])
 def test_a_seal_that_does_not_arrive_ends_both_sides(backend: str, action: str, tmp_path: Path) -> None:
-    impatient = replace(QUICK, progress_timeout=0.2)
-    soon = replace(QUICK, progress_timeout=1.0, ticket_ttl=1.0)
+    impatient = replace(FAST_SETTINGS, progress_timeout=0.2)
+    soon = replace(FAST_SETTINGS, progress_timeout=1.0, ticket_ttl=1.0)
     armed = f"transfer.seal.before={action}*1"
-    with rig(backend, tmp_path, settings=soon, outbound_settings=impatient, failpoints=armed) as pair:
-        key, ticket = pair.hand_off([1, 2], BLOCKS)
-        assert pair.prefill_events.expect(Aborted).key == key
-        assert pair.decode_events.expect(Lost).ticket == ticket.id
+    with transfer_pair(backend, tmp_path, settings=soon, outbound_settings=impatient, failpoints=armed) as pair:
+        key, ticket = pair.start_handoff([1, 2], BLOCKS)
+        assert pair.prefill_events.expect_event(OutboundAborted).key == key
+        assert pair.decode_events.expect_event(InboundLost).ticket_id == ticket.id
 
 
-def test_frames_for_the_writer_that_make_no_sense(pair: Rig) -> None:
+def test_invalid_frames_to_the_writer(pair: TransferPair) -> None:
     """Landed for what was never sent gives the hand-off up; the rest is ignored."""
-    key = pair.opened(2)
-    ticket = pair.granted(key, BLOCKS)
-    pair.outbound.ticket(key, ticket)
-    pair.announce(key, [1, 2], layers=[0])
-    assert pair.outbound.wait_landed(key, 0, timeout=30)
-    pair.outbound.seal(key, SealInfo((1,)))  # with layers missing: a programming error of the role
-    pair.aborted(key, Incomplete)
-    pair.lost(ticket, Incomplete)
-    eventually(lambda: pair.outbound.counters().get("aborted_incomplete") == 1)
+    key = pair.open_handoff(2)
+    ticket = pair.grant_ticket(key, BLOCKS)
+    pair.outbound.set_ticket(key, ticket)
+    pair.announce_layers(key, [1, 2], layers=[0])
+    assert pair.outbound.wait_for_layer(key, 0, timeout=30)
+    pair.outbound.seal_handoff(key, SealInfo((1,)))  # with layers missing: a programming error of the role
+    pair.expect_aborted(key, IncompleteTransfer)
+    pair.expect_lost(ticket, IncompleteTransfer)
+    wait_until(lambda: pair.outbound.counters().get("aborted_incomplete") == 1)

@@ -12,54 +12,54 @@ import numpy as np
 from baton import log
 from baton.failpoints import arm_from_environment
 from baton.types import AttemptKey, BlockIndex, Incarnation, Ticket
-from kv_transfer.factory import build_outbound
-from kv_transfer.plane import Aborted, Committed, SealInfo
-from tests.contract.rig import LAYOUT, QUICK, TOKEN
+from kv_transfer.factory import build_kv_sender
+from kv_transfer.plane import OutboundAborted, OutboundCommitted, SealInfo
+from tests.contract.rig import LAYOUT, FAST_SETTINGS, TOKEN
 
 
-class Order(msgspec.Struct):
+class WriterOrder(msgspec.Struct):
     ticket: Ticket
-    source: tuple[int, ...]
+    source_blocks: tuple[int, ...]
 
 
-def source_arena(seed: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
+def make_source_arena(seed: int) -> "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]":
     return np.random.default_rng(seed).integers(0, 256, 8 * LAYOUT.block_bytes, dtype=np.uint8)
 
 
 def main(folder: str, incarnation: str, seed: str) -> None:
-    log.configure("warning", "json")  # to standard error: what is said on the other one is the test's
+    log.configure_logging("warning", "json")  # to standard error: what is said on the other one is the test's
     arm_from_environment()
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
-    plane = build_outbound(
-        arena=source_arena(int(seed)).data,
+    plane = build_kv_sender(
+        arena=make_source_arena(int(seed)).data,
         layout=LAYOUT,
         incarnation=Incarnation(incarnation),
         token=TOKEN,
         emit=events.put,
-        settings=replace(QUICK, segment_folder=Path(folder)),
+        settings=replace(FAST_SETTINGS, segment_folder=Path(folder)),
     )
-    _say("ready")
-    order = msgspec.json.decode(sys.stdin.readline(), type=Order)
+    _print_line("ready")
+    order = msgspec.json.decode(sys.stdin.readline(), type=WriterOrder)
     key = AttemptKey(*order.ticket.key)
-    plane.open(key, order.ticket.num_tokens)
-    plane.ticket(key, order.ticket)
+    plane.open_handoff(key, order.ticket.num_tokens)
+    plane.set_ticket(key, order.ticket)
     for layer in range(LAYOUT.num_layers):
-        plane.layer_ready(key, layer, 0, [BlockIndex(block) for block in order.source])
-    plane.seal(key, SealInfo((1,)))
-    _say(_end(events))
+        plane.announce_layer(key, layer, 0, [BlockIndex(block) for block in order.source_blocks])
+    plane.seal_handoff(key, SealInfo((1,)))
+    _print_line(_wait_for_end(events))
     plane.close()
 
 
-def _end(events: "queue.SimpleQueue[object]") -> str:
+def _wait_for_end(events: "queue.SimpleQueue[object]") -> str:
     while True:
         match events.get():
-            case Committed():
+            case OutboundCommitted():
                 return "committed"
-            case Aborted(_, error):
+            case OutboundAborted(_, error):
                 return f"aborted {error.code}"
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 

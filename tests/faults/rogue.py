@@ -14,35 +14,35 @@ from baton.errors import HandoffFailed
 from baton.pb import cluster_pb2 as pb
 from baton.types import AttemptKey, Ticket
 from kv_transfer.core import frames
-from kv_transfer.security import derive_keys
+from kv_transfer.security import derive_curve_keys
 from kv_transfer.settings import TransferSettings
 from kv_transfer.zmq_link import ZmqDialer, ZmqWriterLink
 from node_engine.host.engines import build_engine
 from tests.fakes import FakeNode
-from tests.faults.scene import PATIENCE, Asked, Scene, call
-from tests.history import Door
+from tests.faults.scene import PATIENCE_SECONDS, PendingCall, ObservedCluster, make_call
+from tests.history import ClientApi
 
 F = TypeVar("F", bound=frames.Frame)
 
-_BEAT = 0.2  # seconds
-_LOOK_EVERY = 0.005
+_HEARTBEAT_SECONDS = 0.2  # seconds
+_POLL_SECONDS = 0.005
 
 
 @dataclass
-class Grant:
+class RogueGrant:
     """Work that the rogue was given, and its ticket."""
 
-    asked: Asked
+    call: PendingCall
     key: AttemptKey
     ticket: Ticket
 
 
-class Rogue:
-    """Use as `async with Rogue(scene) as rogue`. `grant` gets it a ticket; `write` and its like send frames that are
+class RogueWriter:
+    """Use as `async with Rogue(scene) as rogue`. `obtain_ticket` gets it a ticket; `write_frame` and its like send frames that are
     right but for the `wrong` fields."""
 
-    def __init__(self, scene: Scene) -> None:
-        self._scene = scene
+    def __init__(self, scene: ObservedCluster) -> None:
+        self._cluster = scene
         config = scene.cluster.config
         engine = build_engine(config)
         self.layout = engine.layout
@@ -57,46 +57,46 @@ class Rogue:
             "max_model_len": engine.max_model_len,
             "vocab_size": engine.vocab_size,
             "eos_token_ids": engine.eos_token_ids,
-            "implementation": engine.identity.implementation,
-            "dtype": engine.identity.dtype,
-            "quantization": engine.identity.quantization,
+            "implementation": engine.model_identity.implementation,
+            "dtype": engine.model_identity.dtype,
+            "quantization": engine.model_identity.quantization,
         }
-        self._node = FakeNode(scene.cluster.where.cluster, "rogue", "prefill", config.cluster_token, changes)
-        self._dialer = ZmqDialer(derive_keys(config.cluster_token), TransferSettings())
+        self._node = FakeNode(scene.cluster.endpoints.cluster, "rogue", "prefill", config.cluster_token, changes)
+        self._dialer = ZmqDialer(derive_curve_keys(config.cluster_token), TransferSettings())
         self._link: ZmqWriterLink | None = None
 
     async def __aenter__(self) -> Self:
         await self._node.join()
-        self._node.run(self._beat())
+        self._node.run_script(self._send_heartbeats())
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._node.die()
+        await self._node.drop_connection()
         if self._link is not None:
             self._link.close()
         self._dialer.close()
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         while True:
-            with _given_up():
-                await self._node.heartbeat(blocks_total=512, blocks_free=512)
-            await asyncio.sleep(_BEAT)
+            with _ignore_ended_stream():
+                await self._node.send_heartbeat(blocks_total=512, blocks_free=512)
+            await asyncio.sleep(_HEARTBEAT_SECONDS)
 
-    async def grant(self, salt: int) -> Grant:
+    async def obtain_ticket(self, salt: int) -> RogueGrant:
         """Ask for something until the coordinator gives it to the rogue, and take the ticket."""
-        asked = self._scene.ask(call(Door.SSE, 100, 6, salt=salt))
-        while (given := await self._ticket_unless(asked)) is None:
+        asked = self._cluster.start_call(make_call(ClientApi.SSE, 100, 6, salt=salt))
+        while (given := await self._next_ticket(asked)) is None:
             salt += 1000  # somebody honest serves it
-            asked = self._scene.ask(call(Door.SSE, 100, 6, salt=salt))
+            asked = self._cluster.start_call(make_call(ClientApi.SSE, 100, 6, salt=salt))
         ticket = wire.ticket_from_pb(given)
         if self._link is not None:
             self._link.close()
-        self._link = self._dialer.dial(ticket.decode.transfer_endpoint)
-        return Grant(asked, ticket.key, ticket)
+        self._link = self._dialer.dial(ticket.decode_peer.transfer_endpoint)
+        return RogueGrant(asked, ticket.key, ticket)
 
-    async def _ticket_unless(self, asked: Asked) -> pb.Ticket | None:
+    async def _next_ticket(self, asked: PendingCall) -> pb.Ticket | None:
         """The next ticket given to us, None when the request is answered without us. Other orders are passed over."""
         while True:
             order = asyncio.ensure_future(self._node.orders.get())
@@ -111,69 +111,69 @@ class Rogue:
             if message.HasField("ticket"):
                 return message.ticket.ticket
 
-    async def give_up(self, grant: Grant) -> None:
+    async def give_up_work(self, grant: RogueGrant) -> None:
         """The coordinator may place the request with somebody honest."""
-        with _given_up():
-            await self._node.failed(grant.key, HandoffFailed("the rogue has had its fun"))
+        with _ignore_ended_stream():
+            await self._node.send_failed(grant.key, HandoffFailed("the rogue has had its fun"))
 
     # what it says to decode
 
-    async def send(self, frame: frames.ToDecode, payload: bytes | None = None) -> None:
+    async def send_frame(self, frame: frames.FrameToDecode, payload: bytes | None = None) -> None:
         assert self._link is not None
-        async with asyncio.timeout(PATIENCE):
-            while not self._link.send(frames.encode(frame), memoryview(payload) if payload is not None else None):
-                await asyncio.sleep(_LOOK_EVERY)
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            while not self._link.send(frames.encode_frame(frame), memoryview(payload) if payload is not None else None):
+                await asyncio.sleep(_POLL_SECONDS)
 
     async def send_bytes(self, *parts: bytes) -> None:
         assert self._link is not None
         assert self._link.send(parts[0], memoryview(parts[1]) if len(parts) > 1 else None)
 
-    async def answer(self) -> frames.ToWriter:
+    async def next_frame(self) -> frames.FrameToWriter:
         """The next frame from decode."""
         assert self._link is not None
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(PATIENCE_SECONDS):
             while (header := self._link.receive()) is None:
-                await asyncio.sleep(_LOOK_EVERY)
-        return frames.decode_to_writer(header)
+                await asyncio.sleep(_POLL_SECONDS)
+        return frames.parse_frame_to_writer(header)
 
-    async def refused(self) -> frames.Refused:
+    async def next_refusal(self) -> frames.RefusedFrame:
         """The next frame but Credit and Landed must be this."""
-        while not isinstance(frame := await self.answer(), frames.Refused):
-            assert isinstance(frame, frames.Credit | frames.Landed), frame
+        while not isinstance(frame := await self.next_frame(), frames.RefusedFrame):
+            assert isinstance(frame, frames.CreditFrame | frames.LandedFrame), frame
         return frame
 
-    def open(self, ticket: Ticket, **wrong: Any) -> frames.Open:
-        right = frames.Open(
-            *_ids(ticket), frames.PROTOCOL_VERSION, self.layout.num_layers, self.layout.slab_bytes, 1 << 20, "rogue"
+    def open_frame(self, ticket: Ticket, **wrong: Any) -> frames.OpenFrame:
+        right = frames.OpenFrame(
+            *_frame_ids(ticket), frames.PROTOCOL_VERSION, self.layout.num_layers, self.layout.slab_bytes, 1 << 20, "rogue"
         )
-        return _but(right, wrong)
+        return _with_fields(right, wrong)
 
-    def write(self, ticket: Ticket, checksum: int, **wrong: Any) -> frames.Write:
+    def write_frame(self, ticket: Ticket, checksum: int, **wrong: Any) -> frames.WriteFrame:
         """Layer 0 of the ticket's first block."""
         layer, layers, block, blocks, head, heads = 0, 1, ticket.first_block, 1, 0, self.layout.num_kv_heads
-        right = frames.Write(
-            *_ids(ticket), layer, layers, block, blocks, head, heads, self.layout.slab_bytes, checksum, inline=True
+        right = frames.WriteFrame(
+            *_frame_ids(ticket), layer, layers, block, blocks, head, heads, self.layout.slab_bytes, checksum, is_inline=True
         )
-        return _but(right, wrong)
+        return _with_fields(right, wrong)
 
-    def seal(self, ticket: Ticket, **wrong: Any) -> frames.Seal:
-        slabs = self.layout.num_layers * len(ticket.offsets)
-        return _but(frames.Seal(*_ids(ticket), slabs, slabs * self.layout.slab_bytes, 0, (7,), None, ()), wrong)
+    def seal_frame(self, ticket: Ticket, **wrong: Any) -> frames.SealFrame:
+        slabs = self.layout.num_layers * len(ticket.block_offsets)
+        return _with_fields(frames.SealFrame(*_frame_ids(ticket), slabs, slabs * self.layout.slab_bytes, 0, (7,), None, ()), wrong)
 
 
-def _given_up() -> contextlib.suppress:
+def _ignore_ended_stream() -> contextlib.suppress:
     """The coordinator has ended the stream: on a busy machine, because it heard too late of this process."""
     return contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError)
 
 
-def _ids(ticket: Ticket) -> tuple[str, int, str, str]:
-    return ticket.id, ticket.key.attempt, ticket.writer, ticket.decode.incarnation
+def _frame_ids(ticket: Ticket) -> tuple[str, int, str, str]:
+    return ticket.id, ticket.key.attempt_number, ticket.writer_incarnation, ticket.decode_peer.incarnation
 
 
-def _but(frame: F, wrong: dict[str, Any]) -> F:
+def _with_fields(frame: F, wrong: dict[str, Any]) -> F:
     fields = {name: getattr(frame, name) for name in frame.__struct_fields__} | wrong
     return type(frame)(**fields)
 
 
-def forged(ticket: Ticket, **changes: Any) -> Ticket:
+def forge_ticket(ticket: Ticket, **changes: Any) -> Ticket:
     return replace(ticket, **changes)

@@ -6,85 +6,85 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.faults.scene import Scene, call
-from tests.history import Closed, Door, Failed
+from tests.faults.scene import ObservedCluster, make_call
+from tests.history import Closed, ClientApi, Failed
 
 IN_MODULE = pytest.mark.asyncio(loop_scope="module")
 
-CACHE = 8192  # tokens
+CACHE_TOKENS = 8192  # tokens
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene]:
+async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ObservedCluster]:
     """One node of each kind, whose cache holds one long prompt and little more."""
     settings = {
         "prefill": 1,
         "decode": 1,
-        "max_model_len": 2 * CACHE,
+        "max_model_len": 2 * CACHE_TOKENS,
         "max_batched_tokens": 1024,
         "max_num_seqs": 64,
         "paced_prefill_us_per_token": 20.0,
         "request_timeout": 60.0,
     }
-    async with Scene.build(tmp_path_factory.mktemp("full"), **settings) as made:
+    async with ObservedCluster.build(tmp_path_factory.mktemp("full"), **settings) as made:
         yield made
     made.cluster.assert_clean()
 
 
 @IN_MODULE
-async def test_waves_of_cancelled_requests_leave_nothing(scene: Scene) -> None:
+async def test_waves_of_cancelled_requests_leave_nothing_held(scene: ObservedCluster) -> None:
     for wave in range(3):
         crowd = [
-            scene.ask(call(list(Door)[number % 4], 300, 200, salt=1000 * wave + number, timeout=60.0))
+            scene.start_call(make_call(list(ClientApi)[number % 4], 300, 200, salt=1000 * wave + number, timeout=60.0))
             for number in range(100)
         ]
-        await scene.until_blocks("in_use")
+        await scene.wait_blocks("in_use")
         await asyncio.sleep(0.1 * wave)  # at other moments of a wave's life
-        await asyncio.gather(*(asked.leave() for asked in crowd))
-    await scene.answer(call(Door.SSE, 100, 3))
-    await scene.settle()
+        await asyncio.gather(*(asked.cancel_call() for asked in crowd))
+    await scene.complete_call(make_call(ClientApi.SSE, 100, 3))
+    await scene.recover_and_check()
 
 
 @IN_MODULE
-async def test_requests_that_collide_are_all_answered(scene: Scene) -> None:
+async def test_requests_that_exceed_the_cache_together_are_all_answered(scene: ObservedCluster) -> None:
     """Any two fit at first, and no two fit with their outputs: somebody is preempted, and goes on later."""
-    length, output = CACHE // 2 - 100, 200
-    replaced = await scene.counter("baton_replaced_total")
+    length, output = CACHE_TOKENS // 2 - 100, 200
+    replaced = await scene.read_counter("baton_replaced_total")
 
     async def two_are_in() -> bool:
-        ledgers = (await scene.cluster.ledgers()).ledgers
+        ledgers = (await scene.cluster.get_ledgers()).ledgers
         return any(ledger.node.startswith("decode") and ledger.in_use >= 2 * (length // 16) for ledger in ledgers)
 
-    await scene.cluster.arm("decode", "decode.step.before=delay(0.2)")  # the first is not done when the second comes
-    crowd = [scene.ask(call(Door.SSE, length, output, salt=number, timeout=60.0)) for number in range(3)]
-    await scene.until("two in the cache", two_are_in)
-    await scene.cluster.arm("decode", "")
-    ends = [(await asked.over()).end for asked in crowd]
-    assert ends == [Closed(in_order=True)] * len(crowd)
-    assert await scene.counter("baton_replaced_total") > replaced
-    await scene.settle()
+    await scene.cluster.arm_failpoints("decode", "decode.step.before=delay(0.2)")  # the first is not done when the second comes
+    crowd = [scene.start_call(make_call(ClientApi.SSE, length, output, salt=number, timeout=60.0)) for number in range(3)]
+    await scene.wait_until("two in the cache", two_are_in)
+    await scene.cluster.arm_failpoints("decode", "")
+    ends = [(await asked.wait_end()).end for asked in crowd]
+    assert ends == [Closed(is_orderly=True)] * len(crowd)
+    assert await scene.read_counter("baton_replaced_total") > replaced
+    await scene.recover_and_check()
 
 
 @IN_MODULE
-async def test_small_requests_pass_one_that_waits_for_room_and_do_not_starve_it(scene: Scene) -> None:
-    big = [scene.ask(call(Door.GRPC_ONCE, 5000, 8, salt=number, timeout=60.0)) for number in range(3)]
-    small = [scene.ask(call(Door.GRPC_ONCE, 64, 8, salt=number, timeout=60.0)) for number in range(40)]
+async def test_small_requests_pass_a_waiting_large_one_without_starving_it(scene: ObservedCluster) -> None:
+    big = [scene.start_call(make_call(ClientApi.GRPC_ONCE, 5000, 8, salt=number, timeout=60.0)) for number in range(3)]
+    small = [scene.start_call(make_call(ClientApi.GRPC_ONCE, 64, 8, salt=number, timeout=60.0)) for number in range(40)]
     for asked in [*small, *big]:
-        assert (await asked.over()).end == Closed(in_order=True)
-    await scene.settle()
+        assert (await asked.wait_end()).end == Closed(is_orderly=True)
+    await scene.recover_and_check()
 
 
 @IN_MODULE
-@pytest.mark.parametrize("door", list(Door), ids=lambda door: door.value)
-async def test_what_can_never_fit_is_refused_and_holds_nothing(scene: Scene, door: Door) -> None:
+@pytest.mark.parametrize("door", list(ClientApi), ids=lambda door: door.value)
+async def test_request_larger_than_the_cache_is_refused_and_holds_nothing(scene: ObservedCluster, door: ClientApi) -> None:
     refused = [
-        await scene.ask(call(door, CACHE + 1, 1)).over(),
-        await scene.ask(call(door, CACHE - 10, 11)).over(),
+        await scene.start_call(make_call(door, CACHE_TOKENS + 1, 1)).wait_end(),
+        await scene.start_call(make_call(door, CACHE_TOKENS - 10, 11)).wait_end(),
     ]
     for operation in refused:
         assert isinstance(operation.end, Failed)
         assert operation.end.code == "INVALID_ARGUMENT"
-        assert str(CACHE) in operation.end.message
-    scene.forget(refused)
-    await scene.answer(call(door, CACHE - 10, 10))
-    await scene.settle()
+        assert str(CACHE_TOKENS) in operation.end.message
+    scene.exclude_operations(refused)
+    await scene.complete_call(make_call(door, CACHE_TOKENS - 10, 10))
+    await scene.recover_and_check()

@@ -7,74 +7,74 @@ from typing import Any
 import pytest
 
 from coordinator.core.record import RequestState
-from tests.faults.scene import Asked, Scene, call
-from tests.history import Door, Failed
+from tests.faults.scene import PendingCall, ObservedCluster, make_call
+from tests.history import ClientApi, Failed
 
-HOLD = 0.5  # seconds
-LONG = 600  # tokens: half a minute of decoding, if nobody stops it
-SLOWLY = "decode.step.before=delay(0.05)"
-UNSEEN = itertools.count(1000)  # a prompt that decode holds already is not handed over
-Caught = Callable[[Scene, Door], Awaitable[Asked]]
+HOLD_SECONDS = 0.5  # seconds
+LONG_OUTPUT = 600  # tokens: half a minute of decoding, if nobody stops it
+SLOW_DECODE = "decode.step.before=delay(0.05)"
+UNSEEN_SALTS = itertools.count(1000)  # a prompt that decode holds already is not handed over
+StateCatcher = Callable[[ObservedCluster, ClientApi], Awaitable[PendingCall]]
 
 
-async def queued(scene: Scene, door: Door) -> Asked:
+async def queued(scene: ObservedCluster, door: ClientApi) -> PendingCall:
     """Behind two prompts that fill the prefill node's window."""
-    await scene.cluster.arm("prefill", "prefill.layer.before=delay(0.2)")
+    await scene.cluster.arm_failpoints("prefill", "prefill.layer.before=delay(0.2)")
     for _ in range(2):
-        scene.ask(call(Door.GRPC_ONCE, 900, 2, salt=next(UNSEEN)))
-    await scene.until_placed(2)
-    asked = scene.ask(call(door, 300, LONG, salt=next(UNSEEN)))
-    await scene.until_queued()
+        scene.start_call(make_call(ClientApi.GRPC_ONCE, 900, 2, salt=next(UNSEEN_SALTS)))
+    await scene.wait_placed(2)
+    asked = scene.start_call(make_call(door, 300, LONG_OUTPUT, salt=next(UNSEEN_SALTS)))
+    await scene.wait_queued()
     return asked
 
 
-async def placed(scene: Scene, door: Door) -> Asked:
+async def placed(scene: ObservedCluster, door: ClientApi) -> PendingCall:
     """Decode has not answered yet."""
-    await scene.cluster.arm("decode", f"decode.allocate.before=delay({HOLD})*1;{SLOWLY}")
-    asked = scene.ask(call(door, 100, LONG, salt=next(UNSEEN)))
-    await scene.until_placed()
+    await scene.cluster.arm_failpoints("decode", f"decode.allocate.before=delay({HOLD})*1;{SLOWLY}")
+    asked = scene.start_call(make_call(door, 100, LONG_OUTPUT, salt=next(UNSEEN_SALTS)))
+    await scene.wait_placed()
     return asked
 
 
-async def reserved(scene: Scene, door: Door) -> Asked:
+async def reserved(scene: ObservedCluster, door: ClientApi) -> PendingCall:
     """Decode has set blocks aside, and prefill is at its first layer. Whoever was seen too late leaves, and another
     asks."""
     while True:
-        await scene.cluster.arm("prefill", f"prefill.layer.before=delay({HOLD})*1")
-        asked = scene.ask(call(door, 100, LONG, salt=next(UNSEEN)))
-        if not (await scene.until_blocks("reserved", "writing", "in_use")).in_use:
+        await scene.cluster.arm_failpoints("prefill", f"prefill.layer.before=delay({HOLD})*1")
+        asked = scene.start_call(make_call(door, 100, LONG_OUTPUT, salt=next(UNSEEN_SALTS)))
+        if not (await scene.wait_blocks("reserved", "writing", "in_use")).in_use:
             return asked
-        await asked.leave()
-        await scene.at_rest()
+        await asked.cancel_call()
+        await scene.wait_idle()
 
 
-async def streaming(scene: Scene, door: Door) -> Asked:
-    asked = scene.ask(call(door, 100, LONG, salt=next(UNSEEN)))
-    if door.streams:
-        await scene.until_tokens(asked, 3)
+async def streaming(scene: ObservedCluster, door: ClientApi) -> PendingCall:
+    asked = scene.start_call(make_call(door, 100, LONG_OUTPUT, salt=next(UNSEEN_SALTS)))
+    if door.is_streaming:
+        await scene.wait_tokens(asked, 3)
     else:
-        await scene.until_blocks("in_use")
+        await scene.wait_blocks("in_use")
     return asked
 
 
-async def finished(scene: Scene, door: Door) -> Asked:
+async def finished(scene: ObservedCluster, door: ClientApi) -> PendingCall:
     """At the very moment of the last token."""
-    asked = scene.ask(call(door, 100, 3, salt=next(UNSEEN)))
-    await scene.until_tokens(asked, 3)
+    asked = scene.start_call(make_call(door, 100, 3, salt=next(UNSEEN_SALTS)))
+    await scene.wait_tokens(asked, 3)
     return asked
 
 
-async def failed(scene: Scene, door: Door) -> Asked:
+async def failed(scene: ObservedCluster, door: ClientApi) -> PendingCall:
     """Its deadline has just passed."""
-    await scene.cluster.arm("prefill", f"prefill.layer.before=delay({HOLD})*1")
-    asked = scene.ask(call(door, 100, LONG, salt=next(UNSEEN), timeout=0.3))
-    await scene.until("an end", lambda: asked.operation.end)
+    await scene.cluster.arm_failpoints("prefill", f"prefill.layer.before=delay({HOLD})*1")
+    asked = scene.start_call(make_call(door, 100, LONG_OUTPUT, salt=next(UNSEEN_SALTS), timeout=0.3))
+    await scene.wait_until("an end", lambda: asked.operation.end)
     assert isinstance(asked.operation.end, Failed)
     assert asked.operation.end.code == "DEADLINE_EXCEEDED"
     return asked
 
 
-CATCH: dict[RequestState, Caught] = {
+CATCHER_BY_STATE: dict[RequestState, StateCatcher] = {
     RequestState.QUEUED: queued,
     RequestState.PLACED: placed,
     RequestState.RESERVED: reserved,
@@ -85,23 +85,23 @@ CATCH: dict[RequestState, Caught] = {
 
 
 def test_every_state_is_covered() -> None:
-    assert set(CATCH) == set(RequestState)
+    assert set(CATCHER_BY_STATE) == set(RequestState)
 
 
-def cases() -> Iterator[Any]:
+def list_cases() -> Iterator[Any]:
     """Every state through every door; half of them, and so that every state and every door has its turn, by default."""
-    for (row, state), (column, door) in itertools.product(enumerate(RequestState), enumerate(Door)):
+    for (row, state), (column, door) in itertools.product(enumerate(RequestState), enumerate(ClientApi)):
         marks = [pytest.mark.thorough] if (row + column) % 2 else []
         yield pytest.param(state, door, marks=marks, id=f"{state.value}-{door.value}")
 
 
 @pytest.mark.asyncio(loop_scope="session")
-@pytest.mark.parametrize(("state", "door"), list(cases()))
-async def test_going_away(scene: Scene, state: RequestState, door: Door) -> None:
-    generated = await scene.counter("baton_generated_tokens_total")
-    await scene.cluster.arm("decode", SLOWLY)
-    asked = await CATCH[state](scene, door)
-    await asked.leave()
-    await scene.cluster.arm("", "")
-    await scene.at_rest()
-    assert await scene.counter("baton_generated_tokens_total") - generated < LONG // 2
+@pytest.mark.parametrize(("state", "door"), list(list_cases()))
+async def test_client_cancellation_releases_everything(scene: ObservedCluster, state: RequestState, door: ClientApi) -> None:
+    generated = await scene.read_counter("baton_generated_tokens_total")
+    await scene.cluster.arm_failpoints("decode", SLOW_DECODE)
+    asked = await CATCHER_BY_STATE[state](scene, door)
+    await asked.cancel_call()
+    await scene.cluster.arm_failpoints("", "")
+    await scene.wait_idle()
+    assert await scene.read_counter("baton_generated_tokens_total") - generated < LONG_OUTPUT // 2

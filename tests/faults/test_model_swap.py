@@ -10,33 +10,33 @@ import pytest
 
 from baton.cli.plan import COORDINATOR
 from baton.pb import cluster_pb2
-from node_engine.paced import paced_reference
-from tests.answers import Answer, collect
+from node_engine.paced import paced_reference_tokens
+from tests.answers import GenerateAnswer, collect_answer
 from tests.cluster import Cluster
-from tests.models import build_model, clear_prompts
+from tests.models import build_model, find_stable_prompts
 
 pytestmark = pytest.mark.asyncio
-WITHIN = 60.0  # seconds
-LONG = 90  # tokens of output: a stream that is under way for long
-QUICK: dict[str, Any] = {"heartbeat": 0.2, "silence": 2.0, "prefill": 0, "decode": 1, "mode": "colocated"}
-PACED: dict[str, Any] = {**QUICK, "engine": "paced", "model": "", "paced_step_ms": 5.0}
+TIMEOUT_SECONDS = 60.0  # seconds
+LONG_OUTPUT = 90  # tokens of output: a stream that is under way for long
+SHORT_TIMEOUTS: dict[str, Any] = {"heartbeat": 0.2, "silence": 2.0, "prefill": 0, "decode": 1, "mode": "colocated"}
+PACED_SETTINGS: dict[str, Any] = {**SHORT_TIMEOUTS, "engine": "paced", "model": "", "paced_step_ms": 5.0}
 
 
-async def refused(cluster: Cluster, name: str) -> str:
+async def wait_refused(cluster: Cluster, name: str) -> str:
     """What a process that may never join says last."""
-    assert await cluster.ended(name, WITHIN) == 2
+    assert await cluster.wait_for_exit(name, TIMEOUT_SECONDS) == 2
     del cluster._processes[name]  # the end that was meant
-    return cluster.tail(name).splitlines()[-1]
+    return cluster.log_tail(name).splitlines()[-1]
 
 
-async def counter(cluster: Cluster, name: str) -> float:
-    return (await cluster.status()).counters.get(name, 0.0)
+async def read_counter(cluster: Cluster, name: str) -> float:
+    return (await cluster.get_status()).counters.get(name, 0.0)
 
 
 @asynccontextmanager
-async def stream(cluster: Cluster, prompt: list[int], tokens: int) -> AsyncIterator["asyncio.Task[Answer]"]:
+async def running_stream(cluster: Cluster, prompt: list[int], tokens: int) -> AsyncIterator["asyncio.Task[Answer]"]:
     """A request of which some tokens have come."""
-    async with cluster.streaming(prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True) as call:
+    async with cluster.stream_generate(prompt, max_tokens=tokens, temperature=0.0, ignore_eos=True) as call:
         begun = asyncio.Event()
 
         async def responses() -> AsyncIterator[Any]:
@@ -44,27 +44,27 @@ async def stream(cluster: Cluster, prompt: list[int], tokens: int) -> AsyncItera
                 begun.set()
                 yield response
 
-        answer = asyncio.create_task(collect(responses()))
-        async with asyncio.timeout(WITHIN):
+        answer = asyncio.create_task(collect_answer(responses()))
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             await begun.wait()
         yield answer
 
 
-def nodes(status: cluster_pb2.StatusResponse) -> dict[str, int]:
+def pids_by_node(status: cluster_pb2.StatusResponse) -> dict[str, int]:
     return {node.name: node.pid for node in status.nodes}
 
 
-async def test_no_stream_goes_on_with_other_weights(tmp_path: Path) -> None:
+async def test_stream_is_not_resumed_on_other_weights(tmp_path: Path) -> None:
     """The only decode node is killed in the middle; one of the same name and shape, and of other weights, wants its
     place. It has to wait, and the stream goes on when the right one is back. The coordinator knows no model here."""
     right, wrong = (build_model("qwen2", tmp_path, seed=seed) for seed in (0, 1))
-    (clear,) = clear_prompts(right, (40,), LONG)
+    (clear,) = find_stable_prompts(right, (40,), LONG_OUTPUT)
     per_node: dict[str, dict[str, object]] = {COORDINATOR: {"model": ""}, "decode-0": {}}
-    settings = QUICK | {"dtype": "float32", "threads": "1"}
+    settings = SHORT_TIMEOUTS | {"dtype": "float32", "threads": "1"}
     cluster = Cluster(tmp_path / "run", model=str(right), per_node=per_node, **settings)
     async with cluster:
-        await cluster.arm("decode", "decode.step.before=delay(0.05)")
-        async with stream(cluster, list(clear.prompt), LONG) as answer:
+        await cluster.arm_failpoints("decode", "decode.step.before=delay(0.05)")
+        async with running_stream(cluster, list(clear.prompt), LONG_OUTPUT) as answer:
             cluster.kill("decode-0")
             await cluster.wait_status(lambda status: not status.nodes)
             cluster.per_node["decode-0"]["model"] = str(wrong)
@@ -72,74 +72,74 @@ async def test_no_stream_goes_on_with_other_weights(tmp_path: Path) -> None:
             await cluster.wait_status(
                 lambda status: status.counters.get('baton_joins_total{outcome="refused"}', 0) >= 2
             )
-            said = [line for line in cluster.tail("decode-0").splitlines() if "may not join yet" in line][-1]
+            said = [line for line in cluster.log_tail("decode-0").splitlines() if "may not join yet" in line][-1]
             assert "has model_digest" in said
             assert "1 requests of that model have not ended" in said
             assert not answer.done()
             cluster.kill("decode-0")  # it would wait until the stream has ended
             cluster.per_node["decode-0"].clear()
             cluster.start("decode-0")
-            async with asyncio.timeout(WITHIN):
+            async with asyncio.timeout(TIMEOUT_SECONDS):
                 whole = await answer
-        assert whole.tokens == clear.answer
+        assert whole.tokens == clear.reference_tokens
         assert len(whole.timeline.models) == 1
-        await cluster.wait_quiet()
+        await cluster.wait_idle()
     cluster.assert_clean()
 
 
-async def test_a_node_of_another_model_than_the_coordinators_is_refused(tmp_path: Path) -> None:
+async def test_node_of_another_model_is_refused(tmp_path: Path) -> None:
     """It never serves under the coordinator's name, though there is no other node that it could differ from."""
     right, other = (build_model("qwen2", tmp_path, seed=seed) for seed in (0, 1))
-    settings: dict[str, Any] = QUICK | {"per_node": {"decode-0": {"model": str(other)}}, "wait_ready": False}
+    settings: dict[str, Any] = SHORT_TIMEOUTS | {"per_node": {"decode-0": {"model": str(other)}}, "wait_ready": False}
     cluster = Cluster(tmp_path / "run", model=str(right), dtype="float32", threads="1", **settings)
     async with cluster:
-        said = await refused(cluster, "decode-0")
+        said = await wait_refused(cluster, "decode-0")
         assert "has weights_digest" in said
         assert "the coordinator's --model has" in said
-        assert nodes(await cluster.status()) == {}
+        assert pids_by_node(await cluster.get_status()) == {}
     cluster.assert_clean()
 
 
-async def test_the_first_of_two_equal_names_serves_and_the_second_says_why(tmp_path: Path) -> None:
+async def test_second_node_of_the_same_name_is_refused(tmp_path: Path) -> None:
     cluster = Cluster(
-        tmp_path, per_node={"twin": {"name": "decode-0"}}, also={"twin": "decode-0"}, held_back=["twin"], **PACED
+        tmp_path, per_node={"twin": {"name": "decode-0"}}, also={"twin": "decode-0"}, held_back=["twin"], **PACED_SETTINGS
     )
     async with cluster:
-        pids = nodes(await cluster.status())
+        pids = pids_by_node(await cluster.get_status())
         prompt = list(range(1, 40))
-        async with stream(cluster, prompt, LONG) as answer:
+        async with running_stream(cluster, prompt, LONG_OUTPUT) as answer:
             cluster.start("twin")
             await cluster.wait_status(
                 lambda status: status.counters.get('baton_joins_total{outcome="refused"}', 0) >= 2
             )
             for salt in range(5):
                 found = await cluster.generate([salt, 2, 3], max_tokens=5, ignore_eos=True)
-                assert list(found.tokens) == paced_reference([salt, 2, 3], 5)
-            assert list((await answer).tokens) == paced_reference(prompt, LONG)
-        assert nodes(await cluster.status()) == pids
-        assert await counter(cluster, 'baton_joins_total{outcome="joined"}') == 1
-        said = [line for line in cluster.tail("twin").splitlines() if "may not join yet" in line]
+                assert list(found.tokens) == paced_reference_tokens([salt, 2, 3], 5)
+            assert list((await answer).tokens) == paced_reference_tokens(prompt, LONG_OUTPUT)
+        assert pids_by_node(await cluster.get_status()) == pids
+        assert await read_counter(cluster, 'baton_joins_total{outcome="joined"}') == 1
+        said = [line for line in cluster.log_tail("twin").splitlines() if "may not join yet" in line]
         assert len(said) == 1  # it does not spin, and does not fill the log
         assert f"is in use by process {pids['decode-0']}" in said[0]
         assert "--name" in said[0]
         cluster.terminate("decode-0")
-        await cluster.wait_status(lambda status: nodes(status) == {"decode-0": cluster.pids()["twin"]})
-        assert list((await cluster.generate(prompt, max_tokens=5, ignore_eos=True)).tokens) == paced_reference(
+        await cluster.wait_status(lambda status: pids_by_node(status) == {"decode-0": cluster.get_pids()["twin"]})
+        assert list((await cluster.generate(prompt, max_tokens=5, ignore_eos=True)).tokens) == paced_reference_tokens(
             prompt, 5
         )
-        await cluster.wait_quiet()
+        await cluster.wait_idle()
     cluster.assert_clean()
 
 
-async def test_a_small_node_takes_nothing_away_from_others(tmp_path: Path) -> None:
+async def test_small_node_does_not_lower_request_limits(tmp_path: Path) -> None:
     """Not from what clients may ask, and not from requests that run: those wait for a node that can hold them."""
     per_node = {"decode-1": {"max_model_len": 64}}
-    settings = PACED | {"max_model_len": 1024}
+    settings = PACED_SETTINGS | {"max_model_len": 1024}
     cluster = Cluster(tmp_path, per_node=per_node, also={"decode-1": "decode-0"}, held_back=["decode-1"], **settings)
     async with cluster:
         prompt = list(range(1, 200))
-        await cluster.arm("decode-0", "decode.step.before=delay(0.3)")  # it is not done when its node dies
-        async with stream(cluster, prompt, LONG) as answer:
+        await cluster.arm_failpoints("decode-0", "decode.step.before=delay(0.3)")  # it is not done when its node dies
+        async with running_stream(cluster, prompt, LONG_OUTPUT) as answer:
             cluster.start("decode-1")
             await cluster.wait_status(lambda status: len(status.nodes) == 2)
             other = await cluster.generate(prompt[50:], max_tokens=5, ignore_eos=True)
@@ -150,7 +150,7 @@ async def test_a_small_node_takes_nothing_away_from_others(tmp_path: Path) -> No
             assert short.timeline.decode_node == "decode-1"
             assert not answer.done()
             cluster.start("decode-0")
-            async with asyncio.timeout(WITHIN):
-                assert list((await answer).tokens) == paced_reference(prompt, LONG)
-        await cluster.wait_quiet()
+            async with asyncio.timeout(TIMEOUT_SECONDS):
+                assert list((await answer).tokens) == paced_reference_tokens(prompt, LONG_OUTPUT)
+        await cluster.wait_idle()
     cluster.assert_clean()

@@ -12,13 +12,13 @@ import pytest
 
 from baton import link_codec
 from baton.cli.plan import COORDINATOR
-from baton.link_dialer import PROOF_KEY, LinkDialer, link_proof
+from baton.link_dialer import PROOF_METADATA_KEY, CoordinatorDialer, derive_link_proof
 from baton.pb.cluster_pb2 import NodeMessage
 from kv_transfer.core import frames
-from kv_transfer.security import derive_keys
+from kv_transfer.security import derive_curve_keys
 from kv_transfer.settings import TransferSettings
 from kv_transfer.zmq_link import ZmqDialer
-from tests.faults.scene import PATIENCE, Scene
+from tests.faults.scene import PATIENCE_SECONDS, ObservedCluster
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -28,7 +28,7 @@ _ZMTP = bytes([0xFF, *bytes(8), 0x7F, 3, 1]) + b"CURVE".ljust(20, b"\0") + b"\0"
 _SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 
 
-def garbage() -> dict[str, bytes]:
+def garbage_payloads() -> dict[str, bytes]:
     noise = random.Random(0).randbytes(4096)
     return {
         "nothing": b"",
@@ -48,7 +48,7 @@ def garbage() -> dict[str, bytes]:
     }
 
 
-async def throw(host: str, port: int, data: bytes) -> None:
+async def send_and_hang_up(host: str, port: int, data: bytes) -> None:
     """Send, read a little, and hang up. Whatever the other end does about it is its business."""
     reader, writer = await asyncio.open_connection(host, port)
     try:
@@ -62,20 +62,20 @@ async def throw(host: str, port: int, data: bytes) -> None:
         writer.close()
 
 
-def listening(pids: set[int]) -> set[tuple[str, int]]:
+def list_listening_addresses(pids: set[int]) -> set[tuple[str, int]]:
     """Every TCP address at which one of the processes listens, as the kernel knows it."""
-    inodes = {inode for pid in pids for inode in _sockets(pid)}
+    inodes = {inode for pid in pids for inode in _list_sockets(pid)}
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             if fields[3] == _LISTEN and fields[9] in inodes:
                 address, _, port = fields[1].partition(":")
-                found.add((_spelled(address), int(port, 16)))
+                found.add((_parse_kernel_address(address), int(port, 16)))
     return found
 
 
-def _spelled(address: str) -> str:
+def _parse_kernel_address(address: str) -> str:
     """The kernel's hexadecimal words, each in the byte order of the machine. A mapped IPv4 address as such."""
     words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
     packed = struct.pack(f"={len(words)}I", *words)
@@ -83,7 +83,7 @@ def _spelled(address: str) -> str:
     return str(getattr(parsed, "ipv4_mapped", None) or parsed)
 
 
-def _sockets(pid: int) -> set[str]:
+def _list_sockets(pid: int) -> set[str]:
     found = set()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         try:
@@ -95,73 +95,73 @@ def _sockets(pid: int) -> set[str]:
     return found
 
 
-async def test_garbage_on_every_port(scene: Scene) -> None:
-    pids = scene.cluster.pids()
-    ports = listening(set(pids.values()))
+async def test_garbage_on_every_port_is_harmless(scene: ObservedCluster) -> None:
+    pids = scene.cluster.get_pids()
+    ports = list_listening_addresses(set(pids.values()))
     known = {int(address.rpartition(":")[2]) for address in _addresses(scene)}
     assert known <= {port for _, port in ports}
     assert {host for host, _ in ports} == {"127.0.0.1"}
     for _, port in sorted(ports):
-        await asyncio.gather(*(throw("127.0.0.1", port, data) for data in garbage().values()))
-    await scene.settle()
-    assert scene.cluster.pids() == pids
+        await asyncio.gather(*(send_and_hang_up("127.0.0.1", port, data) for data in garbage_payloads().values()))
+    await scene.recover_and_check()
+    assert scene.cluster.get_pids() == pids
 
 
-def _addresses(scene: Scene) -> list[str]:
-    where = scene.cluster.where
+def _addresses(scene: ObservedCluster) -> list[str]:
+    where = scene.cluster.endpoints
     return [where.http, where.grpc, where.admin, where.cluster]
 
 
 @pytest.mark.parametrize("token", ["", "not the cluster's"])
-async def test_a_node_without_the_token_does_not_join(scene: Scene, token: str) -> None:
-    dialer = LinkDialer(token)
-    async with dialer.open_channel(scene.cluster.where.cluster) as channel:
-        call = dialer.dial(channel)
+async def test_a_node_without_the_token_does_not_join(scene: ObservedCluster, token: str) -> None:
+    dialer = CoordinatorDialer(token)
+    async with dialer.open_channel(scene.cluster.endpoints.cluster) as channel:
+        call = dialer.open_stream(channel)
         assert await call.code() is grpc.StatusCode.UNAVAILABLE  # no handshake, so no stream
     assert scene.cluster.config.cluster_token not in await call.details()
 
 
-async def test_a_process_with_a_wrong_token_ends_and_says_why(scene: Scene) -> None:
+async def test_process_with_a_wrong_token_exits_with_a_reason(scene: ObservedCluster) -> None:
     cluster = scene.cluster
     cluster.kill("decode-1")
-    cluster.own("decode-1")["cluster_token"] = "wrong"
+    cluster.node_settings("decode-1")["cluster_token"] = "wrong"
     cluster.start("decode-1")
     try:
-        assert await cluster.ended("decode-1", within=PATIENCE) == 2
-        assert "wrong cluster token: give this process its --cluster-token" in cluster.tail("decode-1")
+        assert await cluster.wait_for_exit("decode-1", within=PATIENCE_SECONDS) == 2
+        assert "wrong cluster token: give this process its --cluster-token" in cluster.log_tail("decode-1")
     finally:
-        del cluster.own("decode-1")["cluster_token"]
+        del cluster.node_settings("decode-1")["cluster_token"]
 
 
 @pytest.mark.parametrize("first", [b"", b"\x0a\x04abcd", NodeMessage(incarnation="x").SerializeToString()], ids=repr)
-async def test_a_stream_that_does_not_begin_with_a_join_is_ended(scene: Scene, first: bytes) -> None:
+async def test_a_stream_that_does_not_begin_with_a_join_is_ended(scene: ObservedCluster, first: bytes) -> None:
     token = scene.cluster.config.cluster_token
-    async with LinkDialer(token).open_channel(scene.cluster.where.cluster) as channel:
+    async with CoordinatorDialer(token).open_channel(scene.cluster.endpoints.cluster) as channel:
         method = channel.stream_stream("/baton.v1.NodeLink/Attach", request_serializer=bytes)
-        call = method(metadata=((PROOF_KEY, link_proof(token)),))
+        call = method(metadata=((PROOF_METADATA_KEY, derive_link_proof(token)),))
         await call.write(first)
         with pytest.raises(grpc.aio.AioRpcError) as refusal:
             await call.read()
         assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert link_codec.unseal(NodeMessage, first) is None
+    assert link_codec.decode_checked(NodeMessage, first) is None
 
 
-async def test_a_writer_without_the_token_gets_no_answer(scene: Scene) -> None:
-    endpoint = next(node.address for node in (await scene.cluster.status()).nodes if node.role == "decode")
-    dialer = ZmqDialer(derive_keys("not the cluster's"), TransferSettings(link_timeout=1.0))
+async def test_a_writer_without_the_token_gets_no_answer(scene: ObservedCluster) -> None:
+    endpoint = next(node.address for node in (await scene.cluster.get_status()).nodes if node.role == "decode")
+    dialer = ZmqDialer(derive_curve_keys("not the cluster's"), TransferSettings(link_timeout=1.0))
     link = dialer.dial(endpoint)
     try:
-        link.send(frames.encode(frames.Renew("0" * 32, 0, "w", "d")))
-        await scene.until("the link is refused", link.loss)
+        link.send(frames.encode_frame(frames.RenewFrame("0" * 32, 0, "w", "d")))
+        await scene.wait_until("the link is refused", link.get_loss)
         assert link.receive() is None
     finally:
         link.close()
         dialer.close()
 
 
-async def test_nobody_listens_but_on_loopback_and_nobody_but_the_coordinator_serves_clients(scene: Scene) -> None:
-    pids = scene.cluster.pids()
-    coordinator = {port for _, port in listening({pids[COORDINATOR]})}
-    nodes = {port for _, port in listening(set(pids.values()) - {pids[COORDINATOR]})}
+async def test_only_the_coordinator_serves_clients_and_only_on_loopback(scene: ObservedCluster) -> None:
+    pids = scene.cluster.get_pids()
+    coordinator = {port for _, port in list_listening_addresses({pids[COORDINATOR]})}
+    nodes = {port for _, port in list_listening_addresses(set(pids.values()) - {pids[COORDINATOR]})}
     assert {int(address.rpartition(":")[2]) for address in _addresses(scene)} <= coordinator
     assert not coordinator & nodes

@@ -8,142 +8,142 @@ import xxhash
 
 from baton.types import Incarnation, TicketId, mint_id
 from kv_transfer.core import frames
-from node_engine.paced import paced_reference
-from tests.faults.rogue import Grant, Rogue, forged
-from tests.faults.scene import Scene
+from node_engine.paced import paced_reference_tokens
+from tests.faults.rogue import RogueGrant, RogueWriter, forge_ticket
+from tests.faults.scene import ObservedCluster
 from tests.history import Closed
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-Misdeed = Callable[[Rogue, Grant], Awaitable[frames.Refused]]
+InvalidTransfer = Callable[[RogueWriter, RogueGrant], Awaitable[frames.RefusedFrame]]
 
 
-def slab(rogue: Rogue) -> tuple[bytes, int]:
+def make_slab(rogue: RogueWriter) -> tuple[bytes, int]:
     data = bytes(rogue.layout.slab_bytes)
     return data, xxhash.xxh3_64_intdigest(data)
 
 
-async def made_up(rogue: Rogue, grant: Grant) -> frames.Refused:
-    await rogue.send(rogue.open(forged(grant.ticket, id=TicketId(mint_id()))))
-    return await rogue.refused()
+async def made_up(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
+    await rogue.send_frame(rogue.open_frame(forge_ticket(grant.ticket, id=TicketId(mint_id()))))
+    return await rogue.next_refusal()
 
 
-async def of_another_writer(rogue: Rogue, grant: Grant) -> frames.Refused:
-    data, checksum = slab(rogue)
-    await rogue.send(rogue.write(forged(grant.ticket, writer=Incarnation(mint_id(64))), checksum), data)
-    return await rogue.refused()
+async def of_another_writer(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
+    data, checksum = make_slab(rogue)
+    await rogue.send_frame(rogue.write_frame(forge_ticket(grant.ticket, writer=Incarnation(mint_id(64))), checksum), data)
+    return await rogue.next_refusal()
 
 
-async def of_an_earlier_life_of_decode(rogue: Rogue, grant: Grant) -> frames.Refused:
-    data, checksum = slab(rogue)
-    await rogue.send(rogue.write(grant.ticket, checksum, decode=mint_id(64)), data)
-    return await rogue.refused()
+async def of_an_earlier_life_of_decode(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
+    data, checksum = make_slab(rogue)
+    await rogue.send_frame(rogue.write_frame(grant.ticket, checksum, decode=mint_id(64)), data)
+    return await rogue.next_refusal()
 
 
-async def of_another_attempt(rogue: Rogue, grant: Grant) -> frames.Refused:
-    data, checksum = slab(rogue)
-    await rogue.send(rogue.write(grant.ticket, checksum, attempt=grant.ticket.key.attempt + 1), data)
-    return await rogue.refused()
+async def of_another_attempt(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
+    data, checksum = make_slab(rogue)
+    await rogue.send_frame(rogue.write_frame(grant.ticket, checksum, attempt=grant.ticket.key.attempt_number + 1), data)
+    return await rogue.next_refusal()
 
 
-async def beyond_its_blocks(rogue: Rogue, grant: Grant) -> frames.Refused:
-    data, checksum = slab(rogue)
-    last = grant.ticket.first_block + len(grant.ticket.offsets)
-    await rogue.send(rogue.write(grant.ticket, checksum, block=last), data)
-    return await rogue.refused()
+async def beyond_its_blocks(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
+    data, checksum = make_slab(rogue)
+    last = grant.ticket.first_block + len(grant.ticket.block_offsets)
+    await rogue.send_frame(rogue.write_frame(grant.ticket, checksum, block=last), data)
+    return await rogue.next_refusal()
 
 
-async def beyond_its_layers(rogue: Rogue, grant: Grant) -> frames.Refused:
-    data, checksum = slab(rogue)
-    await rogue.send(rogue.write(grant.ticket, checksum, layer=rogue.layout.num_layers), data)
-    return await rogue.refused()
+async def beyond_its_layers(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
+    data, checksum = make_slab(rogue)
+    await rogue.send_frame(rogue.write_frame(grant.ticket, checksum, layer=rogue.layout.num_layers), data)
+    return await rogue.next_refusal()
 
 
-async def longer_than_it_says(rogue: Rogue, grant: Grant) -> frames.Refused:
-    data, _ = slab(rogue)
+async def longer_than_it_says(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
+    data, _ = make_slab(rogue)
     data += b"more"
-    await rogue.send(rogue.write(grant.ticket, xxhash.xxh3_64_intdigest(data)), data)
-    return await rogue.refused()
+    await rogue.send_frame(rogue.write_frame(grant.ticket, xxhash.xxh3_64_intdigest(data)), data)
+    return await rogue.next_refusal()
 
 
-async def without_its_bytes(rogue: Rogue, grant: Grant) -> frames.Refused:
-    _, checksum = slab(rogue)
-    await rogue.send(rogue.write(grant.ticket, checksum))
-    return await rogue.refused()
+async def without_its_bytes(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
+    _, checksum = make_slab(rogue)
+    await rogue.send_frame(rogue.write_frame(grant.ticket, checksum))
+    return await rogue.next_refusal()
 
 
-async def as_if_in_place(rogue: Rogue, grant: Grant) -> frames.Refused:
+async def as_if_in_place(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
     """The ticket is not for shared memory."""
-    _, checksum = slab(rogue)
-    await rogue.send(rogue.write(grant.ticket, checksum, inline=False))
-    return await rogue.refused()
+    _, checksum = make_slab(rogue)
+    await rogue.send_frame(rogue.write_frame(grant.ticket, checksum, inline=False))
+    return await rogue.next_refusal()
 
 
-async def with_a_wrong_checksum(rogue: Rogue, grant: Grant) -> frames.Refused:
-    data, checksum = slab(rogue)
-    await rogue.send(rogue.write(grant.ticket, checksum ^ 1), data)
-    return await rogue.refused()
+async def with_a_wrong_checksum(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
+    data, checksum = make_slab(rogue)
+    await rogue.send_frame(rogue.write_frame(grant.ticket, checksum ^ 1), data)
+    return await rogue.next_refusal()
 
 
-async def of_another_geometry(rogue: Rogue, grant: Grant) -> frames.Refused:
-    await rogue.send(rogue.open(grant.ticket, num_layers=rogue.layout.num_layers + 1))
-    return await rogue.refused()
+async def of_another_geometry(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
+    await rogue.send_frame(rogue.open_frame(grant.ticket, num_layers=rogue.layout.num_layers + 1))
+    return await rogue.next_refusal()
 
 
-async def of_another_protocol(rogue: Rogue, grant: Grant) -> frames.Refused:
-    await rogue.send(rogue.open(grant.ticket, version=frames.PROTOCOL_VERSION + 1))
-    return await rogue.refused()
+async def of_another_protocol(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
+    await rogue.send_frame(rogue.open_frame(grant.ticket, version=frames.PROTOCOL_VERSION + 1))
+    return await rogue.next_refusal()
 
 
-async def sealed_with_nothing_written(rogue: Rogue, grant: Grant) -> frames.Refused:
-    await rogue.send(rogue.seal(grant.ticket))
-    return await rogue.refused()
+async def sealed_with_nothing_written(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
+    await rogue.send_frame(rogue.seal_frame(grant.ticket))
+    return await rogue.next_refusal()
 
 
-async def sealed_with_a_wrong_manifest(rogue: Rogue, grant: Grant) -> frames.Refused:
-    data, checksum = slab(rogue)
+async def sealed_with_a_wrong_manifest(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
+    data, checksum = make_slab(rogue)
     for layer in range(rogue.layout.num_layers):
-        for block in range(len(grant.ticket.offsets)):
-            await rogue.send(
-                rogue.write(grant.ticket, checksum, layer=layer, block=grant.ticket.first_block + block), data
+        for block in range(len(grant.ticket.block_offsets)):
+            await rogue.send_frame(
+                rogue.write_frame(grant.ticket, checksum, layer=layer, block=grant.ticket.first_block + block), data
             )
-    await rogue.send(rogue.seal(grant.ticket))
-    return await rogue.refused()
+    await rogue.send_frame(rogue.seal_frame(grant.ticket))
+    return await rogue.next_refusal()
 
 
-async def expired(rogue: Rogue, grant: Grant) -> frames.Refused:
+async def expired(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
     """Told of by decode itself, on the link that the writer last used."""
-    await rogue.send(rogue.open(grant.ticket))
-    refused = await rogue.refused()
-    data, checksum = slab(rogue)
-    await rogue.send(rogue.write(grant.ticket, checksum), data)
-    assert (await rogue.refused()).code == refused.code
+    await rogue.send_frame(rogue.open_frame(grant.ticket))
+    refused = await rogue.next_refusal()
+    data, checksum = make_slab(rogue)
+    await rogue.send_frame(rogue.write_frame(grant.ticket, checksum), data)
+    assert (await rogue.next_refusal()).code == refused.code
     return refused
 
 
-async def given_up_for_a_reason_of_its_own(rogue: Rogue, grant: Grant) -> frames.Refused:
+async def given_up_for_a_reason_of_its_own(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
     """Not one that may reach the client."""
-    await rogue.send(frames.Abort(*_ids(grant), "invalid_request", "the prompt is in bad taste"))
-    return await rogue.refused()
+    await rogue.send_frame(frames.AbortFrame(*_ids(grant), "invalid_request", "the prompt is in bad taste"))
+    return await rogue.next_refusal()
 
 
-async def used_again_after_its_end(rogue: Rogue, grant: Grant) -> frames.Refused:
-    await rogue.send(frames.Abort(*_ids(grant), "cancelled", "changed its mind"))
-    await rogue.refused()
-    data, checksum = slab(rogue)
-    for frame, payload in ((rogue.open(grant.ticket), None), (rogue.write(grant.ticket, checksum), data)):
-        await rogue.send(frame, payload)
-        await rogue.refused()
-    await rogue.send(rogue.seal(grant.ticket))
-    return await rogue.refused()
+async def used_again_after_its_end(rogue: RogueWriter, grant: RogueGrant) -> frames.RefusedFrame:
+    await rogue.send_frame(frames.AbortFrame(*_ids(grant), "cancelled", "changed its mind"))
+    await rogue.next_refusal()
+    data, checksum = make_slab(rogue)
+    for frame, payload in ((rogue.open_frame(grant.ticket), None), (rogue.write_frame(grant.ticket, checksum), data)):
+        await rogue.send_frame(frame, payload)
+        await rogue.next_refusal()
+    await rogue.send_frame(rogue.seal_frame(grant.ticket))
+    return await rogue.next_refusal()
 
 
-def _ids(grant: Grant) -> tuple[str, int, str, str]:
+def _ids(grant: RogueGrant) -> tuple[str, int, str, str]:
     ticket = grant.ticket
-    return ticket.id, ticket.key.attempt, ticket.writer, ticket.decode.incarnation
+    return ticket.id, ticket.key.attempt_number, ticket.writer_incarnation, ticket.decode_peer.incarnation
 
 
-MISDEEDS: dict[Misdeed, str] = {
+ERROR_BY_INVALID_TRANSFER: dict[InvalidTransfer, str] = {
     made_up: "stale",
     of_another_writer: "stale",
     of_an_earlier_life_of_decode: "stale",
@@ -165,48 +165,48 @@ MISDEEDS: dict[Misdeed, str] = {
 
 
 # What it hears of a ticket that has ended for another reason: it took too long over it, or was not heard of in time.
-LATE = {"lease_expired", "node_gone", "peer_gone", "stale"}
-TRIES = 5
+LATE_ERRORS = {"lease_expired", "node_gone", "peer_gone", "stale"}
+MAX_TRIES = 5
 
 
-async def answered_rightly(rogue: Rogue, grant: Grant) -> None:
-    await rogue.give_up(grant)
-    operation = await grant.asked.over()
-    assert operation.end == Closed(in_order=True), operation.events[-1]
-    assert list(operation.tokens) == paced_reference(operation.call.prompt, 6)
+async def check_answer(rogue: RogueWriter, grant: RogueGrant) -> None:
+    await rogue.give_up_work(grant)
+    operation = await grant.call.wait_end()
+    assert operation.end == Closed(is_orderly=True), operation.events[-1]
+    assert list(operation.tokens) == paced_reference_tokens(operation.call.prompt, 6)
 
 
-async def test_no_misdeed_is_ever_served(scene: Scene) -> None:
+async def test_invalid_transfers_are_refused(scene: ObservedCluster) -> None:
     """One after the other, each with a request of its own, which is answered rightly all the same. One that was late is
     done again."""
-    async with Rogue(scene) as rogue:
-        for number, (misdeed, code) in enumerate(MISDEEDS.items()):
-            for turn in range(TRIES):
-                grant = await rogue.grant(salt=number + 100 * turn)
+    async with RogueWriter(scene) as rogue:
+        for number, (misdeed, code) in enumerate(ERROR_BY_INVALID_TRANSFER.items()):
+            for turn in range(MAX_TRIES):
+                grant = await rogue.obtain_ticket(salt=number + 100 * turn)
                 refused = await misdeed(rogue, grant)
-                await answered_rightly(rogue, grant)
-                if refused.code == code or refused.code not in LATE:
+                await check_answer(rogue, grant)
+                if refused.code == code or refused.code not in LATE_ERRORS:
                     break
             assert refused.code == code, (misdeed.__name__, refused)
 
 
-async def test_bytes_that_are_no_frames_are_dropped(scene: Scene) -> None:
-    async with Rogue(scene) as rogue:
-        for turn in range(TRIES):
-            grant = await rogue.grant(salt=50 + 100 * turn)
+async def test_malformed_frames_are_dropped(scene: ObservedCluster) -> None:
+    async with RogueWriter(scene) as rogue:
+        for turn in range(MAX_TRIES):
+            grant = await rogue.obtain_ticket(salt=50 + 100 * turn)
             for header in (b"", b"\x80\x04.", bytes(1 << 16), b"\xdd\xff\xff\xff\xff", b"\x91" * 5000):
                 await rogue.send_bytes(header)
                 await rogue.send_bytes(header, b"and a payload")
-            await rogue.send(rogue.open(grant.ticket))
-            answer = await rogue.answer()
-            await answered_rightly(rogue, grant)
-            if not isinstance(answer, frames.Refused) or answer.code not in LATE:
+            await rogue.send_frame(rogue.open_frame(grant.ticket))
+            answer = await rogue.next_frame()
+            await check_answer(rogue, grant)
+            if not isinstance(answer, frames.RefusedFrame) or answer.code not in LATE_ERRORS:
                 break
-        assert isinstance(answer, frames.Credit), answer
+        assert isinstance(answer, frames.CreditFrame), answer
 
 
-async def test_a_ticket_that_is_never_used_runs_out(scene: Scene) -> None:
+async def test_unused_ticket_expires(scene: ObservedCluster) -> None:
     """Its request is served by somebody else, although the writer never gives up."""
-    async with Rogue(scene) as rogue:
-        grant = await rogue.grant(salt=60)
-        assert (await grant.asked.over()).end == Closed(in_order=True)
+    async with RogueWriter(scene) as rogue:
+        grant = await rogue.obtain_ticket(salt=60)
+        assert (await grant.call.wait_end()).end == Closed(is_orderly=True)

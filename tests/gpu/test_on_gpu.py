@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
-from baton.segment import DEFAULT_FOLDER
+from baton.segment import DEFAULT_SEGMENT_FOLDER
 from baton.types import BlockIndex, SamplingParams
 from kv_kernels import attention, causal_chunk, paged_cache, triton_decode, triton_write
-from kv_kernels.attention import Context
+from kv_kernels.attention import AttentionContext
 from kv_kernels.dispatch import kernels_for
-from kv_kernels.paged_cache import PagedCache, Slots
-from node_engine.core.step import SampleSpec, SequenceId, Slice, StepBatch
+from kv_kernels.paged_cache import PagedCache, SlotMapping
+from node_engine.core.step import SampleSpec, SequenceId, SequenceSlice, StepBatch
 from node_engine.model.engine import ModelEngine
-from tests.models import Family, build_model, clear_prompts
+from tests.models import FamilyName, build_model, find_stable_prompts
 from tests.pool.model_node import check_reads
 
 pytestmark = [
@@ -36,7 +36,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("kind", TOLERANCE)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_paged_decode_equals_its_twin(shape: str, kind: str) -> None:
+def test_paged_decode_equals_the_cpu_reference(shape: str, kind: str) -> None:
     kv_heads, group, dim, block_size, lengths, window = SHAPES[shape]
     dtype = getattr(torch, kind)
     generator = torch.Generator().manual_seed(0)
@@ -45,21 +45,21 @@ def test_paged_decode_equals_its_twin(shape: str, kind: str) -> None:
     order = torch.randperm(sum(widths), generator=generator)
     blocks = [part.numpy() for part in order.split(widths)]
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    wholes = [Context(blocks[i], lengths[i]) for i in longest_first]
-    contexts = [attention.within_window(whole, window, 1, block_size) for whole in wholes]
+    wholes = [AttentionContext(blocks[i], lengths[i]) for i in longest_first]
+    contexts = [attention.clip_to_window(whole, window, 1, block_size) for whole in wholes]
     query = torch.randn(len(lengths), kv_heads * group, dim, generator=generator).to(dtype)
     exact = torch.zeros(query.shape)
-    for part in attention.plan_decode(PagedCache.over(arena.float()), contexts, torch.float32):
+    for part in attention.plan_decode(PagedCache.from_arena(arena.float()), contexts, torch.float32):
         part(query.float(), 1, exact)
     out = torch.full(query.shape, torch.nan, dtype=dtype, device="cuda")
-    for part in triton_decode.plan_decode(PagedCache.over(arena.cuda()), contexts, dtype):
+    for part in triton_decode.plan_decode(PagedCache.from_arena(arena.cuda()), contexts, dtype):
         part(query.cuda(), 1, out)
     assert float((out.cpu().float() - exact).abs().max()) < TOLERANCE[kind]
 
 
 @pytest.mark.parametrize("window", [None, 22])
 @pytest.mark.parametrize("kind", TOLERANCE)
-def test_a_chunk_may_begin_anywhere(kind: str, window: int | None) -> None:
+def test_prefill_chunk_may_start_at_any_offset(kind: str, window: int | None) -> None:
     """Masks are slices: their rows begin at any multiple of two bytes."""
     dtype = getattr(torch, kind)
     generator = torch.Generator().manual_seed(2)
@@ -70,11 +70,11 @@ def test_a_chunk_may_begin_anywhere(kind: str, window: int | None) -> None:
     blocks = torch.arange(6).numpy()
     for start in range(20):
         for count in (1, 16 - start % 16, 32 - start % 16, 61):
-            context = Context(blocks, start + count)
+            context = AttentionContext(blocks, start + count)
 
-            def attend(cache: torch.Tensor, queries: torch.Tensor, *, of: Context, count: int) -> torch.Tensor:
+            def attend(cache: torch.Tensor, queries: torch.Tensor, *, of: AttentionContext, count: int) -> torch.Tensor:
                 made = mask(reach, queries.dtype, queries.device)
-                part = causal_chunk.plan_prefill_at_once(PagedCache.over(cache), 0, count, of, made)
+                part = causal_chunk.plan_fused_prefill(PagedCache.from_arena(cache), 0, count, of, made)
                 out = torch.full(queries.shape, torch.nan, dtype=queries.dtype, device=queries.device)
                 part(queries, 1, out)
                 return out.cpu().float()[:count]
@@ -90,13 +90,13 @@ def test_a_chunk_may_begin_anywhere(kind: str, window: int | None) -> None:
 def test_a_chunk_in_one_call_equals_its_tiles(kind: str, group: int, count: int) -> None:
     dtype = getattr(torch, kind)
     generator = torch.Generator().manual_seed(3)
-    cache = PagedCache.over(torch.randn(20, 2, 2, 2, 16, 64, generator=generator).to(dtype).cuda())
+    cache = PagedCache.from_arena(torch.randn(20, 2, 2, 2, 16, 64, generator=generator).to(dtype).cuda())
     query = torch.randn(count, 2 * group, 64, generator=generator).to(dtype).cuda()
-    context, mask = Context(torch.arange(19).numpy(), 300), attention.causal_mask(300, dtype, query.device)
+    context, mask = AttentionContext(torch.arange(19).numpy(), 300), attention.causal_mask(300, dtype, query.device)
     tiles, once = torch.empty_like(query), torch.empty_like(query)
     attention.plan_prefill(cache, 0, count, context, mask)(query, 1, tiles)
-    part = causal_chunk.plan_prefill_at_once(cache, 0, count, context, mask)
-    assert isinstance(part, causal_chunk.CausalChunk)
+    part = causal_chunk.plan_fused_prefill(cache, 0, count, context, mask)
+    assert isinstance(part, causal_chunk.FusedPrefillAttention)
     part(query, 1, once)
     assert float((once.float() - tiles.float()).abs().max()) < TOLERANCE[kind]
 
@@ -107,16 +107,16 @@ def test_cudnn_attention_is_off_once_the_kernels_are_chosen() -> None:
 
 
 @pytest.mark.parametrize("kind", TOLERANCE)
-def test_kv_write_equals_its_twin(kind: str) -> None:
+def test_kv_write_equals_the_cpu_reference(kind: str) -> None:
     dtype = getattr(torch, kind)
     generator = torch.Generator().manual_seed(1)
     arena = torch.randn(4, 2, 2, 2, 4, 12, generator=generator).to(dtype)
     twin = arena.clone()
     kv = torch.randn(3, 4, 12, generator=generator).to(dtype)
-    slots = Slots(torch.tensor([2, 0, 3]), torch.tensor([3, 0, 1]))
+    slots = SlotMapping(torch.tensor([2, 0, 3]), torch.tensor([3, 0, 1]))
     there = arena.cuda()
-    triton_write.write_kv(kv.cuda(), PagedCache.over(there), 1, Slots(slots.blocks.cuda(), slots.offsets.cuda()))
-    paged_cache.write_kv(kv, PagedCache.over(twin), 1, slots)
+    triton_write.write_kv(kv.cuda(), PagedCache.from_arena(there), 1, SlotMapping(slots.blocks.cuda(), slots.offsets.cuda()))
+    paged_cache.write_kv(kv, PagedCache.from_arena(twin), 1, slots)
     assert torch.equal(there.cpu(), twin)
 
 
@@ -129,40 +129,40 @@ def generate(engine: ModelEngine, prompt: Sequence[int], count: int, chunk: int)
     while len(tokens) < len(prompt) + count:
         end = min(len(tokens), start + chunk)
         spec = SampleSpec(params, 0, end) if end == len(tokens) else None
-        (made,) = engine.run(StepBatch((Slice(SequenceId(0), tuple(tokens[start:end]), start, table, spec),)))
+        (made,) = engine.run(StepBatch((SequenceSlice(SequenceId(0), tuple(tokens[start:end]), start, table, spec),)))
         start = end
-        if made.token is not None:
-            tokens.append(made.token)
+        if made.token_id is not None:
+            tokens.append(made.token_id)
     return tokens[len(prompt) :]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "qwen3", "mixed", "linear"])
-def test_tokens_are_those_of_transformers(family: Family, tmp_path: Path) -> None:
+def test_gpu_tokens_equal_transformers(family: FamilyName, tmp_path: Path) -> None:
     folder = build_model(family, tmp_path)
     engine = ModelEngine.load(folder, dtype="float32", device="cuda")
     blocks = 64
-    engine.bind(memoryview(mmap.mmap(-1, blocks * engine.layout.block_bytes)), blocks)
-    for wanted in clear_prompts(folder, (1, 17, 130, 257), 24):
-        assert generate(engine, wanted.prompt, 24, chunk=64) == list(wanted.answer)
+    engine.bind_cache(memoryview(mmap.mmap(-1, blocks * engine.layout.block_bytes)), blocks)
+    for wanted in find_stable_prompts(folder, (1, 17, 130, 257), 24):
+        assert generate(engine, wanted.prompt, 24, chunk=64) == list(wanted.reference_tokens)
 
 
 @pytest.fixture
 def segments() -> Iterator[Path]:
     """A folder of a tmpfs: of other files the kernel lets nobody pin pages."""
-    with tempfile.TemporaryDirectory(prefix="baton-test-", dir=DEFAULT_FOLDER) as folder:
+    with tempfile.TemporaryDirectory(prefix="baton-test-", dir=DEFAULT_SEGMENT_FOLDER) as folder:
         yield Path(folder)
 
 
 def test_blocks_of_the_shared_pool_are_copied_in(tmp_path: Path, segments: Path) -> None:
     folder = build_model("llama", tmp_path)
-    (wanted,) = clear_prompts(folder, (80,), 12)
-    check_reads(folder, segments, "cuda", wanted.prompt, wanted.answer, in_place=False)
+    (wanted,) = find_stable_prompts(folder, (80,), 12)
+    check_reads(folder, segments, "cuda", wanted.prompt, wanted.reference_tokens, in_place=False)
 
 
-def test_memory_that_cannot_be_pinned_is_told_with_its_remedy(tmp_path: Path) -> None:
+def test_unpinnable_memory_is_reported_with_a_fix(tmp_path: Path) -> None:
     engine = ModelEngine.load(build_model("llama", tmp_path), dtype="float32", device="cuda")
     size = 64 * engine.layout.block_bytes
     file = tmp_path / "mapped"
     file.write_bytes(bytes(size))
     with file.open("r+b") as opened, pytest.raises(ConfigError, match="choose one with --segment-dir"):
-        engine.bind(memoryview(mmap.mmap(opened.fileno(), size)), 64)
+        engine.bind_cache(memoryview(mmap.mmap(opened.fileno(), size)), 64)

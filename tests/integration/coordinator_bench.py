@@ -8,91 +8,91 @@ from typing import Any
 import grpc
 
 from baton.config import Config
-from baton.connection_limits import port_limit
-from baton.descriptors import descriptor_limit
+from baton.connection_limits import compute_port_limit
+from baton.descriptors import get_descriptor_limit
 from baton.pb import cluster_pb2
 from baton.types import SamplingParams
 from coordinator.cluster_service import ClusterService
 from coordinator.dispatcher import Dispatcher
-from coordinator.generation import Delta, Done, Submission
-from coordinator.grpc_handlers import add_handlers
-from coordinator.ledgers import Ledgers
-from coordinator.metrics import Metrics
-from coordinator.node_port import NodePort
-from coordinator.stream import Stream
-from coordinator.warmup import Readiness
-from tests.fakes import FakeNode, FakePlane, serve_decode, serve_prefill
+from coordinator.generation import TokensEvent, FinishedEvent, Submission
+from coordinator.grpc_handlers import add_service_handlers
+from coordinator.ledgers import LedgerCollector
+from coordinator.metrics import CoordinatorMetrics
+from coordinator.node_port import NodeLinkServer
+from coordinator.stream import GenerationStream
+from coordinator.warmup import ClusterReadiness
+from tests.fakes import FakeNode, FakeTransferPlane, serve_decode, serve_prefill
 
 
-class Bench:
+class CoordinatorHarness:
     def __init__(self, config: Config) -> None:
         self.config = config
         self.dispatcher = Dispatcher(config)
-        self.ledgers = Ledgers(self.dispatcher)
-        self.metrics = Metrics(self.dispatcher)
-        self.readiness = Readiness(config, self.dispatcher)
+        self.ledgers = LedgerCollector(self.dispatcher)
+        self.metrics = CoordinatorMetrics(self.dispatcher)
+        self.readiness = ClusterReadiness(config, self.dispatcher)
         self.service = ClusterService(config, self.dispatcher, self.ledgers, self.readiness, self.metrics)
-        self.plane = FakePlane()
-        self.address = ""  # of the cluster port
-        self.operators = ""  # where Cluster answers
+        self.transfer_plane = FakeTransferPlane()
+        self.cluster_port_address = ""  # of the cluster port
+        self.cluster_service_address = ""  # where Cluster answers
         self._changed = asyncio.Event()
-        self.dispatcher.on_change.append(self._changed.set)
+        self.dispatcher.on_cluster_change.append(self._changed.set)
         self.readiness.on_change.append(lambda ready, reason: self._changed.set())
 
-    async def until(self, condition: Callable[[], bool], patience: float = 30.0) -> None:
+    async def wait_until(self, condition: Callable[[], bool], patience: float = 30.0) -> None:
         """Wait for something that a node's coming, going or reporting brings about."""
         async with asyncio.timeout(patience):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
 
-    def node(self, name: str, role: str, **fields: Any) -> FakeNode:
+    def make_node(self, name: str, role: str, **fields: Any) -> FakeNode:
         """One that does nothing by itself."""
-        return FakeNode(self.address, name, role, **fields)
+        return FakeNode(self.cluster_port_address, name, role, **fields)
 
     @asynccontextmanager
-    async def working(self, *names: str, **script: Any) -> AsyncIterator[list[FakeNode]]:
+    async def run_nodes(self, *names: str, **script: Any) -> AsyncIterator[list[FakeNode]]:
         """Nodes that serve: prefill where the name starts with p, else decode."""
-        nodes = [self.node(name, "prefill" if name.startswith("p") else "decode") for name in names]
+        nodes = [self.make_node(name, "prefill" if name.startswith("p") else "decode") for name in names]
         try:
             for node in nodes:
                 await node.join()
                 is_prefill = node.role == "prefill"
-                node.run(serve_prefill(node, self.plane) if is_prefill else serve_decode(node, self.plane, **script))
+                node.run_script(serve_prefill(node, self.transfer_plane) if is_prefill else serve_decode(node, self.transfer_plane, **script))
             yield nodes
         finally:
             for node in nodes:
-                await node.die()
+                await node.drop_connection()
 
-    async def submit(self, prompt: tuple[int, ...], max_tokens: int, seconds: float = 60.0) -> Stream:
-        return await self.dispatcher.submit(Submission(prompt, SamplingParams(max_tokens), seconds))
+    async def submit_request(self, prompt: tuple[int, ...], max_tokens: int, seconds: float = 60.0) -> GenerationStream:
+        return await self.dispatcher.submit_request(Submission(prompt, SamplingParams(max_tokens), seconds))
 
-    async def generate(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[tuple[int, ...], Done]:
-        return await collect(await self.submit(prompt, max_tokens))
+    async def generate(self, prompt: tuple[int, ...], max_tokens: int) -> tuple[tuple[int, ...], FinishedEvent]:
+        return await collect_stream(await self.submit_request(prompt, max_tokens))
 
 
-async def collect(stream: Stream) -> tuple[tuple[int, ...], Done]:
+async def collect_stream(stream: GenerationStream) -> tuple[tuple[int, ...], FinishedEvent]:
     tokens: list[int] = []
-    done: Done | None = None
+    done: FinishedEvent | None = None
     async for event in stream:
         match event:
-            case Delta(fresh):
+            case TokensEvent(fresh):
                 tokens += fresh
-            case Done():
+            case FinishedEvent():
                 done = event
     assert done is not None
     return tuple(tokens), done
 
 
 @asynccontextmanager
-async def coordinator(**fields: Any) -> AsyncIterator[Bench]:
+async def running_coordinator(**fields: Any) -> AsyncIterator[CoordinatorHarness]:
     """Scripted nodes say nothing by themselves, and nobody minds unless `silence` is given."""
-    bench = Bench(Config(**{"silence": 100.0, **fields}))
-    nodes = NodePort(bench.config, bench.dispatcher, bench.ledgers, port_limit("cluster", descriptor_limit()))
+    bench = CoordinatorHarness(Config(**{"silence": 100.0, **fields}))
+    nodes = NodeLinkServer(bench.config, bench.dispatcher, bench.ledgers, compute_port_limit("cluster", get_descriptor_limit()))
     server = grpc.aio.server()
-    add_handlers(server, cluster_pb2.DESCRIPTOR.services_by_name["Cluster"], bench.service)
-    bench.address = f"127.0.0.1:{nodes.port}"
-    bench.operators = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    add_service_handlers(server, cluster_pb2.DESCRIPTOR.services_by_name["Cluster"], bench.service)
+    bench.cluster_port_address = f"127.0.0.1:{nodes.port}"
+    bench.cluster_service_address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await nodes.start()
     await server.start()
     try:

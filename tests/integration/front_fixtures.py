@@ -13,67 +13,67 @@ import grpc.aio
 import httpx
 
 from baton.config import Config
-from baton.descriptors import descriptor_limit
-from baton.errors import BatonError, Cancelled, NotFound, Overloaded, SlowReader, Unavailable
+from baton.descriptors import get_descriptor_limit
+from baton.errors import BatonError, Cancelled, NotFound, Overloaded, SlowReader, ServiceUnavailable
 from baton.generation_defaults import GenerationDefaults
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import DrainResponse, ExplainResponse, LedgerResponse, Ratio, RatioAdvice, StatusResponse
 from baton.pb.common_pb2 import Ledger, Timeline
 from baton.pb.generation_pb2_grpc import GenerationStub
-from baton.ratio import Split
+from baton.ratio import RoleSplit
 from baton.slo import Slo
-from baton.types import FinishReason, RequestId, Standing, mint_id
+from baton.types import FinishReason, RequestId, Principal, mint_id
 from coordinator import admin
-from coordinator.arriving_bodies import ArrivingBodies
-from coordinator.auth import AdminGate, Clients
-from coordinator.core.tenants import Tenants
-from coordinator.generation import Delta, Done, Event, PromptScores, Submission
-from coordinator.grpc_port import GrpcPort
+from coordinator.arriving_bodies import BodyBudgets
+from coordinator.auth import AdminAuthenticator, ClientAuthenticator
+from coordinator.core.tenants import TenantTable
+from coordinator.generation import TokensEvent, FinishedEvent, GenerationEvent, PromptLogprobsEvent, Submission
+from coordinator.grpc_port import GrpcServer
 from coordinator.http import app
-from coordinator.http.listener import Listener, bind
-from coordinator.intake import Intake
-from coordinator.ports import Ports
-from coordinator.refusals import Refusals
-from coordinator.tokenizer import NoTokenizer, Text
-from coordinator.unknown_fields import REFUSED, UnknownFields
+from coordinator.http.listener import HttpServer, bind_http_socket
+from coordinator.intake import RequestIntake
+from coordinator.ports import PortConnections
+from coordinator.refusals import RejectionCounter
+from coordinator.tokenizer import NoTokenizer, Tokenizer
+from coordinator.unknown_fields import REJECT_UNKNOWN_FIELDS, UnknownFieldPolicy
 
-BOUNDS = ModelBounds(vocab_size=1000, max_model_len=512, cache_tokens=4096, model_digest="ab12", dtype="float32")
-COMPLETIONS = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"  # a head, but its end
-BUFFER = 64  # events that a generation holds for its reader
+MODEL_BOUNDS = ModelBounds(vocab_size=1000, max_model_len=512, cache_tokens=4096, model_digest="ab12", dtype="float32")
+COMPLETIONS_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"  # a head, but its end
+BUFFERED_EVENTS = 64  # events that a generation holds for its reader
 
 
 class FakeGeneration:
-    """A generation that a test steers: `give` puts events in its bounded buffer, `cancelled` tells of its cancel."""
+    """A generation that a test steers: `emit_events` puts events in its bounded buffer, `cancelled` tells of its cancel."""
 
     def __init__(self, submission: Submission) -> None:
         self.id = RequestId(mint_id())
         self.submission = submission
         self.cancelled = asyncio.Event()
         self.stopped = asyncio.Event()
-        self.ended = False
-        self._events: deque[Event | BatonError] = deque()
+        self.is_ended = False
+        self._events: deque[GenerationEvent | BatonError] = deque()
         self._filled = asyncio.Event()
 
-    def give(self, *events: Event | Exception) -> None:
+    def emit_events(self, *events: GenerationEvent | Exception) -> None:
         for event in events:
-            if self.ended:
+            if self.is_ended:
                 return
-            if len(self._events) >= BUFFER:
+            if len(self._events) >= BUFFERED_EVENTS:
                 event = SlowReader(f"more than {BUFFER} steps unread")
-            self.ended = not isinstance(event, Delta | PromptScores)
+            self.is_ended = not isinstance(event, TokensEvent | PromptLogprobsEvent)
             self._events.append(event)
         self._filled.set()
 
     def cancel(self) -> None:
-        if not self.ended:
+        if not self.is_ended:
             self.cancelled.set()
-            self.give(Cancelled("cancelled"))
+            self.emit_events(Cancelled("cancelled"))
 
     def stop(self) -> None:
         self.stopped.set()
-        self.give(done(FinishReason.STOP, cached=3))
+        self.emit_events(finished_event(FinishReason.STOP, cached=3))
 
-    async def __aiter__(self) -> AsyncIterator[Event]:
+    async def __aiter__(self) -> AsyncIterator[GenerationEvent]:
         while True:
             while not self._events:
                 self._filled.clear()
@@ -82,62 +82,62 @@ class FakeGeneration:
             if isinstance(event, Exception):
                 raise event
             yield event
-            if isinstance(event, Done):
+            if isinstance(event, FinishedEvent):
                 return
 
 
 Script = Callable[[FakeGeneration], None]
 
 
-def done(reason: FinishReason = FinishReason.LENGTH, cached: int = 0) -> Done:
-    return Done(reason, cached, Timeline(ttft=0.5, total=1.0, attempts=1))
+def finished_event(reason: FinishReason = FinishReason.LENGTH, cached: int = 0) -> FinishedEvent:
+    return FinishedEvent(reason, cached, Timeline(ttft=0.5, total=1.0, attempts=1))
 
 
-def count_up(generation: FakeGeneration) -> None:
+def emit_counting_tokens(generation: FakeGeneration) -> None:
     """The default script: max_tokens tokens 1, 2, 3, ..., one a step."""
     tokens = range(1, generation.submission.sampling.max_tokens + 1)
-    generation.give(*(Delta((token,)) for token in tokens), done(cached=3))
+    generation.emit_events(*(TokensEvent((token,)) for token in tokens), finished_event(cached=3))
 
 
 @dataclass
-class FakeBrain:
+class FakeBackend:
     """Records what it was asked; `script` answers, `refusal` refuses, `held` keeps submissions waiting."""
 
-    script: Script = count_up
+    script: Script = emit_counting_tokens
     refusal: Exception | None = None
-    no_nodes: bool = False
+    has_no_nodes: bool = False
     submissions: list[Submission] = field(default_factory=list)
-    asked: list[Standing] = field(default_factory=list)
+    admission_checks: list[Principal] = field(default_factory=list)
     generations: "asyncio.Queue[FakeGeneration]" = field(default_factory=asyncio.Queue)
-    gate: asyncio.Event = field(default_factory=asyncio.Event)
-    waiting: asyncio.Event = field(default_factory=asyncio.Event)
-    abandoned: asyncio.Event = field(default_factory=asyncio.Event)
-    ratios: list[tuple[Split, float | None]] = field(default_factory=list)
-    steered: list[tuple[Slo | None, float | None] | None] = field(default_factory=list)
-    drained: list[tuple[str, float | None]] = field(default_factory=list)
+    submit_gate: asyncio.Event = field(default_factory=asyncio.Event)
+    submit_started: asyncio.Event = field(default_factory=asyncio.Event)
+    submit_cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+    ratio_targets: list[tuple[RoleSplit, float | None]] = field(default_factory=list)
+    auto_ratio_calls: list[tuple[Slo | None, float | None] | None] = field(default_factory=list)
+    drain_calls: list[tuple[str, float | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.gate.set()
+        self.submit_gate.set()
 
-    def bounds(self) -> ModelBounds:
-        if self.no_nodes:
-            raise Unavailable("no node has joined", retry_after=1.5)
-        return BOUNDS
+    def get_model_bounds(self) -> ModelBounds:
+        if self.has_no_nodes:
+            raise ServiceUnavailable("no node has joined", retry_after=1.5)
+        return MODEL_BOUNDS
 
-    def require_admission(self, standing: Standing, count: int, timeout: float) -> None:
-        self.asked.append(standing)
+    def require_admission(self, standing: Principal, count: int, timeout: float) -> None:
+        self.admission_checks.append(standing)
 
-    async def submit(self, submission: Submission) -> FakeGeneration:
-        (generation,) = await self.submit_all([submission])
+    async def submit_request(self, submission: Submission) -> FakeGeneration:
+        (generation,) = await self.submit_requests([submission])
         return generation
 
-    async def submit_all(self, submissions: Sequence[Submission]) -> list[FakeGeneration]:
+    async def submit_requests(self, submissions: Sequence[Submission]) -> list[FakeGeneration]:
         self.submissions += submissions
-        self.waiting.set()
+        self.submit_started.set()
         try:
-            await self.gate.wait()
+            await self.submit_gate.wait()
         except asyncio.CancelledError:
-            self.abandoned.set()
+            self.submit_cancelled.set()
             raise
         if self.refusal is not None:
             raise self.refusal
@@ -147,44 +147,44 @@ class FakeBrain:
             self.script(generation)
         return generations
 
-    def status(self) -> StatusResponse:
+    def get_status(self) -> StatusResponse:
         return StatusResponse(ready=True, mode="disaggregated", model="demo", queued=2)
 
-    async def ledger(self) -> LedgerResponse:
+    async def collect_ledgers(self) -> LedgerResponse:
         return LedgerResponse(ledgers=[Ledger(node="decode-0", total=10, free=10)])
 
-    def explain(self, request: str) -> ExplainResponse:
+    def explain_request(self, request: str) -> ExplainResponse:
         if request != "known":
             raise NotFound(f"there is no request {request!r}")
         return ExplainResponse(request_id=request, prompt_tokens=3)
 
-    def drain(self, name: str, timeout: float | None) -> DrainResponse:
-        self.drained.append((name, timeout))
+    def drain_node(self, name: str, timeout: float | None) -> DrainResponse:
+        self.drain_calls.append((name, timeout))
         return DrainResponse(node=name, service="draining")
 
-    def ratio(self) -> Ratio:
+    def get_ratio(self) -> Ratio:
         return Ratio(prefill=1, decode=2, possible="1:2, 2:1")
 
-    def set_ratio(self, target: Split, patience: float | None) -> Ratio:
-        self.ratios.append((target, patience))
-        return Ratio(has_target=True, target_prefill=target.prefill, target_decode=target.decode)
+    def set_ratio(self, target: RoleSplit, patience: float | None) -> Ratio:
+        self.ratio_targets.append((target, patience))
+        return Ratio(has_target=True, target_prefill=target.prefill_nodes, target_decode=target.decode_nodes)
 
     def advise_ratio(self, slo: Slo | None) -> RatioAdvice:
         return RatioAdvice(slo=str(slo), prefill=2, decode=1)
 
-    def auto_ratio(self, slo: Slo | None, patience: float | None) -> Ratio:
-        self.steered.append((slo, patience))
+    def set_auto_ratio(self, slo: Slo | None, patience: float | None) -> Ratio:
+        self.auto_ratio_calls.append((slo, patience))
         return Ratio(automatic=True)
 
-    def manual_ratio(self) -> Ratio:
-        self.steered.append(None)
+    def set_manual_ratio(self) -> Ratio:
+        self.auto_ratio_calls.append(None)
         return Ratio()
 
-    def undrain(self, name: str) -> DrainResponse:
-        self.drained.remove((name, 2.5))
+    def undrain_node(self, name: str) -> DrainResponse:
+        self.drain_calls.remove((name, 2.5))
         return DrainResponse(node=name, service="in")
 
-    def metrics(self) -> bytes:
+    def render_metrics(self) -> bytes:
         return b"# HELP baton_up x\nbaton_up 1.0\n"
 
 
@@ -196,7 +196,7 @@ class FakeReadiness:
     def state(self) -> tuple[bool, str]:
         return not self.reason, self.reason
 
-    def become(self, reason: str) -> None:
+    def set_reason(self, reason: str) -> None:
         """Not ready for `reason`, or ready if that is empty."""
         self.reason = reason
         for callback in self.on_change:
@@ -209,25 +209,25 @@ class GatedText(NoTokenizer):
     def __init__(self) -> None:
         super().__init__("")
         self.gate = asyncio.Event()
-        self.asked = asyncio.Event()
-        self.abandoned = asyncio.Event()
+        self.encode_started = asyncio.Event()
+        self.encode_cancelled = asyncio.Event()
 
     async def encode(self, text: str, *, special: bool = True, limit: object = None) -> tuple[int, ...]:
-        self.asked.set()
+        self.encode_started.set()
         try:
             await self.gate.wait()
         except asyncio.CancelledError:
-            self.abandoned.set()
+            self.encode_cancelled.set()
             raise
         return (1, 2, 3)
 
 
 @dataclass
-class Front:
-    brain: FakeBrain
+class FrontendHarness:
+    backend: FakeBackend
     readiness: FakeReadiness
-    refused: list[str]  # codes, in order
-    bodies: ArrivingBodies
+    refused_codes: list[str]  # codes, in order
+    body_budgets: BodyBudgets
     apps: Any  # the client-facing and the admin application
     http_port: int
     admin_port: int
@@ -241,31 +241,31 @@ class Front:
         return GenerationStub(self.channel)
 
 
-def overloaded() -> Overloaded:
+def overloaded_error() -> Overloaded:
     return Overloaded("the queue holds 8 of 8 requests (--max-queue)", retry_after=2.2)
 
 
 @asynccontextmanager
-async def serving(
+async def running_frontend(
     *,
-    text: Text | None = None,
+    text: Tokenizer | None = None,
     loading: bool = False,
     api_key: str = "",
-    tenants: Tenants | None = None,
+    tenants: TenantTable | None = None,
     admin_token: str = "",
     longest: float = 60.0,
     defaults: GenerationDefaults | None = None,
-    unknown_fields: UnknownFields = REFUSED,
+    unknown_fields: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS,
     metrics_on_http: bool = False,
     model: str = "demo",
     origins: frozenset[str] = frozenset(),
-) -> AsyncIterator[Front]:
-    brain, readiness, refused = FakeBrain(), FakeReadiness(), []
-    refusals = Refusals(lambda error, _: refused.append(error.code))
-    loaded: asyncio.Future[Text] = asyncio.get_running_loop().create_future()
+) -> AsyncIterator[FrontendHarness]:
+    brain, readiness, refused = FakeBackend(), FakeReadiness(), []
+    refusals = RejectionCounter(lambda error, _: refused.append(error.code))
+    loaded: asyncio.Future[Tokenizer] = asyncio.get_running_loop().create_future()
     if not loading:
         loaded.set_result(text or NoTokenizer("demo has no tokenizer files"))
-    intake = Intake(
+    intake = RequestIntake(
         brain,
         loaded,
         model=model,
@@ -274,13 +274,13 @@ async def serving(
         defaults=defaults,
         unknown_fields=unknown_fields,
     )
-    who = Clients(api_key, tenants)
-    metrics = app.OperatorMetrics(brain.metrics, AdminGate(admin_token)) if metrics_on_http else None
-    apps = app.build(intake, readiness, who, metrics, origins), admin.build(brain, readiness, admin_token, refusals)
-    ports = Ports(Config(), descriptor_limit())
-    tables = [ports.table(name) for name in ("http", "admin")]
-    listeners = [Listener(one, bind("127.0.0.1", 0, "--port"), table) for one, table in zip(apps, tables, strict=True)]
-    port = GrpcPort(intake, readiness, who, ports.limits["grpc"])
+    who = ClientAuthenticator(api_key, tenants)
+    metrics = app.MetricsEndpoint(brain.render_metrics, AdminAuthenticator(admin_token)) if metrics_on_http else None
+    apps = app.build_app(intake, readiness, who, metrics, origins), admin.build_admin_app(brain, readiness, admin_token, refusals)
+    ports = PortConnections(Config(), get_descriptor_limit())
+    tables = [ports.get_table(name) for name in ("http", "admin")]
+    listeners = [HttpServer(one, bind_http_socket("127.0.0.1", 0, "--port"), table) for one, table in zip(apps, tables, strict=True)]
+    port = GrpcServer(intake, readiness, who, ports.limits["grpc"])
     port.bind("127.0.0.1", 0)
     await port.start()
     json_body = {"content-type": "application/json"}
@@ -298,11 +298,11 @@ async def serving(
             ) as admin_http,
             grpc.aio.insecure_channel(f"127.0.0.1:{port.port}") as channel,
         ):
-            yield Front(
-                brain=brain,
+            yield FrontendHarness(
+                backend=brain,
                 readiness=readiness,
-                refused=refused,
-                bodies=intake.bodies,
+                refused_codes=refused,
+                body_budgets=intake.body_budgets,
                 apps=apps,
                 http_port=listeners[0].port,
                 admin_port=listeners[1].port,
@@ -318,8 +318,8 @@ async def serving(
         await asyncio.gather(*running)
 
 
-async def raw_post(
-    front: Front, body: object, *, receive_buffer: int = 0
+async def open_raw_post(
+    front: FrontendHarness, body: object, *, receive_buffer: int = 0
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """A completion request on a connection that the test holds in its hands."""
     connection = socket.socket()
@@ -329,11 +329,11 @@ async def raw_post(
     await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", front.http_port))
     reader, writer = await asyncio.open_connection(sock=connection)
     payload = json.dumps(body).encode()
-    writer.write(COMPLETIONS + b"content-length: %d\r\n\r\n" % len(payload) + payload)
+    writer.write(COMPLETIONS_HEAD + b"content-length: %d\r\n\r\n" % len(payload) + payload)
     return reader, writer
 
 
-async def grpc_error(call: Any) -> grpc.aio.AioRpcError:
+async def await_grpc_error(call: Any) -> grpc.aio.AioRpcError:
     """The error that ends a call of either kind."""
     try:
         if hasattr(call, "__aiter__"):

@@ -5,19 +5,19 @@ import functools
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from coordinator.byte_alphabet import BYTE_OF_CHAR
+from coordinator.byte_alphabet import CHAR_TO_BYTE
 from coordinator.chat_template import ChatTemplate
 from coordinator.tokenizer import HfTokenizer
 
-EOS = "<|end|>"
+EOS_TOKEN = "<|end|>"
 CORPUS = ["hello world, hello hello", "héllo wörld", "日本語のテキスト", "😀😀 🎉", "a b  c\n\n\td"] * 4
 
 
-BYTE_CHARS = {byte: char for char, byte in BYTE_OF_CHAR.items()}
+BYTE_CHARS = {byte: char for char, byte in CHAR_TO_BYTE.items()}
 
 
 @functools.cache
-def byte_level(vocab_size: int = 320) -> tokenizers.Tokenizer:
+def byte_level_tokenizer(vocab_size: int = 320) -> tokenizers.Tokenizer:
     """Byte-level BPE, as GPT-2, Llama 3 and Qwen use it. Token 0 is special."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -25,7 +25,7 @@ def byte_level(vocab_size: int = 320) -> tokenizers.Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[EOS],
+        special_tokens=[EOS_TOKEN],
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
@@ -33,12 +33,12 @@ def byte_level(vocab_size: int = 320) -> tokenizers.Tokenizer:
 
 
 def hello_tokenizer() -> HfTokenizer:
-    return HfTokenizer(byte_level(), bos=None)
+    return HfTokenizer(byte_level_tokenizer(), bos=None)
 
 
 def byte_tokens(data: bytes) -> list[int]:
     """One token for each byte."""
-    tokens = [byte_level().token_to_id(BYTE_CHARS[byte]) for byte in data]
+    tokens = [byte_level_tokenizer().token_to_id(BYTE_CHARS[byte]) for byte in data]
     assert None not in tokens
     return tokens
 
@@ -51,9 +51,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def chatting_tokenizer() -> HfTokenizer:
-    return HfTokenizer(byte_level(), bos=None, template=ChatTemplate(CHAT_TEMPLATE, {"eos_token": EOS}))
+def chat_tokenizer() -> HfTokenizer:
+    return HfTokenizer(byte_level_tokenizer(), bos=None, template=ChatTemplate(CHAT_TEMPLATE, {"eos_token": EOS_TOKEN}))
 
 
-def ids_of(text: str) -> tuple[int, ...]:
-    return tuple(byte_level().encode(text).ids)
+def expected_ids(text: str) -> tuple[int, ...]:
+    return tuple(byte_level_tokenizer().encode(text).ids)

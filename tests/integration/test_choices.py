@@ -17,12 +17,12 @@ from baton import wire
 from baton.cli import plan
 from baton.cli.ports import Endpoints
 from baton.config import Config
-from baton.errors import Overloaded, Unavailable
+from baton.errors import Overloaded, ServiceUnavailable
 from baton.pb import cluster_pb2 as pb
-from baton.types import FinishReason, Incarnation, SamplingParams, TokenEvent, TokenScore
-from coordinator.generation import Delta, Done, PromptScores, Submission
+from baton.types import FinishReason, Incarnation, SamplingParams, TokenEvent, TokenLogprobs
+from coordinator.generation import TokensEvent, FinishedEvent, PromptLogprobsEvent, Submission
 from tests.fakes import FakeNode
-from tests.integration.coordinator_bench import Bench, collect, coordinator
+from tests.integration.coordinator_bench import CoordinatorHarness, collect_stream, running_coordinator
 from tests.models import build_model
 
 TOKEN = "of-this-cluster"
@@ -32,13 +32,13 @@ START = 60.0  # seconds that nodes may take to join
 
 
 @asynccontextmanager
-async def node_processes(bench: Bench, folder: Path, **settings: Any) -> AsyncIterator[None]:
+async def node_processes(bench: CoordinatorHarness, folder: Path, **settings: Any) -> AsyncIterator[None]:
     """One prefill and one decode node, each a process, joined to the bench's coordinator."""
-    config, _ = plan.complete(
+    config, _ = plan.complete_config(
         Config(kv_memory="16MiB", state_dir=str(folder), segment_dir=str(folder), cluster_token=TOKEN, **settings)
     )
-    where = Endpoints(http="", grpc="", admin="", cluster=bench.address)
-    specs = plan.children(config, where, environ=os.environ, cores=2, supervisor=os.getpid())
+    where = Endpoints(http="", grpc="", admin="", cluster=bench.cluster_port_address)
+    specs = plan.make_child_specs(config, where, environ=os.environ, cores=2, supervisor=os.getpid())
     logs = [(folder / f"{spec.name}.log").open("wb") for spec in specs]
     processes = [
         await asyncio.create_subprocess_exec(
@@ -48,7 +48,7 @@ async def node_processes(bench: Bench, folder: Path, **settings: Any) -> AsyncIt
         if spec.name != plan.COORDINATOR
     ]
     try:
-        await bench.until(lambda: len(bench.dispatcher.brain.registry.nodes) == len(processes), START)
+        await bench.wait_until(lambda: len(bench.dispatcher.brain.node_registry.nodes) == len(processes), START)
         yield
     finally:
         for process in processes:
@@ -59,106 +59,106 @@ async def node_processes(bench: Bench, folder: Path, **settings: Any) -> AsyncIt
             log.close()
 
 
-async def test_choices_share_one_prompt(tmp_path: Path) -> None:
+async def test_choices_compute_their_prompt_once(tmp_path: Path) -> None:
     model = build_model("llama", tmp_path)
     async with (
-        coordinator(model=str(model), cluster_token=TOKEN) as bench,
+        running_coordinator(model=str(model), cluster_token=TOKEN) as bench,
         node_processes(bench, tmp_path, model=str(model)),
     ):
-        choices = [Submission(PROMPT, SAMPLED, 30.0, choice=choice) for choice in range(4)]
-        answers = await asyncio.gather(*map(collect, await bench.dispatcher.submit_all(choices)))
+        choices = [Submission(PROMPT, SAMPLED, 30.0, choice_index=choice) for choice in range(4)]
+        answers = await asyncio.gather(*map(collect_stream, await bench.dispatcher.submit_requests(choices)))
         counted = dict(bench.dispatcher.brain.counters.prompt_tokens)
         assert counted["computed_prefill"] == len(PROMPT)
         assert counted["computed_decode"] <= 3 * 16, "no more than what does not fill a block"
         assert [done.timeline.prefill_node for _, done in answers] == ["prefill-0", "", "", ""]
-        assert bench.dispatcher.brain.counters.replaced == {}
+        assert bench.dispatcher.brain.counters.replaced_attempts == {}
         alone = [
-            await collect(await bench.dispatcher.submit(replace(one, cache_salt=b"cold"), internal=True))
+            await collect_stream(await bench.dispatcher.submit_request(replace(one, cache_salt=b"cold"), internal=True))
             for one in choices
         ]
         assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in alone]
         assert len({tokens for tokens, _ in answers}) == 4, "each choice draws noise of its own"
 
 
-async def test_a_list_of_prompts_and_their_choices(tmp_path: Path) -> None:
+async def test_several_prompts_with_several_choices_are_all_answered(tmp_path: Path) -> None:
     prompts = [PROMPT, tuple(range(500, 550)), (7, 8)]
-    submissions = [Submission(prompt, SAMPLED, 30.0, choice=choice) for prompt in prompts for choice in range(3)]
+    submissions = [Submission(prompt, SAMPLED, 30.0, choice_index=choice) for prompt in prompts for choice in range(3)]
     async with (
-        coordinator(engine="paced", model="paced", cluster_token=TOKEN) as bench,
+        running_coordinator(engine="paced", model="paced", cluster_token=TOKEN) as bench,
         node_processes(bench, tmp_path, engine="paced", paced_step_ms=0.5, paced_reread=True),
     ):
-        answers = await asyncio.gather(*map(collect, await bench.dispatcher.submit_all(submissions)))
+        answers = await asyncio.gather(*map(collect_stream, await bench.dispatcher.submit_requests(submissions)))
         assert [len(tokens) for tokens, _ in answers] == [12] * 9
         assert bench.dispatcher.brain.counters.prompt_tokens["computed_prefill"] == sum(map(len, prompts))
-        assert bench.dispatcher.brain.queued == bench.dispatcher.brain.running == 0
+        assert bench.dispatcher.brain.queued_requests == bench.dispatcher.brain.running_requests == 0
 
 
-async def test_what_cannot_come_in_whole_does_not_come_in() -> None:
-    async with coordinator(max_queue=4) as bench, bench.node("p0", "prefill"), bench.node("d0", "decode") as decode:
-        ask = [Submission(PROMPT, SAMPLED, 5.0, choice=choice) for choice in range(4)]
-        streams = await bench.dispatcher.submit_all(ask)
+async def test_request_group_is_admitted_as_a_whole_or_not_at_all() -> None:
+    async with running_coordinator(max_queue=4) as bench, bench.make_node("p0", "prefill"), bench.make_node("d0", "decode") as decode:
+        ask = [Submission(PROMPT, SAMPLED, 5.0, choice_index=choice) for choice in range(4)]
+        streams = await bench.dispatcher.submit_requests(ask)
         with pytest.raises(Overloaded):
-            await bench.dispatcher.submit_all(ask[:2])
-        assert bench.dispatcher.brain.active() == [stream.id for stream in streams]
-        await decode.die()
-        await bench.until(lambda: len(bench.dispatcher.brain.registry.nodes) == 1)
+            await bench.dispatcher.submit_requests(ask[:2])
+        assert bench.dispatcher.brain.list_active_requests() == [stream.id for stream in streams]
+        await decode.drop_connection()
+        await bench.wait_until(lambda: len(bench.dispatcher.brain.node_registry.nodes) == 1)
         for stream in streams:
             stream.cancel()
-        waiting = asyncio.create_task(bench.dispatcher.submit_all(ask))
+        waiting = asyncio.create_task(bench.dispatcher.submit_requests(ask))
         await asyncio.sleep(0)
         waiting.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await waiting
-        assert bench.dispatcher.brain.active() == []
-        with pytest.raises(Unavailable):
-            await bench.dispatcher.submit_all(ask)
-        assert bench.dispatcher.brain.active() == []
+        assert bench.dispatcher.brain.list_active_requests() == []
+        with pytest.raises(ServiceUnavailable):
+            await bench.dispatcher.submit_requests(ask)
+        assert bench.dispatcher.brain.list_active_requests() == []
 
 
-HALF = TokenScore(-0.5, ((5, -0.25), (6, -0.5)))
-WHOLE = TokenScore(-1.0, ((7, -1.0), (8, -2.0)))
+FIRST_SCORE = TokenLogprobs(-0.5, ((5, -0.25), (6, -0.5)))
+SECOND_SCORE = TokenLogprobs(-1.0, ((7, -1.0), (8, -2.0)))
 
 
-async def answer_with_scores(bench: Bench, prefill: FakeNode, decode: FakeNode) -> None:
+async def answer_with_scores(bench: CoordinatorHarness, prefill: FakeNode, decode: FakeNode) -> None:
     """Decode's stream is the faster one: its token is there before the scores of the prompt."""
-    submit = await decode.order("submit")
-    await prefill.order("prefill")
+    submit = await decode.next_order("submit")
+    await prefill.next_order("prefill")
     key = submit.work.key
-    await decode.reserve(submit)
-    await prefill.order("ticket")
+    await decode.send_reserved(submit)
+    await prefill.next_order("ticket")
     for index, finish in enumerate((None, FinishReason.LENGTH)):
-        token = TokenEvent(wire.key_from_pb(key), index, 5, finish, HALF)
-        await decode.send(tokens=pb.Tokens(tokens=[wire.token_to_pb(token)]))
-    await decode.heartbeat()
-    told = bench.dispatcher.brain.registry.nodes[Incarnation(decode.incarnation)]
-    await bench.until(lambda: told.stats is not None)  # and of what came before
-    for first, score in ((1, HALF), (2, WHOLE)):
-        scores = pb.PromptScores(key=key, first=first, scores=[wire.score_to_pb(score)])
-        await prefill.send(prompt_scores=scores)
+        token = TokenEvent(wire.attempt_key_from_pb(key), index, 5, finish, FIRST_SCORE)
+        await decode.send_message(tokens=pb.Tokens(tokens=[wire.token_event_to_pb(token)]))
+    await decode.send_heartbeat()
+    told = bench.dispatcher.brain.node_registry.nodes[Incarnation(decode.incarnation)]
+    await bench.wait_until(lambda: told.stats is not None)  # and of what came before
+    for first, score in ((1, FIRST_SCORE), (2, SECOND_SCORE)):
+        scores = pb.PromptScores(key=key, first=first, scores=[wire.logprobs_to_pb(score)])
+        await prefill.send_message(prompt_scores=scores)
 
 
-async def test_scores_arrive_as_they_were_sent() -> None:
+async def test_logprobs_arrive_unchanged() -> None:
     async with (
-        coordinator() as bench,
-        bench.node("p0", "prefill") as prefill,
-        bench.node("d0", "decode") as decode,
+        running_coordinator() as bench,
+        bench.make_node("p0", "prefill") as prefill,
+        bench.make_node("d0", "decode") as decode,
     ):
-        prefill.run(answer_with_scores(bench, prefill, decode))
+        prefill.run_script(answer_with_scores(bench, prefill, decode))
         sampling = SamplingParams(max_tokens=2, logprobs=2, prompt_logprobs=2)
-        stream = await bench.dispatcher.submit(Submission((4, 5, 6), sampling, 60.0))
+        stream = await bench.dispatcher.submit_request(Submission((4, 5, 6), sampling, 60.0))
         events = [event async for event in stream]
-        assert events[:2] == [PromptScores((HALF, WHOLE)), Delta((5, 5), (HALF, HALF))]
-        assert isinstance(events[2], Done)
+        assert events[:2] == [PromptLogprobsEvent((FIRST_SCORE, SECOND_SCORE)), TokensEvent((5, 5), (FIRST_SCORE, FIRST_SCORE))]
+        assert isinstance(events[2], FinishedEvent)
         assert len(events) == 3
 
 
-async def test_a_score_that_makes_no_sense_costs_the_node_its_stream() -> None:
-    async with coordinator() as bench, bench.node("p0", "prefill") as prefill, bench.node("d0", "decode"):
+async def test_malformed_logprobs_end_the_nodes_stream() -> None:
+    async with running_coordinator() as bench, bench.make_node("p0", "prefill") as prefill, bench.make_node("d0", "decode"):
         sampling = SamplingParams(max_tokens=2, prompt_logprobs=2)
-        await bench.dispatcher.submit(Submission((4, 5), sampling, 10.0))
-        key = (await prefill.order("prefill")).work.key
-        scores = wire.score_to_pb(HALF)
+        await bench.dispatcher.submit_request(Submission((4, 5), sampling, 10.0))
+        key = (await prefill.next_order("prefill")).work.key
+        scores = wire.logprobs_to_pb(FIRST_SCORE)
         scores.top_ids.append(9)
-        await prefill.send(prompt_scores=pb.PromptScores(key=key, first=1, scores=[scores]))
-        await prefill.ended()
+        await prefill.send_message(prompt_scores=pb.PromptScores(key=key, first=1, scores=[scores]))
+        await prefill.wait_stream_end()
         assert bench.dispatcher.brain.counters.dropped_messages == {"damaged": 1}

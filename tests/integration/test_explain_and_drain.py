@@ -10,13 +10,13 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from baton.cli.ledger_check import OWNED
-from baton.cli.top_view import total
+from baton.cli.ledger_check import OWNED_STATES
+from baton.cli.top_view import sum_counter
 from baton.pb import cluster_pb2 as pb
-from node_engine.paced import paced_reference
-from tests.answers import Answer, cluster_call
+from node_engine.paced import paced_reference_tokens
+from tests.answers import GenerateAnswer, call_cluster_service
 from tests.cluster import Cluster
-from tests.load import baton, load, prompt
+from tests.load import run_baton, steady_load, make_prompt
 
 IN_MODULE = pytest.mark.asyncio(loop_scope="module")
 STAGES = ("queue", "reserve", "prefill", "transfer", "first_token")
@@ -35,17 +35,17 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 async def at_rest(cluster: Cluster) -> AsyncIterator[None]:
     yield
     for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
-        await cluster_call(cluster.grpc, "Undrain", pb.UndrainRequest(node=name))
-    await cluster.wait_quiet()
+        await call_cluster_service(cluster.grpc_address, "Undrain", pb.UndrainRequest(node=name))
+    await cluster.wait_idle()
 
 
-async def explain(cluster: Cluster, request: str) -> pb.ExplainResponse:
-    told: pb.ExplainResponse = await cluster_call(cluster.grpc, "Explain", pb.ExplainRequest(request_id=request))
+async def explain_request(cluster: Cluster, request: str) -> pb.ExplainResponse:
+    told: pb.ExplainResponse = await call_cluster_service(cluster.grpc_address, "Explain", pb.ExplainRequest(request_id=request))
     return told
 
 
-async def counted(cluster: Cluster, name: str, **labels: str) -> float:
-    return total((await cluster.status()).counters, name, **labels)
+async def read_counter(cluster: Cluster, name: str, **labels: str) -> float:
+    return sum_counter((await cluster.get_status()).counters, name, **labels)
 
 
 async def ttft_sum(cluster: Cluster) -> float:
@@ -56,33 +56,33 @@ async def ttft_sum(cluster: Cluster) -> float:
     return float(found[1]) if found else 0.0
 
 
-async def served_on(cluster: Cluster, answer: Answer) -> set[str]:
-    attempts = (await explain(cluster, answer.request_id)).attempts
+async def find_serving_nodes(cluster: Cluster, answer: GenerateAnswer) -> set[str]:
+    attempts = (await explain_request(cluster, answer.request_id)).attempts
     return {attempts[-1].prefill_node, attempts[-1].decode_node}
 
 
-async def assert_empty(cluster: Cluster, name: str) -> None:
-    ledgers = {ledger.node: ledger for ledger in (await cluster.ledgers()).ledgers}
-    assert [owner for owner in ledgers[name].owners if owner.state in OWNED] == []
+async def check_node_is_empty(cluster: Cluster, name: str) -> None:
+    ledgers = {ledger.node: ledger for ledger in (await cluster.get_ledgers()).ledgers}
+    assert [owner for owner in ledgers[name].owners if owner.state in OWNED_STATES] == []
 
 
 @IN_MODULE
 @pytest.mark.parametrize("fault", ["", "decode.commit.before=error*1"], ids=["served", "placed again"])
-async def test_the_stages_add_up_to_the_time_to_first_token(cluster: Cluster, fault: str) -> None:
-    await cluster.arm("decode", fault)
-    before, asked = await ttft_sum(cluster), prompt(len(fault), 300)
+async def test_explain_stages_add_up_to_ttft(cluster: Cluster, fault: str) -> None:
+    await cluster.arm_failpoints("decode", fault)
+    before, asked = await ttft_sum(cluster), make_prompt(len(fault), 300)
     began, seen = time.monotonic(), 0.0
-    async with cluster.streaming(asked, max_tokens=8, ignore_eos=True) as call:
+    async with cluster.stream_generate(asked, max_tokens=8, ignore_eos=True) as call:
         request, tokens = "", list[int]()
         async for message in call:
             seen = seen or time.monotonic() - began
             request = message.request_id
             tokens += message.token_ids
-    await cluster.arm("decode", "")
-    assert tokens == paced_reference(asked, 8)
+    await cluster.arm_failpoints("decode", "")
+    assert tokens == paced_reference_tokens(asked, 8)
     ttft = await ttft_sum(cluster) - before
     async with asyncio.timeout(60):  # prefill's report of the hand-off may come after the end
-        while not (told := await explain(cluster, request)).attempts[-1].handoff.bytes:
+        while not (told := await explain_request(cluster, request)).attempts[-1].handoff.bytes:
             await asyncio.sleep(0.05)
     stages = [getattr(told.timeline, stage) for stage in STAGES]
     assert sum(stages) == pytest.approx(ttft, rel=0.02)
@@ -100,96 +100,96 @@ async def test_the_stages_add_up_to_the_time_to_first_token(cluster: Cluster, fa
 
 @IN_MODULE
 async def test_explain_on_the_command_line(cluster: Cluster) -> None:
-    answer = await cluster.generate(prompt(7), max_tokens=5, ignore_eos=True)
-    code, out, err = await baton(cluster, "explain", answer.request_id)
+    answer = await cluster.generate(make_prompt(7), max_tokens=5, ignore_eos=True)
+    code, out, err = await run_baton(cluster, "explain", answer.request_id)
     assert (code, err) == (0, "")
     assert f"request {answer.request_id}: finished (length)" in out
     assert "chosen" in out
-    code, out, _ = await baton(cluster, "explain", answer.request_id, "--json")
+    code, out, _ = await run_baton(cluster, "explain", answer.request_id, "--json")
     assert (code, json.loads(out)["output_tokens"]) == (0, 5)
     async with httpx.AsyncClient() as client:
         by_http = await client.get(f"{cluster.admin}/admin/explain/{answer.request_id}")
     assert by_http.json()["attempts"][0]["ended"] == "served"
-    code, out, err = await baton(cluster, "explain", "nobody")
+    code, out, err = await run_baton(cluster, "explain", "nobody")
     assert (code, out) == (1, "")
     assert "there is no request 'nobody'" in err
 
 
 @IN_MODULE
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_drain_under_load_lets_everything_end_where_it_is(cluster: Cluster, role: str) -> None:
-    failed = await counted(cluster, "baton_replaced_total")
-    async with load(cluster) as answers:
-        code, out, err = await baton(cluster, "drain", f"{role}-0")
+async def test_drain_under_load_finishes_requests_on_the_node(cluster: Cluster, role: str) -> None:
+    failed = await read_counter(cluster, "baton_replaced_total")
+    async with steady_load(cluster) as answers:
+        code, out, err = await run_baton(cluster, "drain", f"{role}-0")
         assert (code, out) == (0, f"{role}-0 is drained: nothing is left there\n"), err
-        await assert_empty(cluster, f"{role}-0")
+        await check_node_is_empty(cluster, f"{role}-0")
         answers.clear()
         await cluster.wait_status(lambda _: len(answers) >= 6)
-    assert await counted(cluster, "baton_replaced_total") == failed
-    assert f"{role}-0" not in await served_on(cluster, answers[-1])
+    assert await read_counter(cluster, "baton_replaced_total") == failed
+    assert f"{role}-0" not in await find_serving_nodes(cluster, answers[-1])
 
 
 @IN_MODULE
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_what_is_left_after_its_time_goes_on_elsewhere(cluster: Cluster, role: str) -> None:
-    before = [await counted(cluster, "baton_replaced_total", **only) for only in ({}, {"reason": "drained"})]
-    long = prompt(3, 2000)
-    async with load(cluster, tokens=100):
-        await cluster.arm(role, f"{role}.{'step' if role == 'decode' else 'layer'}.before=delay(0.2)")  # it is not done
+async def test_drain_timeout_moves_remaining_requests_to_other_nodes(cluster: Cluster, role: str) -> None:
+    before = [await read_counter(cluster, "baton_replaced_total", **only) for only in ({}, {"reason": "drained"})]
+    long = make_prompt(3, 2000)
+    async with steady_load(cluster, tokens=100):
+        await cluster.arm_failpoints(role, f"{role}.{'step' if role == 'decode' else 'layer'}.before=delay(0.2)")  # it is not done
         for_long = asyncio.create_task(cluster.generate(long, max_tokens=100, ignore_eos=True))
         await cluster.wait_status(lambda status: all(one.placed for one in status.nodes if one.role == role))
-        code, _, err = await baton(cluster, "drain", f"{role}-0", "--timeout", "0")
-        await cluster.arm(role, "")
+        code, _, err = await run_baton(cluster, "drain", f"{role}-0", "--timeout", "0")
+        await cluster.arm_failpoints(role, "")
         assert code == 0, err
-        await assert_empty(cluster, f"{role}-0")
-        assert list((await for_long).tokens) == paced_reference(long, 100)
-    drained = await counted(cluster, "baton_replaced_total", reason="drained") - before[1]
-    assert await counted(cluster, "baton_replaced_total") - before[0] == drained > 0 or role == "prefill"
+        await check_node_is_empty(cluster, f"{role}-0")
+        assert list((await for_long).tokens) == paced_reference_tokens(long, 100)
+    drained = await read_counter(cluster, "baton_replaced_total", reason="drained") - before[1]
+    assert await read_counter(cluster, "baton_replaced_total") - before[0] == drained > 0 or role == "prefill"
 
 
 @IN_MODULE
-async def test_a_drained_node_that_restarts_stays_out_until_it_is_put_back(cluster: Cluster) -> None:
-    assert (await baton(cluster, "drain", "decode-1"))[0] == 0
+async def test_restarted_drained_node_stays_drained_until_undrain(cluster: Cluster) -> None:
+    assert (await run_baton(cluster, "drain", "decode-1"))[0] == 0
     cluster.kill("decode-1")
     await cluster.wait_status(lambda status: len(status.nodes) == 3)
     cluster.start("decode-1")
     status = await cluster.wait_status(lambda status: len(status.nodes) == 4)
     assert {node.name: node.service != "in" for node in status.nodes}["decode-1"]
-    answers = [await cluster.generate(prompt(number), max_tokens=3) for number in range(4)]
-    assert {(await explain(cluster, answer.request_id)).attempts[-1].decode_node for answer in answers} == {"decode-0"}
-    assert (await baton(cluster, "undrain", "decode-1"))[1] == "decode-1 is in service\n"
-    async with load(cluster) as answers:
+    answers = [await cluster.generate(make_prompt(number), max_tokens=3) for number in range(4)]
+    assert {(await explain_request(cluster, answer.request_id)).attempts[-1].decode_node for answer in answers} == {"decode-0"}
+    assert (await run_baton(cluster, "undrain", "decode-1"))[1] == "decode-1 is in service\n"
+    async with steady_load(cluster) as answers:
         await cluster.wait_status(lambda status: all(node.placed for node in status.nodes if node.role == "decode"))
 
 
 @IN_MODULE
-async def test_the_last_prefill_node_may_be_drained_and_decode_nodes_compute_prompts(cluster: Cluster) -> None:
-    assert (await baton(cluster, "drain", "prefill-1", "--no-wait"))[2] == ""
-    asked = prompt(11, 6000)
-    await cluster.arm("prefill", "prefill.layer.before=delay(0.2)")  # it is not done before it is drained
+async def test_draining_the_last_prefill_node_moves_prefill_to_decode_nodes(cluster: Cluster) -> None:
+    assert (await run_baton(cluster, "drain", "prefill-1", "--no-wait"))[2] == ""
+    asked = make_prompt(11, 6000)
+    await cluster.arm_failpoints("prefill", "prefill.layer.before=delay(0.2)")  # it is not done before it is drained
     waiting = asyncio.create_task(cluster.generate(asked, max_tokens=4, ignore_eos=True))
     await cluster.wait_status(lambda status: any(one.placed for one in status.nodes if one.name == "prefill-0"))
     request = pb.DrainRequest(node="prefill-0", timeout_seconds=0)
-    answer = await cluster_call(cluster.grpc, "Drain", request)
+    answer = await call_cluster_service(cluster.grpc_address, "Drain", request)
     assert answer.warning == (
         "there is no prefill node but drained ones (prefill-0, prefill-1): decode nodes compute every prompt until one"
         " serves"
     )
     served = await waiting
-    assert list(served.tokens) == paced_reference(asked, 4)
-    told = await cluster_call(cluster.grpc, "Explain", pb.ExplainRequest(request_id=served.request_id))
+    assert list(served.tokens) == paced_reference_tokens(asked, 4)
+    told = await call_cluster_service(cluster.grpc_address, "Explain", pb.ExplainRequest(request_id=served.request_id))
     assert (told.attempts[-1].way, told.attempts[-1].why) == ("local", "no_prefill_node")
-    code, out, _ = await baton(cluster, "status", "--json")
+    code, out, _ = await run_baton(cluster, "status", "--json")
     assert (code, json.loads(out)["notices"]) == (0, ["no prefill node serves: decode nodes compute every prompt"])
-    await cluster.arm("prefill", "")
-    await baton(cluster, "undrain", "prefill-0")
-    assert (await cluster.status()).ready
+    await cluster.arm_failpoints("prefill", "")
+    await run_baton(cluster, "undrain", "prefill-0")
+    assert (await cluster.get_status()).ready
 
 
 @IN_MODULE
 async def test_top_on_the_command_line(cluster: Cluster) -> None:
-    async with load(cluster, tokens=100):
-        code, out, err = await baton(cluster, "top", "--once", "--interval", "0.5", "--json")
+    async with steady_load(cluster, tokens=100):
+        code, out, err = await run_baton(cluster, "top", "--once", "--interval", "0.5", "--json")
     assert (code, err) == (0, "")
     seen = json.loads(out)
     assert seen["rates"]["tokens"] > 0

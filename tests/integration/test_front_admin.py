@@ -2,16 +2,16 @@
 
 import pytest
 
-from baton.ratio import Split
+from baton.ratio import RoleSplit
 from baton.slo import Slo
-from coordinator.admin import NOT_YET
-from tests.integration.front_fixtures import serving
+from coordinator.admin import UNBUILT_ROUTES
+from tests.integration.front_fixtures import running_frontend
 
 TOKEN = "open-sesame"
 
 
-async def test_state_is_the_protocols_own_json() -> None:
-    async with serving() as front:
+async def test_state_is_protobuf_json() -> None:
+    async with running_frontend() as front:
         status = (await front.admin.get("/admin/status")).json()
         assert (status["ready"], status["queued"], status["running"], status["nodes"]) == (True, 2, 0, [])
         ledger = (await front.admin.get("/admin/ledger")).json()["ledgers"][0]
@@ -22,73 +22,73 @@ async def test_state_is_the_protocols_own_json() -> None:
 
 
 async def test_explain_by_http() -> None:
-    async with serving() as front:
+    async with running_frontend() as front:
         assert (await front.admin.get("/admin/explain/known")).json()["prompt_tokens"] == 3
         unknown = await front.admin.get("/admin/explain/nobody")
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "not_found")
 
 
 async def test_drain_by_http() -> None:
-    async with serving() as front:
+    async with running_frontend() as front:
         answer = await front.admin.post("/admin/drain", json={"node": "d0", "timeout": 2.5})
         assert (answer.status_code, answer.json()["service"]) == (200, "draining")
-        assert front.brain.drained == [("d0", 2.5)]
+        assert front.backend.drain_calls == [("d0", 2.5)]
         answer = await front.admin.post("/admin/drain", json={"node": "d0", "undrain": True})
-        assert (answer.json()["service"], front.brain.drained) == ("in", [])
+        assert (answer.json()["service"], front.backend.drain_calls) == ("in", [])
         for body in (b"{", b"{}", b'{"node": 1}', b'{"node": "d0", "until": 1}'):
             bad = await front.admin.post("/admin/drain", content=body)
             assert (bad.status_code, bad.json()["error"]["code"]) == (400, "invalid_request")
 
 
-async def test_a_page_of_elsewhere_drains_nothing() -> None:
-    async with serving() as front:
+async def test_cross_origin_drain_is_refused() -> None:
+    async with running_frontend() as front:
         page = {"origin": "http://evil.example"}
         answer = await front.admin.post("/admin/drain", json={"node": "d0"}, headers=page)
-        assert (answer.status_code, front.brain.drained) == (401, [])
+        assert (answer.status_code, front.backend.drain_calls) == (401, [])
 
 
 @pytest.mark.parametrize("header", ["x-forwarded-for", "forwarded", "x-real-ip", "via"])
-async def test_what_a_proxy_passed_on_drains_nothing(header: str) -> None:
+async def test_proxied_drain_is_refused(header: str) -> None:
     """Its address is this machine's, whoever the caller was."""
-    async with serving() as front:
+    async with running_frontend() as front:
         answer = await front.admin.post("/admin/drain", json={"node": "d0"}, headers={header: "for=203.0.113.9"})
-        assert (answer.status_code, front.brain.drained) == (401, [])
+        assert (answer.status_code, front.backend.drain_calls) == (401, [])
         assert "--admin-token" in answer.json()["error"]["message"]
 
 
 async def test_ratio_by_http() -> None:
-    async with serving() as front:
+    async with running_frontend() as front:
         shown = (await front.admin.get("/admin/ratio")).json()
         assert (shown["prefill"], shown["decode"], shown["possible"]) == (1, 2, "1:2, 2:1")
         answer = await front.admin.post("/admin/ratio", json={"ratio": "2:1", "flip_timeout": 2.5})
         assert (answer.status_code, answer.json()["target_prefill"]) == (200, 2)
         await front.admin.post("/admin/ratio", json={"ratio": "1:2"})
-        assert front.brain.ratios == [(Split(2, 1), 2.5), (Split(1, 2), None)]
+        assert front.backend.ratio_targets == [(RoleSplit(2, 1), 2.5), (RoleSplit(1, 2), None)]
         for body in (b"{", b"{}", b'{"ratio": "2"}', b'{"ratio": 2}', b'{"ratio": "2:1", "when": 1}'):
             bad = await front.admin.post("/admin/ratio", content=body)
             assert (bad.status_code, bad.json()["error"]["code"]) == (400, "invalid_request")
 
 
 async def test_probes_and_health_follow_readiness() -> None:
-    async with serving() as front:
+    async with running_frontend() as front:
         assert (await front.admin.get("/readyz")).status_code == 200
         assert (await front.http.get("/health")).status_code == 200
-        front.readiness.become("no decode node has joined")
+        front.readiness.set_reason("no decode node has joined")
         assert (await front.admin.get("/livez")).status_code == 200
         for response in (await front.admin.get("/readyz"), await front.http.get("/health")):
             assert response.status_code == 503
             assert "no decode node has joined" in response.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(("path", "method"), NOT_YET)
-async def test_what_is_not_built_says_so(path: str, method: str) -> None:
-    async with serving() as front:
+@pytest.mark.parametrize(("path", "method"), UNBUILT_ROUTES)
+async def test_unimplemented_routes_say_so(path: str, method: str) -> None:
+    async with running_frontend() as front:
         response = await front.admin.request(method, path)
         assert (response.status_code, response.json()["error"]["code"]) == (501, "not_available")
 
 
-async def test_a_token_closes_every_route_even_to_loopback() -> None:
-    async with serving(admin_token=TOKEN) as front:
+async def test_admin_token_guards_every_route_even_on_loopback() -> None:
+    async with running_frontend(admin_token=TOKEN) as front:
         paths = [route.path for route in front.apps[1].routes]
         assert "/metrics" in paths
         for path in paths:
@@ -99,8 +99,8 @@ async def test_a_token_closes_every_route_even_to_loopback() -> None:
         assert right.status_code == 200
 
 
-async def test_errors_have_our_shape() -> None:
-    async with serving() as front:
+async def test_admin_errors_have_the_common_shape() -> None:
+    async with running_frontend() as front:
         for method, path, status in (
             ("GET", "/nope", 404),
             ("GET", "/livez/", 404),
@@ -112,8 +112,8 @@ async def test_errors_have_our_shape() -> None:
             assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
-async def test_advice_and_automatic_change_by_http() -> None:
-    async with serving() as front:
+async def test_ratio_advice_and_auto_ratio_by_http() -> None:
+    async with running_frontend() as front:
         told = (await front.admin.get("/admin/ratio/advice", params={"slo": "ttft=1s"})).json()
         assert (told["slo"], told["prefill"]) == ("ttft=1000ms", 2)
         bad = await front.admin.get("/admin/ratio/advice", params={"slo": "soon"})
@@ -122,7 +122,7 @@ async def test_advice_and_automatic_change_by_http() -> None:
         assert on.json()["automatic"] is True
         await front.admin.post("/admin/ratio", json={"auto": True})
         await front.admin.post("/admin/ratio", json={"auto": False})
-        assert front.brain.steered == [(Slo(tpot=0.03), 2.5), (None, None), None]
+        assert front.backend.auto_ratio_calls == [(Slo(tpot_seconds=0.03), 2.5), (None, None), None]
         for body in (
             {},
             {"auto": True, "ratio": "1:2"},

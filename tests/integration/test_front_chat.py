@@ -8,57 +8,57 @@ import pytest
 import pytest_asyncio
 
 from baton.pb import generation_pb2 as pb
-from baton.types import FinishReason, TokenScore
-from coordinator.generation import Delta
-from tests.integration.front_fixtures import BOUNDS, FakeGeneration, Front, count_up, done, serving
-from tests.integration.front_text import byte_tokens, chatting_tokenizer, ids_of
+from baton.types import FinishReason, TokenLogprobs
+from coordinator.generation import TokensEvent
+from tests.integration.front_fixtures import MODEL_BOUNDS, FakeGeneration, FrontendHarness, emit_counting_tokens, finished_event, running_frontend
+from tests.integration.front_text import byte_tokens, chat_tokenizer, expected_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared() -> AsyncIterator[Front]:
-    async with serving(text=chatting_tokenizer()) as running:
+async def shared() -> AsyncIterator[FrontendHarness]:
+    async with running_frontend(text=chat_tokenizer()) as running:
         yield running
 
 
 @pytest.fixture
-def front(shared: Front) -> Front:
-    shared.brain.script = count_up
-    shared.brain.submissions.clear()
+def front(shared: FrontendHarness) -> FrontendHarness:
+    shared.backend.script = emit_counting_tokens
+    shared.backend.submissions.clear()
     return shared
 
 
-def say(text: str, reason: FinishReason = FinishReason.STOP, logprobs: bool = False) -> Any:
+def text_script(text: str, reason: FinishReason = FinishReason.STOP, logprobs: bool = False) -> Any:
     def script(generation: FakeGeneration) -> None:
         for token in byte_tokens(text.encode()):
-            scores = (TokenScore(-0.5, ((token, -0.5), (7, -2.0))),) if logprobs else ()
-            generation.give(Delta((token,), scores))
-        generation.give(done(reason, cached=2))
+            scores = (TokenLogprobs(-0.5, ((token, -0.5), (7, -2.0))),) if logprobs else ()
+            generation.emit_events(TokensEvent((token,), scores))
+        generation.emit_events(finished_event(reason, cached=2))
 
     return script
 
 
-async def chat(front: Front, messages: object = None, **fields: object) -> Any:
+async def post_chat(front: FrontendHarness, messages: object = None, **fields: object) -> Any:
     return await front.http.post("/v1/chat/completions", json={"messages": messages or HELLO, **fields})
 
 
-async def stream(front: Front, **fields: object) -> list[dict[str, Any]]:
-    response = await chat(front, stream=True, **fields)
+async def stream_chat(front: FrontendHarness, **fields: object) -> list[dict[str, Any]]:
+    response = await post_chat(front, stream=True, **fields)
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     *parts, end = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert end == "[DONE]"
     return [json.loads(part) for part in parts]
 
 
-async def test_a_whole_answer(front: Front) -> None:
-    front.brain.script = say("héllo 😀")
-    response = await chat(front)
+async def test_chat_response(front: FrontendHarness) -> None:
+    front.backend.script = text_script("héllo 😀")
+    response = await post_chat(front)
     answer = response.json()
     assert isinstance(answer.pop("created"), int)
     count = len("héllo 😀".encode())
-    prompt = len(ids_of("<user>hello<assistant>"))
+    prompt = len(expected_ids("<user>hello<assistant>"))
     assert answer == {
         "id": f"chatcmpl-{response.headers['x-baton-request-id']}",
         "object": "chat.completion",
@@ -80,33 +80,33 @@ async def test_a_whole_answer(front: Front) -> None:
     }
 
 
-async def test_the_prompt_is_the_rendered_template_and_the_default_is_the_rest_of_the_context(front: Front) -> None:
-    front.brain.script = say("x")
+async def test_prompt_is_rendered_and_max_tokens_defaults_to_the_rest_of_the_context(front: FrontendHarness) -> None:
+    front.backend.script = text_script("x")
     talk = [
         {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {"role": "user", "content": "c", "name": "Ann"},
         {"role": "assistant", "content": "d", "tool_calls": []},
     ]
     for fields in ({}, {"max_tokens": 3}, {"max_completion_tokens": 4}, {"add_generation_prompt": False}):
-        assert (await chat(front, talk, **fields)).status_code == 200
-    prompts = [submission.prompt for submission in front.brain.submissions]
+        assert (await post_chat(front, talk, **fields)).status_code == 200
+    prompts = [submission.prompt_token_ids for submission in front.backend.submissions]
     rendered = "<developer>a\nb<user>Ann: c<assistant>d"
-    assert prompts == [ids_of(f"{rendered}<assistant>")] * 3 + [ids_of(rendered)]
-    limits = [submission.sampling.max_tokens for submission in front.brain.submissions]
-    assert limits == [BOUNDS.max_context - len(prompts[0]), 3, 4, BOUNDS.max_context - len(prompts[3])]
+    assert prompts == [expected_ids(f"{rendered}<assistant>")] * 3 + [expected_ids(rendered)]
+    limits = [submission.sampling.max_tokens for submission in front.backend.submissions]
+    assert limits == [MODEL_BOUNDS.max_context - len(prompts[0]), 3, 4, MODEL_BOUNDS.max_context - len(prompts[3])]
 
 
 @pytest.mark.parametrize("value", ["a", 5, -(2**53), 0.5, True, None])
-async def test_arguments_of_the_template(front: Front, value: Any) -> None:
+async def test_chat_template_kwargs_reach_the_template(front: FrontendHarness, value: Any) -> None:
     """By both front doors the template has the same value, of the same type."""
-    front.brain.script = say("x")
+    front.backend.script = text_script("x")
     kinds = {bool: "flag", int: "whole", float: "number", str: "text"}
     worded = pb.TemplateValue() if value is None else pb.TemplateValue(**{kinds[type(value)]: value})
     conversation = pb.Conversation(messages=[pb.Message(**HELLO[0])], chat_template_kwargs={"opening": worded})
-    assert (await chat(front, chat_template_kwargs={"opening": value})).status_code == 200
+    assert (await post_chat(front, chat_template_kwargs={"opening": value})).status_code == 200
     await front.stub.GenerateOnce(pb.GenerateRequest(chat=conversation))
-    expected = ids_of(f"{value}<user>hello<assistant>")
-    assert [submission.prompt for submission in front.brain.submissions] == [expected] * 2
+    expected = expected_ids(f"{value}<user>hello<assistant>")
+    assert [submission.prompt_token_ids for submission in front.backend.submissions] == [expected] * 2
 
 
 @pytest.mark.parametrize(
@@ -127,17 +127,17 @@ async def test_arguments_of_the_template(front: Front, value: Any) -> None:
         ([], "chat_template_kwargs is []"),
     ],
 )
-async def test_arguments_that_are_refused(front: Front, arguments: Any, told: str) -> None:
-    response = await chat(front, chat_template_kwargs=arguments)
+async def test_invalid_chat_template_kwargs_are_refused(front: FrontendHarness, arguments: Any, told: str) -> None:
+    response = await post_chat(front, chat_template_kwargs=arguments)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "chat_template_kwargs")
     assert told in error["message"]
-    assert front.brain.submissions == []
+    assert front.backend.submissions == []
 
 
-async def test_a_stream(front: Front) -> None:
-    front.brain.script = say("é!")
-    parts = await stream(front, stream_options={"include_usage": True}, return_token_ids=True)
+async def test_chat_stream(front: FrontendHarness) -> None:
+    front.backend.script = text_script("é!")
+    parts = await stream_chat(front, stream_options={"include_usage": True}, return_token_ids=True)
     assert {part["object"] for part in parts} == {"chat.completion.chunk"}
     assert len({(part["id"], part["created"], part["model"]) for part in parts}) == 1
     *choices, usage = parts
@@ -151,8 +151,8 @@ async def test_a_stream(front: Front) -> None:
     assert usage["usage"]["completion_tokens"] == 3
 
 
-async def test_logprobs(front: Front) -> None:
-    front.brain.script = say("é", logprobs=True)
+async def test_chat_logprobs(front: FrontendHarness) -> None:
+    front.backend.script = text_script("é", logprobs=True)
     first, second = byte_tokens("é".encode())
     expected = [
         {
@@ -166,34 +166,34 @@ async def test_logprobs(front: Front) -> None:
         }
         for byte in "é".encode()
     ]
-    whole = (await chat(front, logprobs=True, top_logprobs=2)).json()["choices"][0]
+    whole = (await post_chat(front, logprobs=True, top_logprobs=2)).json()["choices"][0]
     assert whole["logprobs"] == {"content": expected, "refusal": None}
-    assert front.brain.submissions[-1].sampling.logprobs == 2
-    parts = [part["choices"][0]["logprobs"] for part in await stream(front, logprobs=True)]
+    assert front.backend.submissions[-1].sampling.logprobs == 2
+    parts = [part["choices"][0]["logprobs"] for part in await stream_chat(front, logprobs=True)]
     assert [entry for part in parts if part for entry in part["content"]] == expected
-    assert front.brain.submissions[-1].sampling.logprobs == 0
+    assert front.backend.submissions[-1].sampling.logprobs == 0
     assert {first, second} == set(byte_tokens("é".encode()))
 
 
-async def test_stop_strings_end_the_generation(front: Front) -> None:
-    front.brain.script = lambda generation: generation.give(
-        *(Delta((token,)) for token in byte_tokens(b"one two three"))
+async def test_stop_strings_end_the_generation(front: FrontendHarness) -> None:
+    front.backend.script = lambda generation: generation.emit_events(
+        *(TokensEvent((token,)) for token in byte_tokens(b"one two three"))
     )
     for streamed in (False, True):
         if streamed:
-            parts = await stream(front, stop=["o t", "zz"], return_token_ids=True)
+            parts = await stream_chat(front, stop=["o t", "zz"], return_token_ids=True)
             text = "".join(part["choices"][0]["delta"].get("content", "") for part in parts)
             reason = parts[-1]["choices"][0]["finish_reason"]
             tokens = [token for part in parts for token in part["choices"][0]["token_ids"]]
         else:
-            answer = (await chat(front, stop=["o t", "zz"], return_token_ids=True)).json()
+            answer = (await post_chat(front, stop=["o t", "zz"], return_token_ids=True)).json()
             (choice,) = answer["choices"]
             text, reason, tokens = choice["message"]["content"], choice["finish_reason"], choice["token_ids"]
             assert answer["usage"]["completion_tokens"] == len("one two t")
         assert (text, reason, tokens) == ("one tw", "stop", byte_tokens(b"one tw"))
-        generation = front.brain.generations.get_nowait()
-        while not front.brain.generations.empty():
-            generation = front.brain.generations.get_nowait()
+        generation = front.backend.generations.get_nowait()
+        while not front.backend.generations.empty():
+            generation = front.backend.generations.get_nowait()
         assert generation.stopped.is_set()
 
 
@@ -233,17 +233,17 @@ BAD: list[tuple[dict[str, object], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "told"), BAD, ids=lambda value: str(value)[:40])
-async def test_bad_requests(front: Front, fields: dict[str, object], param: str, told: str) -> None:
+async def test_bad_chat_requests_are_refused(front: FrontendHarness, fields: dict[str, object], param: str, told: str) -> None:
     response = await front.http.post("/v1/chat/completions", json={"messages": HELLO} | fields)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param), error
     assert told in error["message"]
     assert "hello" not in error["message"]
-    assert front.brain.submissions == []
+    assert front.backend.submissions == []
 
 
-async def test_a_model_without_a_template_or_a_tokenizer_says_so() -> None:
-    async with serving() as bare:
-        response = await chat(bare)
+async def test_missing_template_or_tokenizer_is_reported() -> None:
+    async with running_frontend() as bare:
+        response = await post_chat(bare)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
         assert "messages are text, but demo has no tokenizer files" in response.json()["error"]["message"]

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from baton.types import TokenScore
+from baton.types import TokenLogprobs
 from coordinator import tokenizer_files
-from coordinator.generation import Delta, PromptScores
-from tests.integration.front_fixtures import BOUNDS, FakeGeneration, Front, done, serving
+from coordinator.generation import TokensEvent, PromptLogprobsEvent
+from tests.integration.front_fixtures import MODEL_BOUNDS, FakeGeneration, FrontendHarness, finished_event, running_frontend
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "data" / "client_bodies"
@@ -28,34 +28,34 @@ OBJECTS = {
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-def answer(generation: FakeGeneration) -> None:
+def scored_script(generation: FakeGeneration) -> None:
     """Tokens of the model's vocabulary, scored where the request asks for it."""
     sampling = generation.submission.sampling
     scored = sampling.logprobs is not None
-    score = TokenScore(-0.5, ((100, -0.5),))
+    score = TokenLogprobs(-0.5, ((100, -0.5),))
     if sampling.prompt_logprobs is not None:
-        generation.give(PromptScores((score,) * (len(generation.submission.prompt) - 1)))
+        generation.emit_events(PromptLogprobsEvent((score,) * (len(generation.submission.prompt_token_ids) - 1)))
     for token in range(100, 100 + sampling.max_tokens):
-        generation.give(Delta((token,), (score,) if scored else ()))
-    generation.give(done())
+        generation.emit_events(TokensEvent((token,), (score,) if scored else ()))
+    generation.emit_events(finished_event())
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def front() -> AsyncIterator[Front]:
-    text = await tokenizer_files.load(str(ROOT / "models" / "demo"), "model")
-    async with serving(text=text) as running:
-        running.brain.script = answer
-        bounds = replace(BOUNDS, vocab_size=4096)
-        running.brain.bounds = lambda: bounds  # type: ignore[method-assign]
+async def front() -> AsyncIterator[FrontendHarness]:
+    text = await tokenizer_files.load_tokenizer(str(ROOT / "models" / "demo"), "model")
+    async with running_frontend(text=text) as running:
+        running.backend.script = scored_script
+        bounds = replace(MODEL_BOUNDS, vocab_size=4096)
+        running.backend.get_model_bounds = lambda: bounds  # type: ignore[method-assign]
         yield running
 
 
-async def test_every_client_is_there() -> None:
+async def test_every_client_has_recorded_bodies() -> None:
     assert {f"{client}_{end}" for client in CLIENTS for end in ("completions", "chat")} <= RECORDED.keys()
 
 
 @pytest.mark.parametrize("name", list(RECORDED))
-async def test_every_body_is_answered(front: Front, name: str) -> None:
+async def test_every_recorded_body_is_answered_in_shape(front: FrontendHarness, name: str) -> None:
     recorded = RECORDED[name]
     for body in recorded["bodies"]:
         response = await front.http.post(recorded["path"], json=body)
@@ -63,18 +63,18 @@ async def test_every_body_is_answered(front: Front, name: str) -> None:
         if body.get("stream"):
             check_stream(recorded["path"], body, response.text)
         else:
-            check_whole(recorded["path"], body, response.json())
+            check_response(recorded["path"], body, response.json())
 
 
-def choices_of(body: dict[str, Any]) -> int:
+def count_choices(body: dict[str, Any]) -> int:
     prompt = body.get("prompt")
     several = isinstance(prompt, list) and not isinstance(prompt[0], int)
     return (len(prompt) if several and prompt is not None else 1) * (body.get("n") or 1)
 
 
-def check_whole(path: str, body: dict[str, Any], whole: dict[str, Any]) -> None:
+def check_response(path: str, body: dict[str, Any], whole: dict[str, Any]) -> None:
     assert whole["object"] == OBJECTS[path][0]
-    assert [choice["index"] for choice in whole["choices"]] == list(range(choices_of(body)))
+    assert [choice["index"] for choice in whole["choices"]] == list(range(count_choices(body)))
     assert {choice["finish_reason"] for choice in whole["choices"]} == {"length"}
     usage = whole["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
@@ -89,7 +89,7 @@ def check_stream(path: str, body: dict[str, Any], text: str) -> None:
     chunks = [json.loads(event) for event in events]
     assert {chunk["object"] for chunk in chunks} == {OBJECTS[path][1]}
     ends = [choice["index"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"] is not None]
-    assert sorted(ends) == list(range(choices_of(body)))
+    assert sorted(ends) == list(range(count_choices(body)))
     asked = body.get("stream_options") or {}
     if asked.get("include_usage"):
         assert chunks[-1]["choices"] == []

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from baton.pb import generation_pb2 as pb
 from baton.pb.generation_pb2_grpc import GenerationStub
 from tests.cluster import Cluster
-from tests.models import END, build_model, load_reference
+from tests.models import EOS_TOKEN, build_model, load_reference_model
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEMPLATE = (
@@ -40,17 +40,17 @@ async def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Asyn
     made = Cluster(tmp_path_factory.mktemp("front"), model=str(model), **settings)
     async with made:
         yield made
-        await made.wait_quiet()
+        await made.wait_idle()
     made.assert_clean()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def http(cluster: Cluster) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=cluster.http, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=60) as client:
         yield client
 
 
-async def ask(http: httpx.AsyncClient, path: str = "/v1/completions", **fields: object) -> Any:
+async def post_request(http: httpx.AsyncClient, path: str = "/v1/completions", **fields: object) -> Any:
     response = await http.post(path, json=fields)
     assert response.status_code == 200, response.text
     return response.json()
@@ -68,21 +68,21 @@ async def streamed(http: httpx.AsyncClient, **fields: object) -> tuple[str, list
     return "".join(choice["text"] for choice in choices), tokens, choices[-1]["finish_reason"], last["usage"]
 
 
-async def test_choices_are_those_of_requests_of_their_own(http: httpx.AsyncClient) -> None:
+async def test_choices_equal_separate_requests(http: httpx.AsyncClient) -> None:
     fields = {"prompt": PROMPT, "max_tokens": 6, "seed": 11, "temperature": 1.0, "return_token_ids": True}
-    together = (await ask(http, n=4, **fields))["choices"]
-    alone = await asyncio.gather(*(ask(http, first_choice=number, **fields) for number in range(4)))
+    together = (await post_request(http, n=4, **fields))["choices"]
+    alone = await asyncio.gather(*(post_request(http, first_choice=number, **fields) for number in range(4)))
     assert [choice["token_ids"] for choice in together] == [answer["choices"][0]["token_ids"] for answer in alone]
     assert len({tuple(choice["token_ids"]) for choice in together}) > 1
-    greedy = (await ask(http, n=4, **fields | {"temperature": 0}))["choices"]
+    greedy = (await post_request(http, n=4, **fields | {"temperature": 0}))["choices"]
     assert len({choice["text"] for choice in greedy}) == 1
 
 
-async def test_echoed_log_probabilities_are_the_models_own(http: httpx.AsyncClient, model: Path) -> None:
-    tokenizer, reference = Tokenizer.from_file(str(model / "tokenizer.json")), load_reference(model)
+async def test_echoed_logprobs_equal_the_models(http: httpx.AsyncClient, model: Path) -> None:
+    tokenizer, reference = Tokenizer.from_file(str(model / "tokenizer.json")), load_reference_model(model)
     prompts = [tokenizer.encode(text).ids for text in (PROMPT, "def handoff(blocks): return")]
     fields = {"prompt": prompts, "max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}
-    answer = await ask(http, **fields)
+    answer = await post_request(http, **fields)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1]
     for ids, choice in zip(prompts, answer["choices"], strict=True):
         with torch.inference_mode():
@@ -97,11 +97,11 @@ async def test_echoed_log_probabilities_are_the_models_own(http: httpx.AsyncClie
         assert choice["text"].startswith(tokenizer.decode(ids))
 
 
-async def test_the_log_probabilities_of_answers_are_the_models_own(
+async def test_output_logprobs_equal_the_models(
     http: httpx.AsyncClient, cluster: Cluster, model: Path
 ) -> None:
     """Of every token of every choice, over each front door, though they were drawn with penalties and temperature."""
-    reference = load_reference(model)
+    reference = load_reference_model(model)
     ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(PROMPT).ids
     drawn = {"max_tokens": 9, "temperature": 1.4, "seed": 3, "n": 3, "frequency_penalty": 1.0}
 
@@ -112,7 +112,7 @@ async def test_the_log_probabilities_of_answers_are_the_models_own(
         rows = scores[len(ids) - 1 : -1]
         return [float(row[token]) for row, token in zip(rows, tokens, strict=True)], rows.topk(2).values.tolist()
 
-    answer = await ask(http, prompt=ids, logprobs=2, return_token_ids=True, **drawn)
+    answer = await post_request(http, prompt=ids, logprobs=2, return_token_ids=True, **drawn)
     assert len({tuple(choice["token_ids"]) for choice in answer["choices"]}) > 1
     for choice in answer["choices"]:
         told = choice["logprobs"]
@@ -121,7 +121,7 @@ async def test_the_log_probabilities_of_answers_are_the_models_own(
         assert [sorted(top.values())[-2:] for top in told["top_logprobs"]] == [
             pytest.approx(sorted(two), abs=1e-4) for two in best
         ]
-    async with grpc.aio.insecure_channel(cluster.where.grpc) as channel:
+    async with grpc.aio.insecure_channel(cluster.endpoints.grpc) as channel:
         first = await GenerationStub(channel).GenerateOnce(pb.GenerateRequest(text=PROMPT, logprobs=2, **drawn))
     for one, choice in zip([first, *first.others], answer["choices"], strict=True):
         assert list(one.token_ids) == choice["token_ids"]
@@ -129,8 +129,8 @@ async def test_the_log_probabilities_of_answers_are_the_models_own(
         assert [score.logprob for score in one.scores] == pytest.approx(exact, abs=1e-4)
         assert [list(score.top_logprobs) for score in one.scores] == [pytest.approx(two, abs=1e-4) for two in best]
     talk = {"messages": [{"role": "user", "content": PROMPT}], "logprobs": True, "top_logprobs": 2}
-    chat = await ask(http, "/v1/chat/completions", return_token_ids=True, **talk, **drawn)
-    ids = (await ask(http, "/tokenize", messages=talk["messages"]))["tokens"]
+    chat = await post_request(http, "/v1/chat/completions", return_token_ids=True, **talk, **drawn)
+    ids = (await post_request(http, "/tokenize", messages=talk["messages"]))["tokens"]
     for choice in chat["choices"]:
         exact, best = expected(choice["token_ids"])
         content = choice["logprobs"]["content"]
@@ -139,23 +139,23 @@ async def test_the_log_probabilities_of_answers_are_the_models_own(
         assert tops == [pytest.approx(two, abs=1e-4) for two in best]
 
 
-async def test_all_choices_of_an_answer_can_be_explained(http: httpx.AsyncClient, cluster: Cluster) -> None:
+async def test_explain_covers_all_choices(http: httpx.AsyncClient, cluster: Cluster) -> None:
     fields = {"prompt": [PROMPT, "another one"], "n": 2, "max_tokens": 4, "ignore_eos": True}
     response = await http.post("/v1/completions", json=fields)
-    async with httpx.AsyncClient(base_url=cluster.admin) as admin:
+    async with httpx.AsyncClient(base_url=cluster.admin_url) as admin:
         told = (await admin.get(f"/admin/explain/{response.headers['x-baton-request-id']}")).json()
     everyone = [told, *told["others"]]
     assert [(one["state"], one["output_tokens"]) for one in everyone] == [("finished", 4)] * 4
     assert [one["attempts"][0]["prefill_node"] for one in everyone] == ["prefill-0", "", "prefill-0", ""]
 
 
-async def test_a_request_is_found_by_every_name_of_its_client(http: httpx.AsyncClient, cluster: Cluster) -> None:
+async def test_explain_finds_a_request_by_each_of_its_ids(http: httpx.AsyncClient, cluster: Cluster) -> None:
     """The header, the body's id and the client's own id; of several requests with one such id, which they are."""
     messages = [{"role": "user", "content": PROMPT}]
     mine = {"x-request-id": "orders/66"}
     done = await http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}, headers=mine)
     chat = await http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2})
-    async with httpx.AsyncClient(base_url=cluster.admin) as admin:
+    async with httpx.AsyncClient(base_url=cluster.admin_url) as admin:
 
         async def explained(name: str) -> str:
             answer = await admin.get(f"/admin/explain/{quote(name, safe='')}")
@@ -175,23 +175,23 @@ async def test_a_request_is_found_by_every_name_of_its_client(http: httpx.AsyncC
         assert await explained(own) == own, "a client's id never stands for another request's own"
 
 
-async def test_short_answers_streamed_are_the_same(http: httpx.AsyncClient) -> None:
+async def test_short_streams_equal_whole_answers(http: httpx.AsyncClient) -> None:
     for most in (1, 2, 3):
         fields = {"prompt": PROMPT, "max_tokens": most, "temperature": 0}
-        answer = await ask(http, return_token_ids=True, **fields)
+        answer = await post_request(http, return_token_ids=True, **fields)
         choice = answer["choices"][0]
         text, tokens, reason, usage = await streamed(http, **fields)
         assert (text, tokens, reason) == (choice["text"], choice["token_ids"], choice["finish_reason"])
         assert usage["completion_tokens"] == answer["usage"]["completion_tokens"] == len(tokens) <= most
 
 
-async def test_stop_strings(http: httpx.AsyncClient, cluster: Cluster) -> None:
+async def test_stop_strings_cut_the_text(http: httpx.AsyncClient, cluster: Cluster) -> None:
     """Cut out of what comes without them; the request counts as one that ended well."""
     fields = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0}
-    text = (await ask(http, **fields))["choices"][0]["text"]
+    text = (await post_request(http, **fields))["choices"][0]["text"]
     stop = text[len(text) // 2 : len(text) // 2 + 3]
-    before = (await cluster.status()).counters
-    answer = await ask(http, stop=[stop, "never said"], return_token_ids=True, **fields)
+    before = (await cluster.get_status()).counters
+    answer = await post_request(http, stop=[stop, "never said"], return_token_ids=True, **fields)
     choice = answer["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == (text[: text.index(stop)], "stop")
     assert answer["usage"]["completion_tokens"] < 24
@@ -199,35 +199,35 @@ async def test_stop_strings(http: httpx.AsyncClient, cluster: Cluster) -> None:
     assert (shown, tokens, reason) == (choice["text"], choice["token_ids"], "stop")
     assert usage["completion_tokens"] == answer["usage"]["completion_tokens"]
     assert usage["prompt_tokens_details"]["cached_tokens"] > 0
-    after = (await cluster.status()).counters
+    after = (await cluster.get_status()).counters
     ended = {name: int(after[name] - before.get(name, 0)) for name in after if "baton_requests_total" in name}
     (outcome,) = ((name, count) for name, count in ended.items() if count)
     assert outcome[1] == 2
     assert "stop" in outcome[0]
 
 
-async def test_a_conversation_is_its_rendered_prompt(http: httpx.AsyncClient, cluster: Cluster) -> None:
+async def test_chat_equals_completion_of_the_rendered_prompt(http: httpx.AsyncClient, cluster: Cluster) -> None:
     talk = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROMPT}]
     rendered = f"system: Be brief.\nuser: {PROMPT}\nassistant:"
-    chat = await ask(http, "/v1/chat/completions", messages=talk, max_tokens=5, temperature=0)
-    plain = await ask(http, prompt=rendered, max_tokens=5, temperature=0)
+    chat = await post_request(http, "/v1/chat/completions", messages=talk, max_tokens=5, temperature=0)
+    plain = await post_request(http, prompt=rendered, max_tokens=5, temperature=0)
     assert chat["choices"][0]["message"]["content"] == plain["choices"][0]["text"]
     assert chat["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
-    tokens = (await ask(http, "/tokenize", messages=talk))["tokens"]
-    assert tokens == (await ask(http, "/tokenize", prompt=rendered))["tokens"]
-    assert (await ask(http, "/detokenize", tokens=tokens))["prompt"] == rendered
-    async with grpc.aio.insecure_channel(cluster.where.grpc) as channel:
+    tokens = (await post_request(http, "/tokenize", messages=talk))["tokens"]
+    assert tokens == (await post_request(http, "/tokenize", prompt=rendered))["tokens"]
+    assert (await post_request(http, "/detokenize", tokens=tokens))["prompt"] == rendered
+    async with grpc.aio.insecure_channel(cluster.endpoints.grpc) as channel:
         once = await GenerationStub(channel).GenerateOnce(
             pb.GenerateRequest(chat={"messages": talk}, max_tokens=5, temperature=0.0)
         )
     assert once.text == plain["choices"][0]["text"]
 
 
-async def test_the_first_token_may_be_the_end(http: httpx.AsyncClient, model: Path) -> None:
+async def test_first_token_may_be_a_stop_token(http: httpx.AsyncClient, model: Path) -> None:
     """A stop token is one that its client does not see the text of; what ends at once has no text."""
-    end = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id(END)
+    end = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id(EOS_TOKEN)
     fields = {"prompt": PROMPT, "max_tokens": 4, "logit_bias": {str(end): 100}, "stop_token_ids": [end]}
-    answer = await ask(http, return_token_ids=True, **fields)
+    answer = await post_request(http, return_token_ids=True, **fields)
     choice = answer["choices"][0]
     text, tokens, reason, usage = await streamed(http, **fields)
     assert (
@@ -237,12 +237,12 @@ async def test_the_first_token_may_be_the_end(http: httpx.AsyncClient, model: Pa
 
 
 @pytest.mark.parametrize("seed", [-(2**63), -1, 2**63 - 1])
-async def test_every_seed_of_64_bits_means_the_same_over_both_doors(
+async def test_64_bit_seeds_mean_the_same_over_http_and_grpc(
     http: httpx.AsyncClient, cluster: Cluster, seed: int
 ) -> None:
     drawn: dict[str, Any] = {"max_tokens": 6, "temperature": 1.0, "seed": seed}
-    (choice,) = (await ask(http, prompt=PROMPT, return_token_ids=True, **drawn))["choices"]
-    async with grpc.aio.insecure_channel(cluster.where.grpc) as channel:
+    (choice,) = (await post_request(http, prompt=PROMPT, return_token_ids=True, **drawn))["choices"]
+    async with grpc.aio.insecure_channel(cluster.endpoints.grpc) as channel:
         stub = GenerationStub(channel)
         once = await stub.GenerateOnce(pb.GenerateRequest(text=PROMPT, **drawn))
         other = await stub.GenerateOnce(pb.GenerateRequest(text=PROMPT, **drawn | {"seed": 1}))

@@ -11,22 +11,22 @@ import grpc
 import pytest
 
 from baton.pb import generation_pb2 as pb
-from coordinator.generation import Delta
+from coordinator.generation import TokensEvent
 from tests.integration.front_fixtures import (
-    COMPLETIONS,
+    COMPLETIONS_HEAD,
     FakeGeneration,
-    Front,
+    FrontendHarness,
     GatedText,
-    done,
-    grpc_error,
-    raw_post,
-    serving,
+    finished_event,
+    await_grpc_error,
+    open_raw_post,
+    running_frontend,
 )
 
 CALLS = ["http once", "http stream", "grpc once", "grpc stream"]
 
 
-class Phase(Enum):
+class DisconnectPhase(Enum):
     """Where the request is when its client leaves."""
 
     TOKENIZING = "the prompt is being tokenized"
@@ -36,10 +36,10 @@ class Phase(Enum):
 
 
 @asynccontextmanager
-async def call(front: Front, kind: str) -> AsyncIterator[Any]:
+async def open_call(front: FrontendHarness, kind: str) -> AsyncIterator[Any]:
     """A request whose client leaves at the end of the block. Yields an awaitable for its first byte or message."""
     if kind.startswith("http"):
-        reader, writer = await raw_post(front, {"prompt": "hello", "stream": kind == "http stream"})
+        reader, writer = await open_raw_post(front, {"prompt": "hello", "stream": kind == "http stream"})
         yield lambda: reader.readuntil(b"data: ")
         writer.close()
         await writer.wait_closed()
@@ -53,49 +53,49 @@ async def call(front: Front, kind: str) -> AsyncIterator[Any]:
         await waiting
 
 
-def nothing(generation: FakeGeneration) -> None:
+def generate_nothing(generation: FakeGeneration) -> None:
     """A script that generates nothing by itself."""
 
 
 @pytest.mark.parametrize("kind", CALLS)
-@pytest.mark.parametrize("phase", list(Phase), ids=lambda phase: phase.name.lower())
-async def test_leaving(kind: str, phase: Phase) -> None:
+@pytest.mark.parametrize("phase", list(DisconnectPhase), ids=lambda phase: phase.name.lower())
+async def test_client_disconnect_cancels_the_request(kind: str, phase: DisconnectPhase) -> None:
     text = GatedText()
     text.gate.set()
-    async with serving(text=text) as front:
-        front.brain.script = nothing
-        if phase is Phase.TOKENIZING:
+    async with running_frontend(text=text) as front:
+        front.backend.script = generate_nothing
+        if phase is DisconnectPhase.TOKENIZING:
             text.gate.clear()
-        elif phase is Phase.SUBMITTING:
-            front.brain.gate.clear()
-        async with call(front, kind) as first:
-            await text.asked.wait()
-            if phase is Phase.SUBMITTING:
-                await front.brain.waiting.wait()
-            elif phase in (Phase.QUEUED, Phase.RUNNING):
-                generation = await front.brain.generations.get()
-            if phase is Phase.RUNNING:
-                generation.give(Delta((1,)), Delta((2,)))
+        elif phase is DisconnectPhase.SUBMITTING:
+            front.backend.submit_gate.clear()
+        async with open_call(front, kind) as first:
+            await text.encode_started.wait()
+            if phase is DisconnectPhase.SUBMITTING:
+                await front.backend.submit_started.wait()
+            elif phase in (DisconnectPhase.QUEUED, DisconnectPhase.RUNNING):
+                generation = await front.backend.generations.get()
+            if phase is DisconnectPhase.RUNNING:
+                generation.emit_events(TokensEvent((1,)), TokensEvent((2,)))
                 if "stream" in kind:
                     await first()
         async with asyncio.timeout(30):
             match phase:
-                case Phase.TOKENIZING:
-                    await text.abandoned.wait()
-                case Phase.SUBMITTING:
-                    await front.brain.abandoned.wait()
+                case DisconnectPhase.TOKENIZING:
+                    await text.encode_cancelled.wait()
+                case DisconnectPhase.SUBMITTING:
+                    await front.backend.submit_cancelled.wait()
                 case _:
                     await generation.cancelled.wait()
-        assert len(front.brain.submissions) == (phase is not Phase.TOKENIZING)
+        assert len(front.backend.submissions) == (phase is not DisconnectPhase.TOKENIZING)
 
 
-async def test_leaving_before_the_body_is_complete() -> None:
-    async with serving() as front:
+async def test_disconnect_before_the_body_is_complete() -> None:
+    async with running_frontend() as front:
         reader, writer = await asyncio.open_connection("127.0.0.1", front.http_port)
-        writer.write(COMPLETIONS + b"content-length: 100\r\n\r\n{")
+        writer.write(COMPLETIONS_HEAD + b"content-length: 100\r\n\r\n{")
         writer.close()
         assert (await front.http.post("/v1/completions", json={"prompt": [1]})).status_code == 200
-        assert len(front.brain.submissions) == 1
+        assert len(front.backend.submissions) == 1
         await writer.wait_closed()
         assert await reader.read() == b""
 
@@ -104,25 +104,25 @@ async def test_leaving_before_the_body_is_complete() -> None:
 async def test_a_finished_request_is_not_cancelled(kind: str) -> None:
     text = GatedText()
     text.gate.set()
-    async with serving(text=text) as front:
-        front.brain.script = nothing
-        async with call(front, kind) as first:
-            generation = await front.brain.generations.get()
-            generation.give(Delta((1,)), done())
+    async with running_frontend(text=text) as front:
+        front.backend.script = generate_nothing
+        async with open_call(front, kind) as first:
+            generation = await front.backend.generations.get()
+            generation.emit_events(TokensEvent((1,)), finished_event())
             if kind != "http once":
                 await first()
         assert not generation.cancelled.is_set()
 
 
-async def test_a_grpc_deadline_cancels() -> None:
-    async with serving() as front:
-        front.brain.script = nothing
+async def test_grpc_deadline_cancels_the_request() -> None:
+    async with running_frontend() as front:
+        front.backend.script = generate_nothing
         request = pb.GenerateRequest(token_ids={"ids": [1]})
         calls = [method(request, timeout=5.0) for method in (front.stub.Generate, front.stub.GenerateOnce)]
         for _ in calls:
-            generation = await front.brain.generations.get()
-            assert 0 < generation.submission.timeout <= 5.2, "gRPC rounds up on the wire"
+            generation = await front.backend.generations.get()
+            assert 0 < generation.submission.timeout_seconds <= 5.2, "gRPC rounds up on the wire"
             async with asyncio.timeout(30):
                 await generation.cancelled.wait()
         for call in calls:
-            assert (await grpc_error(call)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert (await await_grpc_error(call)).code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -11,39 +11,39 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from baton.health_service import STREAMS_PER_CONNECTION
+from baton.health_service import MAX_STREAMS_PER_CONNECTION
 from baton.pb import generation_pb2 as pb
-from tests.integration.front_fixtures import BOUNDS, Front, done, grpc_error, serving
-from tests.integration.front_text import chatting_tokenizer, ids_of
+from tests.integration.front_fixtures import MODEL_BOUNDS, FrontendHarness, finished_event, await_grpc_error, running_frontend
+from tests.integration.front_text import chat_tokenizer, expected_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-TALK = {"messages": [{"role": "user", "content": "hello", "name": "Ann"}]}
+CHAT_MESSAGES = {"messages": [{"role": "user", "content": "hello", "name": "Ann"}]}
 RENDERED = "<user>Ann: hello"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def front() -> AsyncIterator[Front]:
-    async with serving(text=chatting_tokenizer()) as running:
+async def front() -> AsyncIterator[FrontendHarness]:
+    async with running_frontend(text=chat_tokenizer()) as running:
         yield running
 
 
-async def test_conversations(front: Front) -> None:
-    front.brain.script = lambda generation: generation.give(done())
-    await front.stub.GenerateOnce(pb.GenerateRequest(chat=TALK))
-    await front.stub.GenerateOnce(pb.GenerateRequest(chat=TALK | {"add_generation_prompt": False}, max_tokens=3))
-    first, second = front.brain.submissions
-    assert (first.prompt, second.prompt) == (ids_of(f"{RENDERED}<assistant>"), ids_of(RENDERED))
-    assert first.sampling.max_tokens == BOUNDS.max_context - len(first.prompt)
+async def test_chat_messages_over_grpc(front: FrontendHarness) -> None:
+    front.backend.script = lambda generation: generation.emit_events(finished_event())
+    await front.stub.GenerateOnce(pb.GenerateRequest(chat=CHAT_MESSAGES))
+    await front.stub.GenerateOnce(pb.GenerateRequest(chat=CHAT_MESSAGES | {"add_generation_prompt": False}, max_tokens=3))
+    first, second = front.backend.submissions
+    assert (first.prompt_token_ids, second.prompt_token_ids) == (expected_ids(f"{RENDERED}<assistant>"), expected_ids(RENDERED))
+    assert first.sampling.max_tokens == MODEL_BOUNDS.max_context - len(first.prompt_token_ids)
     assert second.sampling.max_tokens == 3
 
 
-async def test_tokens_there_and_back(front: Front) -> None:
+async def test_tokenize_and_detokenize_over_grpc(front: FrontendHarness) -> None:
     text = await front.stub.Tokenize(pb.TokenizeRequest(text="héllo", return_token_strings=True))
-    assert tuple(text.token_ids) == ids_of("héllo")
+    assert tuple(text.token_ids) == expected_ids("héllo")
     assert len(text.token_strings) == len(text.token_ids)
-    assert text.max_model_len == BOUNDS.max_context
-    chat = await front.stub.Tokenize(pb.TokenizeRequest(chat=TALK))
-    assert tuple(chat.token_ids) == ids_of(f"{RENDERED}<assistant>")
+    assert text.max_model_len == MODEL_BOUNDS.max_context
+    chat = await front.stub.Tokenize(pb.TokenizeRequest(chat=CHAT_MESSAGES))
+    assert tuple(chat.token_ids) == expected_ids(f"{RENDERED}<assistant>")
     back = await front.stub.Detokenize(pb.DetokenizeRequest(token_ids=text.token_ids))
     assert back.text == "héllo"
 
@@ -67,13 +67,13 @@ BAD: list[tuple[str, Any, str, str]] = [
     ("GenerateOnce", pb.GenerateRequest(text="x", logit_bias={5: 200.0}), "logit_bias", "logit_bias is 200.0"),
     ("GenerateOnce", pb.GenerateRequest(text="x", logit_bias={5000: 1.0}), "logit_bias", "logit_bias has 5000"),
     ("Tokenize", pb.TokenizeRequest(), "prompt", "give prompt or messages"),
-    ("Detokenize", pb.DetokenizeRequest(token_ids=[BOUNDS.vocab_size]), "tokens", "tokens has 1000"),
+    ("Detokenize", pb.DetokenizeRequest(token_ids=[MODEL_BOUNDS.vocab_size]), "tokens", "tokens has 1000"),
 ]
 
 
 @pytest.mark.parametrize(("method", "request_", "param", "told"), BAD, ids=lambda value: str(value)[:40])
-async def test_bad_requests(front: Front, method: str, request_: Any, param: str, told: str) -> None:
-    error = await grpc_error(getattr(front.stub, method)(request_))
+async def test_bad_grpc_requests_are_refused(front: FrontendHarness, method: str, request_: Any, param: str, told: str) -> None:
+    error = await await_grpc_error(getattr(front.stub, method)(request_))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert dict(error.trailing_metadata())["baton-error-param"] == param
     assert told in error.details()
@@ -81,31 +81,31 @@ async def test_bad_requests(front: Front, method: str, request_: Any, param: str
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateOnce", "Tokenize", "Detokenize", "ListModels"])
 @pytest.mark.parametrize("data", [b"\xff\xff\xff", b"\x12\xff", b"\x0a\x02\xff\xfe"])
-async def test_bytes_that_are_no_message(front: Front, method: str, data: bytes) -> None:
+async def test_malformed_protobuf_is_refused(front: FrontendHarness, method: str, data: bytes) -> None:
     if method == "ListModels":
         data = b"\xff\xff\xff"  # it has no fields that could be wrong
     make = front.channel.unary_stream if method == "Generate" else front.channel.unary_unary
-    error = await grpc_error(make(f"/baton.v1.Generation/{method}")(data))
+    error = await await_grpc_error(make(f"/baton.v1.Generation/{method}")(data))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "its bytes cannot be read" in (error.details() or "")
 
 
-async def test_a_field_that_is_not_known_inside_a_message(front: Front) -> None:
+async def test_unknown_field_in_a_nested_message_is_refused(front: FrontendHarness) -> None:
     chat = pb.Conversation(
         messages=[pb.Message.FromString(pb.Message(role="user").SerializeToString() + b"\x98\x06\x05")]
     )
-    error = await grpc_error(front.stub.GenerateOnce(pb.GenerateRequest(chat=chat)))
+    error = await await_grpc_error(front.stub.GenerateOnce(pb.GenerateRequest(chat=chat)))
     assert "field number 99 is not a field of Message" in (error.details() or "")
 
 
-async def test_an_unknown_field_inside_a_map(front: Front) -> None:
+async def test_unknown_field_inside_a_map(front: FrontendHarness) -> None:
     value = pb.TemplateValue.FromString(b"\x98\x06\x05")
     chat = pb.Conversation(messages=[pb.Message(role="user")], chat_template_kwargs={"a": value})
-    error = await grpc_error(front.stub.GenerateOnce(pb.GenerateRequest(chat=chat)))
+    error = await await_grpc_error(front.stub.GenerateOnce(pb.GenerateRequest(chat=chat)))
     assert "field number 99 is not a field of TemplateValue" in (error.details() or "")
 
 
-async def test_reflection(front: Front) -> None:
+async def test_reflection(front: FrontendHarness) -> None:
     """A client without our .proto files learns what there is and what it takes."""
     stub = reflection_pb2_grpc.ServerReflectionStub(front.channel)
 
@@ -125,10 +125,10 @@ async def test_reflection(front: Front) -> None:
     assert {"text", "chat", "logprobs"} <= {field.name for field in messages["GenerateRequest"].field}
 
 
-async def test_streams_that_anybody_may_open_are_bounded(front: Front) -> None:
+async def test_unauthenticated_streams_are_bounded(front: FrontendHarness) -> None:
     watched = health_pb2_grpc.HealthStub(front.channel)
     request = health_pb2.HealthCheckRequest()
-    calls = [watched.Watch(request, timeout=60) for _ in range(STREAMS_PER_CONNECTION)]
+    calls = [watched.Watch(request, timeout=60) for _ in range(MAX_STREAMS_PER_CONNECTION)]
     await asyncio.gather(*(call.read() for call in calls))
     reflection = reflection_pb2_grpc.ServerReflectionStub(front.channel)
     for call in (

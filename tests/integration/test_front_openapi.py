@@ -8,23 +8,23 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.integration.front_fixtures import Front, done, serving
-from tests.integration.front_text import chatting_tokenizer
-from tests.integration.test_front_fields import GOOD, PATHS, TABLES
+from tests.integration.front_fixtures import FrontendHarness, finished_event, running_frontend
+from tests.integration.front_text import chat_tokenizer
+from tests.integration.test_front_fields import GOOD_BODIES, PATHS, FIELD_TABLES
 
 jsonschema = pytest.importorskip("jsonschema")
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def front() -> AsyncIterator[Front]:
-    async with serving(text=chatting_tokenizer()) as running:
-        running.brain.script = lambda generation: generation.give(done())
+async def front() -> AsyncIterator[FrontendHarness]:
+    async with running_frontend(text=chat_tokenizer()) as running:
+        running.backend.script = lambda generation: generation.emit_events(finished_event())
         yield running
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def document(front: Front) -> Any:
+async def document(front: FrontendHarness) -> Any:
     return (await front.http.get("/openapi.json")).json()
 
 
@@ -36,7 +36,7 @@ def validator(document: Any, path: str, status: str = "") -> Any:
     return jsonschema.Draft202012Validator(schema)
 
 
-async def test_every_route_is_there(front: Front, document: Any) -> None:
+async def test_document_has_every_route(front: FrontendHarness, document: Any) -> None:
     served = {route.path for route in front.apps[0].routes if "docs" not in route.path} - {"/openapi.json"}
     served = {path.replace(":path}", "}") for path in served}
     assert set(document["paths"]) == served
@@ -46,29 +46,29 @@ async def test_every_route_is_there(front: Front, document: Any) -> None:
 
 
 @pytest.mark.parametrize("route", list(PATHS))
-async def test_bodies(front: Front, document: Any, route: str) -> None:
+async def test_request_schemas_match_the_accepted_bodies(front: FrontendHarness, document: Any, route: str) -> None:
     """What the table of fields says is taken is valid, and most of what it says is refused is not."""
     check = validator(document, PATHS[route])
-    assert check.is_valid(GOOD[route])
+    assert check.is_valid(GOOD_BODIES[route])
     passed = []
-    for name, field in TABLES[route].items():
-        values = [*field.accepted, *([field.honoured[0]] if field.honoured else []), *([None] if field.null else [])]
+    for name, field in FIELD_TABLES[route].items():
+        values = [*field.accepted_values, *([field.honoured_value[0]] if field.honoured_value else []), *([None] if field.accepts_null else [])]
         for value in values:
-            check.validate(GOOD[route] | {name: value})
-        passed += [(name, value) for value in field.refused if check.is_valid(GOOD[route] | {name: value})]
+            check.validate(GOOD_BODIES[route] | {name: value})
+        passed += [(name, value) for value in field.refused_values if check.is_valid(GOOD_BODIES[route] | {name: value})]
     depends = {"max_completion_tokens", "best_of", "stream_options", "top_logprobs", "logit_bias", "tools"}  # on others
     assert {name for name, _ in passed} <= depends, passed
     assert not check.is_valid({})
-    assert not check.is_valid(GOOD[route] | {"colour": "red"})
+    assert not check.is_valid(GOOD_BODIES[route] | {"colour": "red"})
 
 
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", GOOD["completions"] | {"n": 2, "return_token_ids": True}),
-        ("/v1/chat/completions", GOOD["chat"]),
+        ("/v1/completions", GOOD_BODIES["completions"] | {"n": 2, "return_token_ids": True}),
+        ("/v1/chat/completions", GOOD_BODIES["chat"]),
         ("/tokenize", {"prompt": "x", "return_token_strs": True}),
-        ("/tokenize", GOOD["chat"] | {"max_tokens": 1}),
+        ("/tokenize", GOOD_BODIES["chat"] | {"max_tokens": 1}),
         ("/detokenize", {"tokens": [1]}),
         ("/detokenize", {"tokens": None}),
         ("/v1/models", None),
@@ -76,7 +76,7 @@ async def test_bodies(front: Front, document: Any, route: str) -> None:
         ("/version", None),
     ],
 )
-async def test_answers(front: Front, document: Any, path: str, body: Any) -> None:
+async def test_response_schemas_match_the_answers(front: FrontendHarness, document: Any, path: str, body: Any) -> None:
     response = await (front.http.get(path) if body is None else front.http.post(path, json=body))
     validator(document, path, str(response.status_code)).validate(response.json())
     if body is not None:

@@ -6,15 +6,15 @@ import re
 import pytest
 from fastapi import FastAPI
 
-from coordinator.http.app import PUBLIC
-from tests.integration.front_fixtures import Front, serving
+from coordinator.http.app import PUBLIC_PATHS
+from tests.integration.front_fixtures import FrontendHarness, running_frontend
 
-NESTED = "org/family/demo"
+NESTED_MODEL_NAME = "org/family/demo"
 
 
-@pytest.mark.parametrize("name", ["demo", NESTED])
-async def test_a_model_by_its_name(name: str) -> None:
-    async with serving(model=name) as front:
+@pytest.mark.parametrize("name", ["demo", NESTED_MODEL_NAME])
+async def test_model_is_found_by_its_name(name: str) -> None:
+    async with running_frontend(model=name) as front:
         listed = (await front.http.get("/v1/models")).json()["data"]
         found = await front.http.get(f"/v1/models/{name}")
         assert (found.status_code, found.json()) == (200, listed[0])
@@ -24,22 +24,22 @@ async def test_a_model_by_its_name(name: str) -> None:
             assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_a_model_before_any_node_has_joined() -> None:
-    async with serving() as front:
-        front.brain.no_nodes = True
+async def test_model_lookup_without_nodes_is_unavailable() -> None:
+    async with running_frontend() as front:
+        front.backend.has_no_nodes = True
         assert (await front.http.get("/v1/models/demo")).status_code == 503
 
 
-def pages(app: FastAPI) -> list[str]:
+def list_get_routes(app: FastAPI) -> list[str]:
     """Paths that answer GET and have nothing to be filled in."""
     found = [route.path for route in app.routes if "GET" in (getattr(route, "methods", None) or ())]
     return [path for path in found if "{" not in path]
 
 
 async def test_head_is_get_without_its_body() -> None:
-    async with serving(metrics_on_http=True) as front:
+    async with running_frontend(metrics_on_http=True) as front:
         for client, app in ((front.http, front.apps[0]), (front.admin, front.apps[1])):
-            for path in [*pages(app), "/v1/models/demo", "/no/such/route"]:
+            for path in [*list_get_routes(app), "/v1/models/demo", "/no/such/route"]:
                 whole, head = await client.get(path), await client.head(path)
                 assert (head.status_code, head.content) == (whole.status_code, b""), path
                 for name in ("content-type", "content-length") if whole.is_success else ():
@@ -49,19 +49,19 @@ async def test_head_is_get_without_its_body() -> None:
 
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD"])
 async def test_ping_is_health(method: str) -> None:
-    async with serving(api_key="sesame") as front:
+    async with running_frontend(api_key="sesame") as front:
         assert (await front.http.request(method, "/ping", headers={"authorization": ""})).status_code == 200
-        front.readiness.become("waiting for a decode node")
+        front.readiness.set_reason("waiting for a decode node")
         assert (await front.http.request(method, "/ping")).status_code == 503
 
 
 async def test_metrics_are_not_on_the_http_port_unless_asked_for() -> None:
-    async with serving() as front:
+    async with running_frontend() as front:
         assert (await front.http.get("/metrics")).status_code == 404
 
 
-async def test_metrics_on_the_http_port_are_the_admin_ports() -> None:
-    async with serving(metrics_on_http=True) as front:
+async def test_metrics_on_the_http_port_equal_the_admin_ports() -> None:
+    async with running_frontend(metrics_on_http=True) as front:
         here, there = await front.http.get("/metrics"), await front.admin.get("/metrics")
         assert (here.status_code, here.text) == (200, there.text)
         assert here.headers["content-type"] == there.headers["content-type"]
@@ -69,9 +69,9 @@ async def test_metrics_on_the_http_port_are_the_admin_ports() -> None:
         assert page.status_code == 401
 
 
-async def test_metrics_want_the_admin_token_and_no_clients_key() -> None:
-    async with serving(metrics_on_http=True, admin_token="open", api_key="sesame") as front:
-        assert "/metrics" not in PUBLIC
+async def test_metrics_need_the_admin_token_not_a_client_key() -> None:
+    async with running_frontend(metrics_on_http=True, admin_token="open", api_key="sesame") as front:
+        assert "/metrics" not in PUBLIC_PATHS
         told = {
             key: (await front.http.get("/metrics", headers={"authorization": f"Bearer {key}"})).status_code
             for key in ("open", "sesame", "wrong")
@@ -80,22 +80,22 @@ async def test_metrics_want_the_admin_token_and_no_clients_key() -> None:
         assert (await front.http.get("/v1/models", headers={"authorization": "Bearer open"})).status_code == 401
 
 
-async def fetched(front: Front, path: str) -> str:
+async def get_text(front: FrontendHarness, path: str) -> str:
     response = await front.http.get(path)
     assert response.status_code == 200
     assert "default-src 'self'" in response.headers["content-security-policy"]
     return response.text
 
 
-async def test_docs_load_nothing_from_elsewhere() -> None:
+async def test_docs_page_loads_only_local_files() -> None:
     """Every file that the page names is served here, and its policy forbids any other host."""
-    async with serving() as front:
-        page = await fetched(front, "/docs")
+    async with running_frontend() as front:
+        page = await get_text(front, "/docs")
         named = re.findall(r'(?:src|href)="([^"]*)"', page)
         assert len(named) >= 3
         for path in named:
             assert path.startswith("/docs/")
-            assert len(await fetched(front, path)) > 100
+            assert len(await get_text(front, path)) > 100
         assert "://" not in page
         assert (await front.http.get("/docs/../docs_page.py")).status_code == 404
         missing = await front.http.get("/docs/swagger-ui-bundle.js.map")

@@ -23,11 +23,11 @@ from coordinator import tokenizer_files as tokenizer
 from coordinator.assemble import Coordinator
 
 ROOT = Path(__file__).resolve().parents[2]
-QUIET = Config(port=0, grpc_port=0, admin_port=0, cluster_port=0)
+NO_PORTS = Config(port=0, grpc_port=0, admin_port=0, cluster_port=0)
 ANY_PORT = ("--port", "0", "--grpc-port", "0", "--admin-port", "0", "--cluster-port", "0", "--engine", "paced")
 
 
-async def launch(*flags: str) -> asyncio.subprocess.Process:
+async def start_coordinator(*flags: str) -> asyncio.subprocess.Process:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "coordinator", *ANY_PORT, *flags),
@@ -39,8 +39,8 @@ async def launch(*flags: str) -> asyncio.subprocess.Process:
 
 
 @asynccontextmanager
-async def running(folder: Path, *flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
-    process = await launch("--state-dir", str(folder), *flags)
+async def running_process(folder: Path, *flags: str) -> AsyncIterator[tuple[asyncio.subprocess.Process, dict[str, Any]]]:
+    process = await start_coordinator("--state-dir", str(folder), *flags)
     try:
         async with asyncio.timeout(60):
             assert process.stderr is not None
@@ -53,8 +53,8 @@ async def running(folder: Path, *flags: str) -> AsyncIterator[tuple[asyncio.subp
         await process.communicate()
 
 
-async def test_a_coordinator_without_nodes(tmp_path: Path) -> None:
-    async with running(tmp_path) as (process, where):
+async def test_coordinator_starts_without_nodes(tmp_path: Path) -> None:
+    async with running_process(tmp_path) as (process, where):
         assert where["pid"] == process.pid
         async with httpx.AsyncClient(timeout=30) as http, grpc.aio.insecure_channel(where["grpc"]) as channel:
             health = health_pb2_grpc.HealthStub(channel)
@@ -73,9 +73,9 @@ async def test_a_coordinator_without_nodes(tmp_path: Path) -> None:
         assert not (tmp_path / "coordinator.json").exists()
 
 
-async def test_unknown_fields_are_counted_where_metrics_are_asked_for(tmp_path: Path) -> None:
+async def test_unknown_fields_are_counted_in_metrics(tmp_path: Path) -> None:
     flags = ("--unknown-fields", "ignore", "--metrics-on-http")
-    async with running(tmp_path, *flags) as (_, where), httpx.AsyncClient(timeout=30) as http:
+    async with running_process(tmp_path, *flags) as (_, where), httpx.AsyncClient(timeout=30) as http:
         base = f"http://{where['http']}"
         body = {"prompt": [1], "colour": "red"}
         assert (await http.post(f"{base}/v1/completions", json=body)).status_code == 503  # no node has joined
@@ -85,16 +85,16 @@ async def test_unknown_fields_are_counted_where_metrics_are_asked_for(tmp_path: 
         assert refusing.status_code == 400
 
 
-async def refused(*flags: str) -> str:
-    process = await launch(*flags)
+async def startup_error(*flags: str) -> str:
+    process = await start_coordinator(*flags)
     async with asyncio.timeout(60):
         _, complaint = await process.communicate()
     assert process.returncode == 2
     return complaint.decode().splitlines()[-1]
 
 
-async def test_what_it_does_not_start_with() -> None:
-    exposed, bad = await asyncio.gather(refused("--host", "0.0.0.0"), refused("--set", "max_queue=0"))
+async def test_invalid_settings_prevent_startup() -> None:
+    exposed, bad = await asyncio.gather(startup_error("--host", "0.0.0.0"), startup_error("--set", "max_queue=0"))
     assert exposed.startswith("error: --host 0.0.0.0 can be reached from other hosts and --api-key is not set")
     assert bad.startswith("error: max_queue is '0'")
 
@@ -104,7 +104,7 @@ async def test_a_port_in_use_is_named(field: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError) as caught:
-            Coordinator(structs.replace(QUIET, **{field: port}))
+            Coordinator(structs.replace(NO_PORTS, **{field: port}))
     assert str(caught.value).startswith(f"cannot listen on 127.0.0.1:{port}")
     assert f"--{field.replace('_', '-')}" in str(caught.value)
 
@@ -113,7 +113,7 @@ async def test_a_tokenizer_that_cannot_be_used_ends_the_process(monkeypatch: pyt
     async def load(model: str, engine: str, workers: object) -> None:
         raise ConfigError("the tokenizer of x cannot be loaded")
 
-    monkeypatch.setattr(tokenizer, "load", load)
+    monkeypatch.setattr(tokenizer, "load_tokenizer", load)
     with pytest.raises(ExceptionGroup) as caught:
-        await Coordinator(QUIET).run(asyncio.Event())
+        await Coordinator(NO_PORTS).run(asyncio.Event())
     assert caught.value.subgroup(ConfigError) is not None

@@ -4,20 +4,20 @@ from typing import Any
 
 import pytest
 
-from tests.integration.front_fixtures import BOUNDS, Front, serving
-from tests.integration.front_text import EOS, chatting_tokenizer, hello_tokenizer, ids_of
+from tests.integration.front_fixtures import MODEL_BOUNDS, FrontendHarness, running_frontend
+from tests.integration.front_text import EOS_TOKEN, chat_tokenizer, hello_tokenizer, expected_ids
 
 
-async def post(front: Front, path: str, **fields: object) -> Any:
+async def post(front: FrontendHarness, path: str, **fields: object) -> Any:
     return await front.http.post(path, json=fields)
 
 
-async def test_there_and_back() -> None:
-    async with serving(text=chatting_tokenizer()) as front:
+async def test_tokenize_and_detokenize_round_trip() -> None:
+    async with running_frontend(text=chat_tokenizer()) as front:
         text = f"héllo {EOS} 😀"
-        ids = list(ids_of(text))
+        ids = list(expected_ids(text))
         answer = (await post(front, "/tokenize", prompt=text, model="demo")).json()
-        expected = {"count": len(ids), "max_model_len": BOUNDS.max_context, "tokens": ids, "token_strs": None}
+        expected = {"count": len(ids), "max_model_len": MODEL_BOUNDS.max_context, "tokens": ids, "token_strs": None}
         assert answer == expected
         named = (await post(front, "/tokenize", prompt="hello", return_token_strs=True)).json()
         assert "".join(named["token_strs"]) == "hello"
@@ -25,8 +25,8 @@ async def test_there_and_back() -> None:
         assert (await post(front, "/detokenize", tokens=[])).json() == {"prompt": ""}
 
 
-async def test_conversations() -> None:
-    async with serving(text=chatting_tokenizer()) as front:
+async def test_tokenize_chat_messages() -> None:
+    async with running_frontend(text=chat_tokenizer()) as front:
         talk = [{"role": "user", "content": "hello"}]
         for fields, rendered in (
             ({}, "<user>hello<assistant>"),
@@ -34,7 +34,7 @@ async def test_conversations() -> None:
             ({"chat_template_kwargs": {"opening": "!", "enable_thinking": False}}, "!<user>hello<assistant>"),
         ):
             answer = (await post(front, "/tokenize", messages=talk, **fields)).json()
-            assert tuple(answer["tokens"]) == ids_of(rendered)
+            assert tuple(answer["tokens"]) == expected_ids(rendered)
 
 
 BAD: list[tuple[str, dict[str, object], str, str]] = [
@@ -46,13 +46,13 @@ BAD: list[tuple[str, dict[str, object], str, str]] = [
     ("/tokenize", {"messages": [{"role": "user", "content": "x"}]}, "messages", "the model has none"),
     ("/detokenize", {}, "tokens", "tokens is missing"),
     ("/detokenize", {"tokens": "x"}, "tokens", "wrong type"),
-    ("/detokenize", {"tokens": [BOUNDS.vocab_size]}, "tokens", f"ids are 0 to {BOUNDS.vocab_size - 1}"),
+    ("/detokenize", {"tokens": [MODEL_BOUNDS.vocab_size]}, "tokens", f"ids are 0 to {BOUNDS.vocab_size - 1}"),
     ("/detokenize", {"tokens": [-1]}, "tokens", "tokens has -1"),
 ]
 
 
-async def test_bad_requests() -> None:
-    async with serving(text=hello_tokenizer()) as front:
+async def test_bad_tokenize_requests_are_refused() -> None:
+    async with running_frontend(text=hello_tokenizer()) as front:
         for path, fields, param, told in BAD:
             response = await post(front, path, **fields)
             error = response.json()["error"]
@@ -62,8 +62,8 @@ async def test_bad_requests() -> None:
 
 
 @pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})])
-async def test_without_a_tokenizer(path: str, body: dict[str, object]) -> None:
-    async with serving() as front:
+async def test_tokenize_without_a_tokenizer_is_refused(path: str, body: dict[str, object]) -> None:
+    async with running_frontend() as front:
         response = await post(front, path, **body)
         assert response.status_code == 400
         assert "demo has no tokenizer files" in response.json()["error"]["message"]

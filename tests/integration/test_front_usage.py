@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from baton.types import SamplingParams
-from coordinator.answer import Answer, Choice
-from coordinator.generation import Delta, Submission
-from coordinator.http.usage import usage_so_far
-from coordinator.telling import Teller
-from tests.integration.front_fixtures import FakeGeneration, done, serving
-from tests.integration.front_text import byte_tokens, chatting_tokenizer, hello_tokenizer
+from coordinator.answer import ResponseStream, ChoiceStream
+from coordinator.generation import TokensEvent, Submission
+from coordinator.http.usage import partial_usage
+from coordinator.telling import OutputProcessor
+from tests.integration.front_fixtures import FakeGeneration, finished_event, running_frontend
+from tests.integration.front_text import byte_tokens, chat_tokenizer, hello_tokenizer
 
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "completions": ("/v1/completions", {"prompt": [1, 2]}),
@@ -20,14 +20,14 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def script(generation: FakeGeneration) -> None:
-    generation.give(*(Delta(tuple(byte_tokens(text))) for text in (b"a", b"bc", b"d")), done(cached=1))
+def generate_tokens(generation: FakeGeneration) -> None:
+    generation.emit_events(*(TokensEvent(tuple(byte_tokens(text))) for text in (b"a", b"bc", b"d")), finished_event(cached=1))
 
 
 async def streamed(route: str, fields: dict[str, Any]) -> list[Any]:
     path, good = BODIES[route]
-    async with serving(text=chatting_tokenizer()) as front:
-        front.brain.script = script
+    async with running_frontend(text=chat_tokenizer()) as front:
+        front.backend.script = generate_tokens
         response = await front.http.post(path, json=good | {"stream": True} | fields)
     *events, last = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
     assert last == "[DONE]"
@@ -51,7 +51,7 @@ async def test_every_event_has_the_usage_so_far(route: str, final: bool) -> None
 
 
 @pytest.mark.parametrize("route", list(BODIES))
-async def test_several_choices_count_together(route: str) -> None:
+async def test_usage_counts_all_choices(route: str) -> None:
     chunks = await streamed(route, {"n": 2, "stream_options": {"continuous_usage_stats": True}})
     told = [chunk["usage"]["completion_tokens"] for chunk in chunks]
     assert told == sorted(told)
@@ -59,14 +59,14 @@ async def test_several_choices_count_together(route: str) -> None:
 
 
 @pytest.mark.parametrize("route", list(BODIES))
-async def test_it_is_off_by_default(route: str) -> None:
+async def test_continuous_usage_is_off_by_default(route: str) -> None:
     for options in ({"include_usage": True}, {"include_usage": True, "continuous_usage_stats": False}):
         *events, end = await streamed(route, {"stream_options": options})
         assert {json.dumps(event["usage"]) for event in events} == {"null"}
         assert end["usage"]["completion_tokens"] == 4
 
 
-class Counted(list[Any]):
+class CountingList(list[Any]):
     """A list that counts how often all of it is gone through."""
 
     passes = 0
@@ -77,20 +77,20 @@ class Counted(list[Any]):
 
 
 @pytest.mark.parametrize("stop", [(), ("never said",)])
-async def test_the_work_of_an_event_does_not_grow_with_the_prompts_and_choices(stop: tuple[str, ...]) -> None:
+async def test_usage_cost_per_event_does_not_grow_with_prompts_and_choices(stop: tuple[str, ...]) -> None:
     """They are gone through at the start and at the end, however many events there are."""
     passes = set()
     for steps in (1, 20):
-        generations = [FakeGeneration(Submission((1,), SamplingParams(steps), 9.0, choice=n)) for n in range(2)]
+        generations = [FakeGeneration(Submission((1,), SamplingParams(steps), 9.0, choice_index=n)) for n in range(2)]
         for generation in generations:
-            generation.give(*[Delta((65, 66))] * steps, done())
+            generation.emit_events(*[TokensEvent((65, 66))] * steps, finished_event())
         text = hello_tokenizer()
-        prompts = Counted([(1, 2, 3)] * 2)
-        choices = Counted(
-            [Choice(one, Teller(n, text.detokenizer(), stop=stop), n) for n, one in enumerate(generations)]
+        prompts = CountingList([(1, 2, 3)] * 2)
+        choices = CountingList(
+            [ChoiceStream(one, OutputProcessor(n, text.create_detokenizer(), stop=stop), n) for n, one in enumerate(generations)]
         )
-        answer = Answer("m", 0, text, prompts, choices)
-        used = [usage_so_far(answer) async for _ in answer.pieces()]
+        answer = ResponseStream("m", 0, text, prompts, choices)
+        used = [partial_usage(answer) async for _ in answer.output_chunks()]
         assert (used[-1].prompt_tokens, used[-1].completion_tokens) == (6, 2 * 2 * steps)
         passes.add((prompts.passes, choices.passes))
     assert len(passes) == 1

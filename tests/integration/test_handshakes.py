@@ -8,25 +8,25 @@ from structlog.testing import capture_logs
 
 from baton.coordinator_link import CoordinatorLink
 from baton.errors import ConfigError
-from baton.link_dialer import LinkDialer, failure_reason
-from coordinator.handshakes import Handshakes
-from tests.integration.coordinator_bench import coordinator
-from tests.integration.test_coordinator_link import Node
+from baton.link_dialer import CoordinatorDialer, describe_link_failure
+from coordinator.handshakes import HandshakeMonitor
+from tests.integration.coordinator_bench import running_coordinator
+from tests.integration.test_coordinator_link import FakeLinkMember
 
 
-async def failures(handshakes: Handshakes, counted: asyncio.Queue[int], begun: int, completed: int) -> int:
+async def failures(handshakes: HandshakeMonitor, counted: asyncio.Queue[int], begun: int, completed: int) -> int:
     for _ in range(begun):
-        handshakes.begin()
+        handshakes.on_handshake_started()
     await asyncio.sleep(0)  # they are told from other threads
     for _ in range(completed):
-        handshakes.complete()
+        handshakes.on_stream_opened()
     async with asyncio.timeout(30.0):
         return await counted.get()
 
 
-async def test_what_brings_no_stream_has_failed_and_is_said_once_in_a_while() -> None:
+async def test_failed_handshakes_are_counted_and_logged_at_a_bounded_rate() -> None:
     counted: asyncio.Queue[int] = asyncio.Queue()
-    handshakes = Handshakes(counted.put_nowait, patience=0.05)
+    handshakes = HandshakeMonitor(counted.put_nowait, patience=0.05)
     with capture_logs() as lines:
         assert await failures(handshakes, counted, begun=5, completed=2) == 3
         assert await failures(handshakes, counted, begun=2, completed=0) == 2
@@ -35,15 +35,15 @@ async def test_what_brings_no_stream_has_failed_and_is_said_once_in_a_while() ->
     handshakes.close()
 
 
-async def test_a_node_with_another_token_ends_with_one_line() -> None:
-    async with coordinator(cluster_token="secret") as bench:
-        link = CoordinatorLink(Node(lambda _: None), address=bench.address, token="guess", silence=5.0)
+async def test_node_with_a_wrong_token_exits_with_one_line() -> None:
+    async with running_coordinator(cluster_token="secret") as bench:
+        link = CoordinatorLink(FakeLinkMember(lambda _: None), address=bench.cluster_port_address, token="guess", silence=5.0)
         with pytest.raises(ConfigError, match="wrong cluster token: give this process its --cluster-token"):
             async with asyncio.timeout(30.0):
                 await link.run()
 
 
-async def test_a_port_that_speaks_no_tls_is_told_from_a_coordinator_that_is_not_there() -> None:
+async def test_port_without_tls_is_told_from_an_absent_coordinator() -> None:
     server = grpc.aio.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -53,8 +53,8 @@ async def test_a_port_that_speaks_no_tls_is_told_from_a_coordinator_that_is_not_
 
 
 async def _reason(address: str) -> str:
-    dialer = LinkDialer("secret")
+    dialer = CoordinatorDialer("secret")
     async with dialer.open_channel(address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await dialer.dial(channel).read()
-    return failure_reason(caught.value)
+            await dialer.open_stream(channel).read()
+    return describe_link_failure(caught.value)

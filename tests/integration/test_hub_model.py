@@ -6,9 +6,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster import UP, Cluster
+from tests.cluster import SUPERVISOR, Cluster
 from tests.models import build_model
-from tests.processes import environ_of
+from tests.processes import read_environ
 
 NAME = "a-team/tiny-qwen3"
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -29,12 +29,12 @@ async def test_a_cached_hub_model_is_served_offline_and_resolved_once(home: Path
     async with Cluster(
         tmp_path / "cluster", supervised=True, model=NAME, prefill=0, mode="colocated", environ=offline
     ) as cluster:
-        folders = {environ_of(pid)["BATON_MODEL"] for name, pid in cluster.pids().items() if name != UP}
+        folders = {read_environ(pid)["BATON_MODEL"] for name, pid in cluster.get_pids().items() if name != SUPERVISOR}
         assert folders == {str(home / "hub" / "models--a-team--tiny-qwen3" / "snapshots" / REVISION)}
-        async with httpx.AsyncClient(base_url=cluster.http, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=cluster.http_url, timeout=60) as client:
             body = {"model": "tiny-qwen3", "prompt": "The quick brown fox", "max_tokens": 8}
             answer = (await client.post("/v1/completions", json=body)).json()
         assert answer["model"] == "tiny-qwen3"
         assert answer["usage"]["completion_tokens"] == 8
-        await cluster.wait_quiet()
+        await cluster.wait_idle()
     cluster.assert_clean()

@@ -10,16 +10,16 @@ import pytest
 import pytest_asyncio
 
 from baton.cli.plan import COORDINATOR
-from baton.link_dialer import LinkDialer
+from baton.link_dialer import CoordinatorDialer
 from baton.pb import cluster_pb2 as pb
 from tests.cluster import Cluster
-from tests.faults.test_strangers import listening
+from tests.faults.test_strangers import list_listening_addresses
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 OPEN_FILES = 256
-IDLE = 300  # connections
-PATIENCE = 60.0  # seconds
+IDLE_CONNECTIONS = 300  # connections
+TIMEOUT_SECONDS = 60.0  # seconds
 PORTS = ("http", "grpc", "admin", "cluster", "decode-0", "prefill-0")
 
 
@@ -40,9 +40,9 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
 
 
 @asynccontextmanager
-async def idle(port: int) -> AsyncIterator[list[asyncio.StreamWriter]]:
+async def idle_connections(port: int) -> AsyncIterator[list[asyncio.StreamWriter]]:
     """Many connections to a port of loopback, on which nothing is ever said."""
-    opened = [writer for writer in await asyncio.gather(*(_open(port) for _ in range(IDLE))) if writer is not None]
+    opened = [writer for writer in await asyncio.gather(*(_open(port) for _ in range(IDLE_CONNECTIONS))) if writer is not None]
     try:
         yield opened
     finally:
@@ -60,53 +60,53 @@ async def _open(port: int) -> asyncio.StreamWriter | None:
 
 def ports_of(cluster: Cluster, name: str) -> list[int]:
     """Those of the coordinator by their names, and all of a node by its own."""
-    if hasattr(cluster.where, name):
-        return [int(getattr(cluster.where, name).rpartition(":")[2])]
-    return sorted(port for _, port in listening({cluster.pids()[name]}))
+    if hasattr(cluster.endpoints, name):
+        return [int(getattr(cluster.endpoints, name).rpartition(":")[2])]
+    return sorted(port for _, port in list_listening_addresses({cluster.get_pids()[name]}))
 
 
-async def answers(cluster: Cluster, attacked: str) -> None:
+async def check_other_ports_answer(cluster: Cluster, attacked: str) -> None:
     """Whatever is not attacked answers on new connections."""
     body = {"prompt": [1, 2, 3], "max_tokens": 4, "ignore_eos": True}
-    async with asyncio.timeout(PATIENCE):
-        async with httpx.AsyncClient(timeout=PATIENCE) as client:
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        async with httpx.AsyncClient(timeout=TIMEOUT_SECONDS) as client:
             if attacked != "http":
                 answer = await client.post(f"http://{cluster.where.http}/v1/completions", json=body)
                 assert answer.status_code == 200, answer.text
             if attacked != "admin":
                 assert (await client.get(f"http://{cluster.where.admin}/readyz")).status_code == 200
         if attacked != "grpc":
-            assert len((await cluster.status()).nodes) >= 2
+            assert len((await cluster.get_status()).nodes) >= 2
             assert len((await cluster.generate([1, 2, 3], max_tokens=4)).tokens) == 4
         if attacked != "cluster":
-            await dials(cluster)
+            await check_join_is_answered(cluster)
 
 
-async def dials(cluster: Cluster) -> None:
+async def check_join_is_answered(cluster: Cluster) -> None:
     """The coordinator hears a Join, and this one it does not like."""
-    dialer = LinkDialer(cluster.config.cluster_token)
-    async with dialer.open_channel(cluster.where.cluster) as channel:
-        call = dialer.dial(channel)
+    dialer = CoordinatorDialer(cluster.config.cluster_token)
+    async with dialer.open_channel(cluster.endpoints.cluster) as channel:
+        call = dialer.open_stream(channel)
         await call.write(pb.NodeMessage(join=pb.Join(name="other", role="cook")))
         assert (await call.read()).HasField("refusal")
 
 
 @pytest.mark.parametrize("attacked", PORTS)
 async def test_idle_connections_to_one_port_leave_the_others_alone(cluster: Cluster, attacked: str) -> None:
-    pids = cluster.pids()
+    pids = cluster.get_pids()
     for port in ports_of(cluster, attacked):
-        async with idle(port):
+        async with idle_connections(port):
             for _ in range(3):
-                await answers(cluster, attacked)
-    assert cluster.pids() == pids
-    await answers(cluster, attacked="")  # and the attacked one is back
+                await check_other_ports_answer(cluster, attacked)
+    assert cluster.get_pids() == pids
+    await check_other_ports_answer(cluster, attacked="")  # and the attacked one is back
 
 
-async def test_half_sent_bodies_on_every_connection_leave_room_for_a_whole_one(cluster: Cluster) -> None:
+async def test_half_sent_bodies_leave_room_for_a_complete_request(cluster: Cluster) -> None:
     """More of them than the port may hold connections, each with a head and the first byte of a body."""
     port = ports_of(cluster, "http")[0]
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 10\r\n\r\n{"
-    async with idle(port) as opened:
+    async with idle_connections(port) as opened:
         for writer in opened:
             writer.write(head)
         for _ in range(8):
@@ -114,24 +114,24 @@ async def test_half_sent_bodies_on_every_connection_leave_room_for_a_whole_one(c
             assert late is not None
             late.write(head)
             opened.append(late)
-            await answers(cluster, attacked="")
+            await check_other_ports_answer(cluster, attacked="")
 
 
-async def test_a_node_joins_while_idle_connections_besiege_the_cluster_port(cluster: Cluster) -> None:
-    async with idle(ports_of(cluster, "cluster")[0]):
+async def test_node_joins_while_idle_connections_fill_the_cluster_port(cluster: Cluster) -> None:
+    async with idle_connections(ports_of(cluster, "cluster")[0]):
         cluster.start("decode-1")
-        await cluster.wait_status(lambda status: any(node.name == "decode-1" for node in status.nodes), PATIENCE)
-        await answers(cluster, attacked="")
+        await cluster.wait_status(lambda status: any(node.name == "decode-1" for node in status.nodes), TIMEOUT_SECONDS)
+        await check_other_ports_answer(cluster, attacked="")
 
 
-async def test_what_was_closed_is_counted_and_said(cluster: Cluster) -> None:
+async def test_closed_idle_connections_are_counted_and_logged(cluster: Cluster) -> None:
     async with httpx.AsyncClient() as client:
         metrics = (await client.get(f"http://{cluster.where.admin}/metrics")).text
     told = dict(line.rsplit(" ", 1) for line in metrics.splitlines() if line.startswith("baton_connections"))
     for port in ("http", "grpc", "admin", "cluster"):
         assert float(told[f'baton_connections_refused_total{{port="{port}"}}']) > 0
         assert float(told[f'baton_connections{{port="{port}"}}']) < OPEN_FILES / 2
-    log = cluster.logs.path(COORDINATOR).read_text()
+    log = cluster.logs.log_path(COORDINATOR).read_text()
     assert "too many connections to the http port" in log
     assert "--max-connections" in log
-    assert "too many connections to the transfer port" in cluster.logs.path("decode-0").read_text()
+    assert "too many connections to the transfer port" in cluster.logs.log_path("decode-0").read_text()

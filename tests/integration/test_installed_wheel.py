@@ -25,7 +25,7 @@ def installed(tmp_path: Path) -> Path:
     return site
 
 
-def test_doctor_knows_what_is_not_there(installed: Path, tmp_path: Path) -> None:
+def test_doctor_reports_what_the_wheel_lacks(installed: Path, tmp_path: Path) -> None:
     """No model comes with a wheel, so `baton up` without --model would refuse to start: doctor says
     so and names what works there."""
     environ = {**os.environ, "PYTHONPATH": str(installed)}
@@ -50,7 +50,7 @@ def test_doctor_knows_what_is_not_there(installed: Path, tmp_path: Path) -> None
     assert not [check for check in found.values() if "make setup" in check["fix"] or "pip install -e" in check["fix"]]
 
 
-def test_fixes_name_the_wheel(installed: Path, tmp_path: Path) -> None:
+def test_suggested_fixes_refer_to_the_wheel(installed: Path, tmp_path: Path) -> None:
     """None of a repository that is not there."""
     program = "from baton.cli.checks.installation import *; print(reinstall(), set_up_with('python3.12'))"
     environ = {**os.environ, "PYTHONPATH": str(installed)}

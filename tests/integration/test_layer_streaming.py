@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 
 from baton.pb import cluster_pb2 as pb
 from baton.pb.common_pb2 import HandoffReport
-from tests.answers import Answer, cluster_call
+from tests.answers import GenerateAnswer, call_cluster_service
 from tests.cluster import Cluster
-from tests.models import build_model, load_reference, reference_generate
+from tests.models import build_model, load_reference_model, generate_reference
 
-NODES = {"shm": "decode-0", "zmq": "decode-1", "grpc": "decode-2"}
-LENGTH = 512
+NODE_BY_TRANSPORT = {"shm": "decode-0", "zmq": "decode-1", "grpc": "decode-2"}
+PROMPT_TOKENS = 512
 LAYERS = 24
-OUTPUT = 48
+OUTPUT_TOKENS = 48
 
 
 @pytest.fixture(scope="module")
@@ -32,63 +32,63 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(narrow: Path) -> PreTrainedModel:
-    return load_reference(narrow)
+    return load_reference_model(narrow)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(narrow: Path, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Cluster]:
     """One decode node for each transport."""
-    own: dict[str, dict[str, object]] = {node: {"transport": transport} for transport, node in NODES.items()}
+    own: dict[str, dict[str, object]] = {node: {"transport": transport} for transport, node in NODE_BY_TRANSPORT.items()}
     made = Cluster(
         tmp_path_factory.mktemp("streaming"),
         model=str(narrow),
-        decode=len(NODES),
-        max_batched_tokens=LENGTH,
+        decode=len(NODE_BY_TRANSPORT),
+        max_batched_tokens=PROMPT_TOKENS,
         layers_per_message=1,
         kv_memory="64MiB",
         per_node={"prefill-0": {"BATON_FAILPOINTS": "prefill.layer.landed=delay(30)"}, **own},
     )
     async with made:
         yield made
-        await made.wait_quiet()
+        await made.wait_idle()
     made.assert_clean()
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("transport", NODES)
+@pytest.mark.parametrize("transport", NODE_BY_TRANSPORT)
 async def test_each_layer_lands_before_the_next_is_computed(
     cluster: Cluster, reference: PreTrainedModel, transport: str
 ) -> None:
-    first = 11 + list(NODES).index(transport)  # another prompt for each: none of it is cached
-    prompt = [(37 * position + first) % 500 for position in range(LENGTH)]
-    for name in NODES.values():
-        order = pb.UndrainRequest(node=name) if name == NODES[transport] else pb.DrainRequest(node=name)
-        await cluster_call(cluster.grpc, type(order).__name__.removesuffix("Request"), order)
-    before = await computed(cluster)
-    answer = await cluster.generate(prompt, max_tokens=OUTPUT, temperature=0.0)
-    expected = reference_generate(reference, prompt, OUTPUT)
-    assert expected.margin > 1e-3
+    first = 11 + list(NODE_BY_TRANSPORT).index(transport)  # another prompt for each: none of it is cached
+    prompt = [(37 * position + first) % 500 for position in range(PROMPT_TOKENS)]
+    for name in NODE_BY_TRANSPORT.values():
+        order = pb.UndrainRequest(node=name) if name == NODE_BY_TRANSPORT[transport] else pb.DrainRequest(node=name)
+        await call_cluster_service(cluster.grpc_address, type(order).__name__.removesuffix("Request"), order)
+    before = await prompt_tokens_by_source(cluster)
+    answer = await cluster.generate(prompt, max_tokens=OUTPUT_TOKENS, temperature=0.0)
+    expected = generate_reference(reference, prompt, OUTPUT_TOKENS)
+    assert expected.min_logit_margin > 1e-3
     assert answer.tokens == expected.tokens
-    report = await handed_off(cluster, answer)
-    assert (report.transport, report.slabs) == (transport, LAYERS * LENGTH // 16)
+    report = await wait_handoff_report(cluster, answer)
+    assert (report.transport, report.slabs) == (transport, LAYERS * PROMPT_TOKENS // 16)
     assert report.slabs_landed_before_last_layer >= report.slabs * (LAYERS - 1) // LAYERS
     assert answer.timeline.attempts == 1
-    after = await computed(cluster)
-    assert (after["computed_decode"], after["computed_prefill"] - before.get("computed_prefill", 0)) == (0, LENGTH)
+    after = await prompt_tokens_by_source(cluster)
+    assert (after["computed_decode"], after["computed_prefill"] - before.get("computed_prefill", 0)) == (0, PROMPT_TOKENS)
 
 
-async def handed_off(cluster: Cluster, answer: Answer) -> HandoffReport:
+async def wait_handoff_report(cluster: Cluster, answer: GenerateAnswer) -> HandoffReport:
     """What prefill has reported of it, which may come after the last token."""
     request = pb.ExplainRequest(request_id=answer.request_id)
     async with asyncio.timeout(60):
         while True:
-            told: pb.ExplainResponse = await cluster_call(cluster.grpc, "Explain", request)
+            told: pb.ExplainResponse = await call_cluster_service(cluster.grpc_address, "Explain", request)
             if told.timeline.HasField("handoff"):
                 return told.timeline.handoff
             await asyncio.sleep(0.05)
 
 
-async def computed(cluster: Cluster) -> dict[str, float]:
+async def prompt_tokens_by_source(cluster: Cluster) -> dict[str, float]:
     """Prompt tokens by who computed them."""
     async with httpx.AsyncClient() as client:
         text = (await client.get(f"{cluster.admin}/metrics")).text

@@ -19,18 +19,18 @@ import httpx
 import pytest
 
 from baton import link_codec
-from baton.link_dialer import PROOF_KEY, LinkDialer, link_proof
-from baton.process.log_rate import BURST
-from tests.cluster import UP, Cluster
-from tests.processes import pids_with
+from baton.link_dialer import PROOF_METADATA_KEY, CoordinatorDialer, derive_link_proof
+from baton.process.log_rate import DEFAULT_BURST
+from tests.cluster import SUPERVISOR, Cluster
+from tests.processes import find_pids
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = list(range(1, 40))
 _ONE_PAGE = 4096  # bytes: the smallest pipe
-_SOON = 60.0  # seconds, on any machine
+_TIMEOUT_SECONDS = 60.0  # seconds, on any machine
 
 
-async def answered(cluster: Cluster, requests: int = 10) -> None:
+async def check_answers(cluster: Cluster, requests: int = 10) -> None:
     answers = await asyncio.gather(
         *(cluster.generate(PROMPT, max_tokens=4, temperature=0.0) for _ in range(requests)),
     )
@@ -49,22 +49,22 @@ def full_pipe() -> tuple[int, int]:
     return reader, sender
 
 
-async def test_standard_output_and_error_that_nobody_reads_hold_nothing_up(tmp_path: Path) -> None:
+async def test_unread_stdout_and_stderr_block_nothing(tmp_path: Path) -> None:
     """From the start on: the cluster becomes ready, serves, restarts a node, and ends."""
     cluster = Cluster(tmp_path, supervised=True, engine="paced", model="")
     reader, sender = full_pipe()
-    cluster.logs.redirect(UP, sender)
+    cluster.logs.redirect_output(SUPERVISOR, sender)
     async with cluster:
-        await answered(cluster)
-        gone = cluster.pids()["decode-0"]
+        await check_answers(cluster)
+        gone = cluster.get_pids()["decode-0"]
         cluster.kill("decode-0")
         await cluster.wait_status(lambda status: status.ready and gone not in {node.pid for node in status.nodes})
-        await answered(cluster)
+        await check_answers(cluster)
         events = await asyncio.to_thread(
             read_until, reader, "decode-0 was ended by SIGKILL: starting it again in 0.1 s"
         )
         assert "warm-up passed" in events  # what was said in the meantime comes when somebody reads
-        await answered(cluster)
+        await check_answers(cluster)
     os.close(reader)
     cluster.assert_clean()
 
@@ -81,15 +81,15 @@ def read_until(reader: int, event: str) -> list[str]:
     return events
 
 
-async def test_a_full_disk_behind_every_log_costs_no_request_and_no_node(tmp_path: Path) -> None:
+async def test_full_log_disk_costs_no_request_and_no_node(tmp_path: Path) -> None:
     """Without a supervisor between: each process writes to the full disk itself."""
     cluster = Cluster(tmp_path, engine="paced", model="")
     for name in ("coordinator", "prefill-0", "decode-0"):
-        cluster.logs.redirect(name, os.open("/dev/full", os.O_WRONLY))
+        cluster.logs.redirect_output(name, os.open("/dev/full", os.O_WRONLY))
     async with cluster:
-        before = {node.name: node.incarnation for node in (await cluster.status()).nodes}
-        await answered(cluster)
-        assert {node.name: node.incarnation for node in (await cluster.status()).nodes} == before
+        before = {node.name: node.incarnation for node in (await cluster.get_status()).nodes}
+        await check_answers(cluster)
+        assert {node.name: node.incarnation for node in (await cluster.get_status()).nodes} == before
         async with httpx.AsyncClient() as client:
             metrics = (await client.get(f"{cluster.admin}/metrics")).text
         assert float(re.findall(r"^baton_log_lines_dropped_total (\S+)", metrics, re.MULTILINE)[0]) > 0
@@ -116,17 +116,17 @@ def detached(tmp_path: Path) -> Iterator[Callable[..., dict[str, Any]]]:
     yield start
     down = [sys.executable, "-m", "baton.cli", "down"]
     ended = subprocess.run(down, env=os.environ | environ, cwd=ROOT, capture_output=True, timeout=90, check=False)
-    left = pids_with("BATON_STATE_DIR", str(state))
+    left = find_pids("BATON_STATE_DIR", str(state))
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert (ended.returncode, left) == (0, [])
 
 
-def test_log_files_are_bounded_and_go_on_after_the_disk_was_full(detached: Callable[..., dict[str, Any]]) -> None:
+def test_log_files_rotate_and_resume_after_a_full_disk(detached: Callable[..., dict[str, Any]]) -> None:
     """The disk is a limit on what files the supervisor may write, which its children do not have."""
     up = detached(BATON_LOG_MAX_BYTES="8192", BATON_LOG_BACKUPS="1")
     files = [up["logs"] / name for name in ("coordinator.log", "coordinator.log.1")]
-    with httpx.Client(base_url=up["http"], timeout=_SOON) as client:
+    with httpx.Client(base_url=up["http"], timeout=_TIMEOUT_SECONDS) as client:
 
         def ask() -> None:
             answer = client.post("/completions", json={"prompt": PROMPT, "max_tokens": 2, "return_token_ids": True})
@@ -150,13 +150,13 @@ def test_log_files_are_bounded_and_go_on_after_the_disk_was_full(detached: Calla
     assert all(file.stat().st_size < 3 * 8192 for file in files)  # a batch of lines may pass the bound
 
 
-async def test_who_comes_with_a_wrong_token_cannot_fill_the_log(tmp_path: Path) -> None:
+async def test_refused_joins_are_logged_at_a_bounded_rate(tmp_path: Path) -> None:
     async with Cluster(tmp_path, engine="paced", model="", prefill=0, cluster_token="right") as cluster:
-        async with LinkDialer("right").open_channel(cluster.where.cluster) as channel:
-            for _ in range(5 * BURST):
-                call = link_codec.dial(channel, ((PROOF_KEY, link_proof("wrong")),))
+        async with CoordinatorDialer("right").open_channel(cluster.endpoints.cluster) as channel:
+            for _ in range(5 * DEFAULT_BURST):
+                call = link_codec.open_link_stream(channel, ((PROOF_METADATA_KEY, derive_link_proof("wrong")),))
                 assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
-        counters = (await cluster.status()).counters
-        assert counters['baton_joins_total{outcome="unauthenticated"}'] == 5 * BURST
-    told = cluster.logs.path("coordinator").read_text().count("wrong cluster token: a node was refused")
-    assert BURST <= told < 5 * BURST
+        counters = (await cluster.get_status()).counters
+        assert counters['baton_joins_total{outcome="unauthenticated"}'] == 5 * DEFAULT_BURST
+    told = cluster.logs.log_path("coordinator").read_text().count("wrong cluster token: a node was refused")
+    assert DEFAULT_BURST <= told < 5 * DEFAULT_BURST

@@ -9,10 +9,10 @@ import pytest
 
 from tests.pool.rig import ROOT
 
-UP = ("baton.cli", "up", "--engine", "paced", "--port", "0", "--grpc-port", "0", "--admin-port", "0")
+UP_COMMAND = ("baton.cli", "up", "--engine", "paced", "--port", "0", "--grpc-port", "0", "--admin-port", "0")
 
 
-def run(folder: Path, *command: str, **environ: str) -> "subprocess.CompletedProcess[str]":
+def run_command(folder: Path, *command: str, **environ: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", *command],
         env={
@@ -30,7 +30,7 @@ def run(folder: Path, *command: str, **environ: str) -> "subprocess.CompletedPro
     )
 
 
-def refused(ended: "subprocess.CompletedProcess[str]", folder: Path, *said: str) -> None:
+def check_refused(ended: "subprocess.CompletedProcess[str]", folder: Path, *said: str) -> None:
     assert ended.returncode == 2, ended.stderr
     (line,) = ended.stderr.strip().splitlines()
     assert line.startswith("error: ")
@@ -46,13 +46,13 @@ def refused(ended: "subprocess.CompletedProcess[str]", folder: Path, *said: str)
         (("--pool-memory", "900TiB"), "a smaller --pool-memory"),
     ],
 )
-def test_up_refuses_before_it_starts_anything(tmp_path: Path, settings: tuple[str, str], said: str) -> None:
-    ended = run(tmp_path, *UP, *settings)
-    refused(ended, tmp_path, said, "--kv-memory", "--shm-size")
+def test_up_refuses_too_much_memory_before_it_starts_anything(tmp_path: Path, settings: tuple[str, str], said: str) -> None:
+    ended = run_command(tmp_path, *UP_COMMAND, *settings)
+    check_refused(ended, tmp_path, said, "--kv-memory", "--shm-size")
     assert not (tmp_path / "state" / "logs").exists()
 
 
-def test_a_node_refuses_before_it_loads_a_model(tmp_path: Path) -> None:
+def test_node_refuses_too_much_memory_before_it_loads_its_model(tmp_path: Path) -> None:
     """There is no such model: it is not looked at."""
     settings = {"BATON_COORDINATOR": "127.0.0.1:1", "BATON_KV_MEMORY": "900TiB", "BATON_MODEL": str(tmp_path)}
-    refused(run(tmp_path, "decode_node", **settings), tmp_path, "lower --kv-memory to")
+    check_refused(run_command(tmp_path, "decode_node", **settings), tmp_path, "lower --kv-memory to")

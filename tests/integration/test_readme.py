@@ -17,8 +17,8 @@ import pytest_asyncio
 
 from baton import segment
 from tests.cluster import Cluster
-from tools.demo import sizes
-from tools.footprint import segment_files
+from tools.demo import describe_footprint
+from tools.footprint import list_segment_files
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
@@ -41,16 +41,16 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Clu
         yield running
 
 
-def here(text: str, cluster: Cluster) -> str:
+def use_cluster_ports(text: str, cluster: Cluster) -> str:
     """Its ports in place of the default ones."""
-    for port, address in ((8000, cluster.http), (50051, cluster.grpc), (9000, cluster.admin)):
+    for port, address in ((8000, cluster.http_url), (50051, cluster.grpc_address), (9000, cluster.admin_url)):
         text = text.replace(f"127.0.0.1:{port}", address.removeprefix("http://"))
     return text
 
 
-def run(arguments: list[str], cluster: Cluster, *, code: int = 0) -> str:
+def run_command(arguments: list[str], cluster: Cluster, *, code: int = 0) -> str:
     environ = os.environ | {
-        "BATON_ENDPOINT": cluster.grpc,
+        "BATON_ENDPOINT": cluster.grpc_address,
         "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
         "COLUMNS": "120",
     }
@@ -59,39 +59,39 @@ def run(arguments: list[str], cluster: Cluster, *, code: int = 0) -> str:
     return done.stdout
 
 
-def baton(line: str, cluster: Cluster) -> str:
-    return run([sys.executable, "-m", "baton.cli", *shlex.split(line)], cluster)
+def run_baton_line(line: str, cluster: Cluster) -> str:
+    return run_command([sys.executable, "-m", "baton.cli", *shlex.split(line)], cluster)
 
 
-def lines(beginning: str) -> list[str]:
+def shell_lines(beginning: str) -> list[str]:
     """Of all shell blocks, without comments."""
     found = [line.partition("  #")[0].strip() for text in SHELL for line in text.splitlines()]
     return [line for line in found if line.startswith(beginning)]
 
 
-def words(text: str) -> set[str]:
+def output_words(text: str) -> set[str]:
     """What a sample of output is made of, without its figures and names."""
     return set(re.findall(r"[a-z][a-z-]{2,}", text.lower().split("\n", 1)[1]))
 
 
-def sample(command: str) -> str:
+def shown_output(command: str) -> str:
     """What README shows below `$ command`."""
     match = re.search(rf"^\$ {re.escape(command)}\n(.*?)(?=^\$|^```)", README, re.MULTILINE | re.DOTALL)
     assert match, command
     return match[1]
 
 
-async def test_curl(cluster: Cluster) -> None:
-    calls = [line for line in lines("curl ") if "BATON_API_KEY" not in line]
+async def test_curl_examples_work(cluster: Cluster) -> None:
+    calls = [line for line in shell_lines("curl ") if "BATON_API_KEY" not in line]
     assert len(calls) == 3
     for line in calls:
-        told = run([*shlex.split(here(line, cluster)), "--fail-with-body", "-s"], cluster)
+        told = run_command([*shlex.split(use_cluster_ports(line, cluster)), "--fail-with-body", "-s"], cluster)
         assert told.endswith("data: [DONE]\n\n") if "stream" in line else json.loads(told)
 
 
-async def test_the_answer_shown_is_the_answer(cluster: Cluster) -> None:
+async def test_example_answer_is_current(cluster: Cluster) -> None:
     (shown,) = (json.loads(text) for kind, text in BLOCKS if kind == "json")
-    told = json.loads(run([*shlex.split(here(lines("curl ")[1], cluster)), "-s"], cluster))
+    told = json.loads(run_command([*shlex.split(use_cluster_ports(shell_lines("curl ")[1], cluster)), "-s"], cluster))
 
     def shape(value: Any) -> Any:
         return {key: shape(item) for key, item in value.items()} if isinstance(value, dict) else None
@@ -102,8 +102,8 @@ async def test_the_answer_shown_is_the_answer(cluster: Cluster) -> None:
     assert told["usage"]["completion_tokens"] == shown["usage"]["completion_tokens"]
 
 
-async def test_programs(cluster: Cluster) -> None:
-    by_openai, by_grpc = (run([sys.executable, "-c", here(text, cluster)], cluster) for text in PROGRAMS)
+async def test_python_examples_run(cluster: Cluster) -> None:
+    by_openai, by_grpc = (run_command([sys.executable, "-c", use_cluster_ports(text, cluster)], cluster) for text in PROGRAMS)
     assert by_openai.splitlines()[:2] == [
         "I am a very small language model. I have read the Python standard library and nothing else.",
         "Test whether a path is a directory.",
@@ -112,23 +112,23 @@ async def test_programs(cluster: Cluster) -> None:
     assert re.search(r"^[0-9a-f]{32}: first token after [0-9.]+ ms$", by_grpc, re.MULTILINE)
 
 
-async def test_operators_commands(cluster: Cluster) -> None:
-    name = next(name for name in cluster.pids() if name.startswith("prefill"))
+async def test_operator_commands_work(cluster: Cluster) -> None:
+    name = next(name for name in cluster.get_pids() if name.startswith("prefill"))
     await cluster.wait_status(lambda status: any(node.role == "pool" for node in status.nodes))
     for command in ("status", "audit", "top --once"):
         await cluster.generate("def f(x):", max_tokens=4)  # top tells of the last minute
-        told = baton(command, cluster)
-        assert words(sample(f"baton {command}")) - {"prefill", "decode"} <= words(told) | {"service"}, command
-    assert f"{name} is drained: nothing is left there" in baton(f"drain {name}", cluster)
-    assert baton(f"undrain {name}", cluster) == f"{name} is in service\n"
+        told = run_baton_line(command, cluster)
+        assert output_words(shown_output(f"baton {command}")) - {"prefill", "decode"} <= output_words(told) | {"service"}, command
+    assert f"{name} is drained: nothing is left there" in run_baton_line(f"drain {name}", cluster)
+    assert run_baton_line(f"undrain {name}", cluster) == f"{name} is in service\n"
     assert {f"baton {command}" for command in ("drain prefill-0", "undrain prefill-0")} <= {
-        line.removeprefix("$ ") for line in lines("$ baton ")
+        line.removeprefix("$ ") for line in shell_lines("$ baton ")
     }
 
 
-async def test_the_demo_tells_what_it_takes(cluster: Cluster) -> None:
+async def test_demo_resource_figures_are_current(cluster: Cluster) -> None:
     """Memory of the processes and of their caches, and disk of the installation, as README shows them."""
-    told = sizes(list(cluster.pids().values()), segment_files(cluster.segment_dir, segment.PREFIX))
+    told = describe_footprint(list(cluster.get_pids().values()), list_segment_files(cluster.segment_dir, segment.SEGMENT_PREFIX))
     shown = re.search(r"^memory: .*\ndisk: .*$", README, re.MULTILINE)
     assert shown
     expected = shown[0] if sys.prefix != sys.base_prefix else shown[0].splitlines()[0]
@@ -142,29 +142,29 @@ async def test_the_demo_tells_what_it_takes(cluster: Cluster) -> None:
     assert caches >= 2 * 32 * 2**20 / 1e9, "two nodes and a pool have theirs"
 
 
-async def test_explain(cluster: Cluster) -> None:
+async def test_explain_example_is_current(cluster: Cluster) -> None:
     answer = await cluster.generate(list(range(5, 600)), max_tokens=8, temperature=0.0)
-    told = baton(f"explain {answer.request_id}", cluster)
-    shown = sample(f"baton explain {REQUEST}")
+    told = run_baton_line(f"explain {answer.request_id}", cluster)
+    shown = shown_output(f"baton explain {REQUEST}")
     assert [line[:18].strip() for line in shown.splitlines()[1:9]] == [
         line[:18].strip() for line in told.splitlines()[1:9]
     ]
-    assert words(shown) <= words(told) | {"cache", "node's", "from", "node"}
+    assert output_words(shown) <= output_words(told) | {"cache", "node's", "from", "node"}
 
 
-async def test_benchmarks_of_an_endpoint(cluster: Cluster, tmp_path: Path) -> None:
+async def test_endpoint_benchmark_commands_work(cluster: Cluster, tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 600, "output_length": 40, "hash_ids": [1, 2]}\n' * 3)
-    commands = lines("baton bench serve")
+    commands = shell_lines("baton bench serve")
     assert len(commands) == 3
     for line in commands[1:]:
         small = (
-            here(line, cluster)
+            use_cluster_ports(line, cluster)
             .replace("trace.jsonl", str(trace))
             .replace("1,2,4", "1")
             .replace("--requests 8", "--requests 2")
             .replace("--ttft-slo 500ms", "--ttft-slo 60s")  # which the busiest machine keeps
         )
-        told = baton(small.removeprefix("baton ") + f" --plot {tmp_path / 'sweep.svg'}", cluster)
+        told = run_baton_line(small.removeprefix("baton ") + f" --plot {tmp_path / 'sweep.svg'}", cluster)
         assert "tokens/s" in told
         assert "--sweep" not in line or "ceiling with p90 TTFT within 60000 ms" in told

@@ -15,16 +15,16 @@ from typing import Any
 import pytest
 
 from baton.pb.cluster_pb2 import StatusResponse
-from tests.cluster import UP, Cluster
+from tests.cluster import SUPERVISOR, Cluster
 from tests.models import build_model
-from tests.processes import environ_of, first_end, pids_with
+from tests.processes import read_environ, wait_first_exit, find_pids
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILDREN = {"coordinator": "coordinator", "prefill-0": "prefill_node", "decode-0": "decode_node"}
 PROMPT = list(range(1, 40))
 
 
-def paced(folder: Path, **settings: Any) -> Cluster:
+def paced_cluster(folder: Path, **settings: Any) -> Cluster:
     """Real processes, and nothing to load: what is tested is the supervisor."""
     return Cluster(folder, supervised=True, engine="paced", model="", **settings)
 
@@ -33,7 +33,7 @@ def command_line(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
 
 
-def parent(pid: int) -> int:
+def parent_pid(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[1])
 
 
@@ -42,15 +42,15 @@ def ready_without(pid: int, status: StatusResponse) -> bool:
     return status.ready and len(status.nodes) == len(CHILDREN) - 1 and pid not in {node.pid for node in status.nodes}
 
 
-async def test_children_are_direct_bear_their_modules_and_no_secret_on_their_command_line(tmp_path: Path) -> None:
-    async with paced(tmp_path, api_key="a-secret", admin_token="another") as cluster:
-        pids = cluster.pids()
-        supervisor = pids.pop(UP)
+async def test_children_run_their_modules_without_secrets_on_the_command_line(tmp_path: Path) -> None:
+    async with paced_cluster(tmp_path, api_key="a-secret", admin_token="another") as cluster:
+        pids = cluster.get_pids()
+        supervisor = pids.pop(SUPERVISOR)
         assert set(pids) == set(CHILDREN)
         for name, pid in pids.items():
-            assert parent(pid) == supervisor
+            assert parent_pid(pid) == supervisor
             assert command_line(pid) == [sys.executable, "-m", CHILDREN[name]]
-        tokens = {environ_of(pid)["BATON_CLUSTER_TOKEN"] for pid in pids.values()}
+        tokens = {read_environ(pid)["BATON_CLUSTER_TOKEN"] for pid in pids.values()}
         assert len(tokens) == 1
         assert len(tokens.pop()) == 64
         answer = await cluster.generate(PROMPT, max_tokens=4, temperature=0.0)
@@ -58,35 +58,35 @@ async def test_children_are_direct_bear_their_modules_and_no_secret_on_their_com
     cluster.assert_clean()
 
 
-async def test_whoever_is_killed_comes_back_and_the_cluster_serves(tmp_path: Path) -> None:
-    async with paced(tmp_path) as cluster:
+async def test_killed_process_is_restarted_and_the_cluster_serves(tmp_path: Path) -> None:
+    async with paced_cluster(tmp_path) as cluster:
         expected = (await cluster.generate(PROMPT, max_tokens=8, temperature=0.0)).tokens
         for name in CHILDREN:
-            gone = cluster.pids()[name]
+            gone = cluster.get_pids()[name]
             cluster.kill(name)
             await cluster.wait_status(partial(ready_without, gone))
             answer = await cluster.generate(PROMPT, max_tokens=8, temperature=0.0)
             assert answer.tokens == expected
-            assert cluster.pids()[name] != gone
-        await cluster.wait_quiet()
+            assert cluster.get_pids()[name] != gone
+        await cluster.wait_idle()
     cluster.assert_clean()
 
 
-async def test_a_killed_supervisor_takes_its_children_along_and_the_next_one_sweeps(tmp_path: Path) -> None:
-    async with paced(tmp_path / "first") as cluster:
-        pids = cluster.pids()
-        cluster.kill(UP)
+async def test_killed_supervisor_ends_its_children_and_the_next_one_sweeps_segments(tmp_path: Path) -> None:
+    async with paced_cluster(tmp_path / "first") as cluster:
+        pids = cluster.get_pids()
+        cluster.kill(SUPERVISOR)
         for name in CHILDREN:
-            await first_end([pids[name]])
+            await wait_first_exit([pids[name]])
         orphans = sorted(path.name for path in cluster.segment_dir.glob("baton-*"))
         assert orphans  # kill -9 gave nobody the time to clean up
-        async with paced(tmp_path / "second", segment_dir=str(cluster.segment_dir)):
+        async with paced_cluster(tmp_path / "second", segment_dir=str(cluster.segment_dir)):
             left = {path.name for path in cluster.segment_dir.glob("baton-*")}
         assert not left & set(orphans)
     cluster.assert_clean()
 
 
-def baton(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def run_baton(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "baton.cli", *arguments],
         env={**os.environ, **environ},
@@ -114,24 +114,24 @@ def free(tmp_path: Path) -> Iterator[dict[str, str]]:
         "BATON_POOL_MEMORY": "16MiB",
         "BATON_DRAIN_TIMEOUT": "5",
     }
-    left = pids_with("BATON_STATE_DIR", str(state))
+    left = find_pids("BATON_STATE_DIR", str(state))
     for pid in left:
         os.kill(pid, signal.SIGKILL)
     assert left == []
     assert list(shared.glob("baton-*")) == []
 
 
-def test_from_detach_to_down(free: dict[str, str], tmp_path: Path) -> None:
+def test_up_detached_then_down(free: dict[str, str], tmp_path: Path) -> None:
     """The whole of the command line against a real model."""
     model = build_model("llama", tmp_path)
-    up = baton("up", "--detach", "--model", str(model), "--served-model-name", "small", **free)
+    up = run_baton("up", "--detach", "--model", str(model), "--served-model-name", "small", **free)
     assert up.returncode == 0, up.stderr
     assert "small, 1 prefill + 1 decode, disaggregated" in up.stdout
     where = dict(re.findall(r"^  (\w+) +(\S+)$", up.stdout, re.MULTILINE))
     free["BATON_ENDPOINT"] = where["gRPC"]
 
     answers = [
-        baton("generate", "The quick brown fox", "--max-tokens", "6", "--temperature", "0", *more, **free)
+        run_baton("generate", "The quick brown fox", "--max-tokens", "6", "--temperature", "0", *more, **free)
         for more in ((), ("--json",), ("--timeline",))
     ]
     assert [answer.returncode for answer in answers] == [0, 0, 0]
@@ -141,30 +141,30 @@ def test_from_detach_to_down(free: dict[str, str], tmp_path: Path) -> None:
     assert whole["timeline"]["decode_node"] == "decode-0"
     assert "first token" in answers[2].stderr
 
-    status = baton("status", "--json", **free)
+    status = run_baton("status", "--json", **free)
     assert status.returncode == 0
     nodes = {node["name"]: node["role"] for node in json.loads(status.stdout)["nodes"]}
     assert nodes.pop("pool-0", "pool") == "pool"  # nobody waits for it to join
     assert nodes == {"prefill-0": "prefill", "decode-0": "decode"}
-    audit = baton("audit", "--json", **free)
+    audit = run_baton("audit", "--json", **free)
     assert (audit.returncode, json.loads(audit.stdout)["faults"]) == (0, [])
 
-    refused = baton("generate", "x", "--temperature", "9", **free)
+    refused = run_baton("generate", "x", "--temperature", "9", **free)
     assert refused.returncode == 1
     assert "temperature is 9" in refused.stderr
 
-    again = baton("up", "--detach", "--model", str(model), **free)
+    again = run_baton("up", "--detach", "--model", str(model), **free)
     assert again.returncode == 2
     assert "runs from" in again.stderr
 
-    down = baton("down", **free)
+    down = run_baton("down", **free)
     assert (down.returncode, down.stdout) == (0, "stopped\n")
-    assert baton("down", **free).returncode == 1
-    assert baton("status", **free).returncode == 3
+    assert run_baton("down", **free).returncode == 1
+    assert run_baton("status", **free).returncode == 3
 
 
-def test_a_model_that_is_not_there_ends_up_with_one_line(free: dict[str, str], tmp_path: Path) -> None:
-    up = baton("up", "--detach", "--model", str(tmp_path / "no-such-model"), **free)
+def test_up_reports_a_missing_model_in_one_line(free: dict[str, str], tmp_path: Path) -> None:
+    up = run_baton("up", "--detach", "--model", str(tmp_path / "no-such-model"), **free)
     assert up.returncode == 2
     assert up.stdout == ""
     lines = [line for line in up.stderr.splitlines() if line.startswith("error: ")]
@@ -172,10 +172,10 @@ def test_a_model_that_is_not_there_ends_up_with_one_line(free: dict[str, str], t
     assert "no-such-model" in lines[0]
 
 
-def test_a_port_in_use_is_told_before_anything_starts(free: dict[str, str]) -> None:
+def test_up_reports_a_port_in_use_before_it_starts_anything(free: dict[str, str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as busy:
         port = str(busy.getsockname()[1])
-        up = baton("up", "--engine", "paced", "--grpc-port", port, **free)
+        up = run_baton("up", "--engine", "paced", "--grpc-port", port, **free)
     assert up.returncode == 2
     assert f"127.0.0.1:{port} (it is in use): choose another --grpc-port" in up.stderr
 
@@ -188,18 +188,18 @@ def test_a_port_in_use_is_told_before_anything_starts(free: dict[str, str]) -> N
         (("--log-format", "json", "--set", "max_num_seqs=1"), {"BATON_FAILPOINTS": "no.such=drop"}, "no.such"),
     ],
 )
-def test_what_ends_it_is_json_too_if_lines_are(
+def test_up_failure_is_json_with_json_logs(
     free: dict[str, str], flags: tuple[str, ...], variables: dict[str, str], said: str
 ) -> None:
     """Before the settings are resolved, before anything starts, and by a child that cannot start."""
-    up = baton("up", "--engine", "paced", *flags, **free, **variables)
+    up = run_baton("up", "--engine", "paced", *flags, **free, **variables)
     assert up.returncode == 2
     lines = [json.loads(line) for line in up.stderr.splitlines()]
     assert (lines[-1]["event"], lines[-1]["level"]) == ("ended by an error", "error")
     assert said in lines[-1]["reason"]
 
 
-def test_an_open_door_without_a_key_is_refused(free: dict[str, str]) -> None:
-    up = baton("up", "--engine", "paced", "--host", "0.0.0.0", **free)
+def test_up_refuses_a_public_bind_without_an_api_key(free: dict[str, str]) -> None:
+    up = run_baton("up", "--engine", "paced", "--host", "0.0.0.0", **free)
     assert up.returncode == 2
     assert "--api-key" in up.stderr

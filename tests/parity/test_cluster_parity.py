@@ -23,16 +23,16 @@ import pytest_asyncio
 
 from baton.pb import cluster_pb2, common_pb2, generation_pb2, generation_pb2_grpc
 from coordinator.core.tenants import hash_key
-from tests.answers import bearer, cluster_call
+from tests.answers import bearer_metadata, call_cluster_service
 from tests.cluster import Cluster
-from tests.models import ClearPrompt, Family, build_model, clear_prompts
+from tests.models import StablePrompt, FamilyName, build_model, find_stable_prompts
 
 IN_MODULE = pytest.mark.asyncio(loop_scope="module")
 LENGTHS = (1, 15, 16, 17, 33, 130, 257, 700)
-OUTPUT = 48
-FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "mistral", "qwen3")  # in a mistral, prompts outgrow the window
-NODES = {"shm": "decode-0", "zmq": "decode-1", "grpc": "decode-2"}
-ALONE: dict[str, dict[str, Any]] = {
+OUTPUT_TOKENS = 48
+FAMILIES: tuple[FamilyName, ...] = ("llama", "qwen2", "mistral", "qwen3")  # in a mistral, prompts outgrow the window
+NODE_BY_TRANSPORT = {"shm": "decode-0", "zmq": "decode-1", "grpc": "decode-2"}
+SETTINGS_WITHOUT_HANDOFF: dict[str, dict[str, Any]] = {
     "colocated": {"prefill": 0, "mode": "colocated"},
     "auto": {"mode": "auto", "local_prefill_share": 0.2},  # prompts in small pieces, by whoever is sooner
 }
@@ -47,52 +47,52 @@ keys = ["sha256:{hash}"]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[Family, Path]:
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[FamilyName, Path]:
     root = tmp_path_factory.mktemp("models")
     return {family: build_model(family, root) for family in FAMILIES}
 
 
 @pytest.fixture(scope="module")
-def references(models: dict[Family, Path]) -> dict[Family, list[ClearPrompt]]:
-    found = {family: clear_prompts(folder, LENGTHS, OUTPUT) for family, folder in models.items()}
-    assert all(len(each.answer) == OUTPUT for prompts in found.values() for each in prompts)
-    assert all(each.margin > 1e-3 for prompts in found.values() for each in prompts)
+def references(models: dict[FamilyName, Path]) -> dict[FamilyName, list[StablePrompt]]:
+    found = {family: find_stable_prompts(folder, LENGTHS, OUTPUT_TOKENS) for family, folder in models.items()}
+    assert all(len(each.reference_tokens) == OUTPUT_TOKENS for prompts in found.values() for each in prompts)
+    assert all(each.min_logit_margin > 1e-3 for prompts in found.values() for each in prompts)
     return found
 
 
 @pytest.fixture(scope="module")
-def drawn() -> dict[tuple[Family, int], list[int]]:
+def drawn() -> dict[tuple[FamilyName, int], list[int]]:
     """What each seed drew the first time that it was asked for: every later answer must be the same."""
     return {}
 
 
 @dataclass
-class Asker:
+class ParityClient:
     """A client of a cluster, by the key of its tenant if it has one."""
 
     cluster: Cluster
     http: httpx.AsyncClient
-    key: str = ""
+    api_key: str = ""
 
-    async def every_way(self, prompt: Sequence[int], way: int) -> list[int]:
+    async def generate_by(self, prompt: Sequence[int], way: int) -> list[int]:
         """`way` 0..3: HTTP or gRPC, streaming or not."""
-        fields = {"max_tokens": OUTPUT, "temperature": 0.0}
+        fields = {"max_tokens": OUTPUT_TOKENS, "temperature": 0.0}
         if way < 2:
             return await self._by_http(prompt, stream=way == 0, **fields)
         if way == 2:
-            return await self.streamed(prompt, **fields)
+            return await self.generate_streamed(prompt, **fields)
         request = generation_pb2.GenerateRequest(token_ids=common_pb2.TokenIds(ids=prompt), **fields)
-        async with grpc.aio.insecure_channel(self.cluster.grpc) as channel:
+        async with grpc.aio.insecure_channel(self.cluster.grpc_address) as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
-            whole = await stub.GenerateOnce(request, timeout=120, metadata=bearer(self.key))
+            whole = await stub.GenerateOnce(request, timeout=120, metadata=bearer_metadata(self.api_key))
         return list(whole.token_ids)
 
-    async def streamed(self, prompt: Sequence[int], **fields: Any) -> list[int]:
-        return list((await self.cluster.generate(prompt, api_key=self.key, **fields)).tokens)
+    async def generate_streamed(self, prompt: Sequence[int], **fields: Any) -> list[int]:
+        return list((await self.cluster.generate(prompt, api_key=self.api_key, **fields)).tokens)
 
     async def _by_http(self, prompt: Sequence[int], stream: bool, **fields: Any) -> list[int]:
         body = {"prompt": list(prompt), "return_token_ids": True, "stream": stream, **fields}
-        headers = dict(bearer(self.key))
+        headers = dict(bearer_metadata(self.api_key))
         if not stream:
             answer = await self.http.post("/v1/completions", json=body, headers=headers)
             assert answer.status_code == 200, answer.text
@@ -110,130 +110,130 @@ class Asker:
                 tokens += choice.get("token_ids") or []
         return tokens
 
-    async def counters(self, name: str) -> dict[str, float]:
+    async def get_counters(self, name: str) -> dict[str, float]:
         """By labels, as /metrics has them."""
         lines = (await self.http.get(f"{self.cluster.admin}/metrics")).text.splitlines()
         found = [line.rpartition(" ") for line in lines if line.startswith(f"{name}{{")]
         return {labels: float(value) for labels, _, value in found}
 
-    async def prompt_tokens(self) -> dict[str, float]:
-        return {labels.split('"')[1]: n for labels, n in (await self.counters("baton_prompt_tokens_total")).items()}
+    async def count_prompt_tokens(self) -> dict[str, float]:
+        return {labels.split('"')[1]: n for labels, n in (await self.get_counters("baton_prompt_tokens_total")).items()}
 
 
 @asynccontextmanager
-async def running(folder: Path, model: Path, **settings: Any) -> AsyncIterator[Cluster]:
+async def running_cluster(folder: Path, model: Path, **settings: Any) -> AsyncIterator[Cluster]:
     made = Cluster(folder, model=str(model), dtype="float32", max_batched_tokens=256, **settings)
     async with made:
         yield made
-        await made.wait_quiet()
+        await made.wait_idle()
     made.assert_clean()
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def family(request: pytest.FixtureRequest) -> Family:
-    found: Family = request.param
+def family(request: pytest.FixtureRequest) -> FamilyName:
+    found: FamilyName = request.param
     return found
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def cluster(
-    family: Family, models: dict[Family, Path], tmp_path_factory: pytest.TempPathFactory
+    family: FamilyName, models: dict[FamilyName, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Cluster]:
     folder = tmp_path_factory.mktemp(family)
     tenants = folder / "tenants.toml"
-    tenants.write_text("".join(TENANT.format(name=name, hash=hash_key(key_of(name).encode()).hex()) for name in NODES))
-    own: dict[str, dict[str, object]] = {node: {"transport": transport} for transport, node in NODES.items()}
-    async with running(folder, models[family], decode=len(NODES), per_node=own, tenants=str(tenants)) as made:
+    tenants.write_text("".join(TENANT.format(name=name, hash=hash_key(tenant_key(name).encode()).hex()) for name in NODE_BY_TRANSPORT))
+    own: dict[str, dict[str, object]] = {node: {"transport": transport} for transport, node in NODE_BY_TRANSPORT.items()}
+    async with running_cluster(folder, models[family], decode=len(NODE_BY_TRANSPORT), per_node=own, tenants=str(tenants)) as made:
         yield made
 
 
-def key_of(tenant: str) -> str:
+def tenant_key(tenant: str) -> str:
     return f"the-key-of-tenant-{tenant}"
 
 
 @IN_MODULE
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("transport", NODES)
-async def test_tokens_are_those_of_transformers(
+@pytest.mark.parametrize("transport", NODE_BY_TRANSPORT)
+async def test_tokens_equal_transformers(
     cluster: Cluster,
-    family: Family,
+    family: FamilyName,
     transport: str,
-    references: dict[Family, list[ClearPrompt]],
-    drawn: dict[tuple[Family, int], list[int]],
+    references: dict[FamilyName, list[StablePrompt]],
+    drawn: dict[tuple[FamilyName, int], list[int]],
 ) -> None:
-    for name in NODES.values():
-        order = (cluster_pb2.UndrainRequest if name == NODES[transport] else cluster_pb2.DrainRequest)(node=name)
-        await cluster_call(cluster.grpc, type(order).__name__.removesuffix("Request"), order)
-    async with httpx.AsyncClient(base_url=cluster.http, timeout=120) as http:
-        asker = Asker(cluster, http, key_of(transport))
-        turn = FAMILIES.index(family) + list(NODES).index(transport)
-        await asked_cold_and_again(asker, transport, references[family], turn)
-        await seeds_draw_the_same(asker, references[family][4].prompt, family, drawn)
-    await cluster.wait_quiet()
+    for name in NODE_BY_TRANSPORT.values():
+        order = (cluster_pb2.UndrainRequest if name == NODE_BY_TRANSPORT[transport] else cluster_pb2.DrainRequest)(node=name)
+        await call_cluster_service(cluster.grpc_address, type(order).__name__.removesuffix("Request"), order)
+    async with httpx.AsyncClient(base_url=cluster.http_url, timeout=120) as http:
+        asker = ParityClient(cluster, http, tenant_key(transport))
+        turn = FAMILIES.index(family) + list(NODE_BY_TRANSPORT).index(transport)
+        await check_cold_and_cached(asker, transport, references[family], turn)
+        await check_seeds_repeat(asker, references[family][4].prompt, family, drawn)
+    await cluster.wait_idle()
 
 
 @IN_MODULE
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(("kind", "setup"), WITHOUT_HAND_OFF)
-async def test_tokens_without_a_hand_off_are_those_of_transformers(
-    kind: Family,
+async def test_tokens_without_a_handoff_equal_transformers(
+    kind: FamilyName,
     setup: str,
-    models: dict[Family, Path],
-    references: dict[Family, list[ClearPrompt]],
-    drawn: dict[tuple[Family, int], list[int]],
+    models: dict[FamilyName, Path],
+    references: dict[FamilyName, list[StablePrompt]],
+    drawn: dict[tuple[FamilyName, int], list[int]],
     tmp_path: Path,
 ) -> None:
     """Or, by `auto`, with some."""
     async with (
-        running(tmp_path, models[kind], **ALONE[setup]) as cluster,
-        httpx.AsyncClient(base_url=cluster.http, timeout=120) as http,
+        running_cluster(tmp_path, models[kind], **SETTINGS_WITHOUT_HANDOFF[setup]) as cluster,
+        httpx.AsyncClient(base_url=cluster.http_url, timeout=120) as http,
     ):
-        asker = Asker(cluster, http)
-        await asked_cold_and_again(asker, setup, references[kind], FAMILIES.index(kind))
-        await seeds_draw_the_same(asker, references[kind][4].prompt, kind, drawn)
+        asker = ParityClient(cluster, http)
+        await check_cold_and_cached(asker, setup, references[kind], FAMILIES.index(kind))
+        await check_seeds_repeat(asker, references[kind][4].prompt, kind, drawn)
 
 
-async def asked_cold_and_again(asker: Asker, setup: str, prompts: list[ClearPrompt], turn: int) -> None:
-    before = await asker.prompt_tokens()
+async def check_cold_and_cached(asker: ParityClient, setup: str, prompts: list[StablePrompt], turn: int) -> None:
+    before = await asker.count_prompt_tokens()
     for cached in (False, True):
         pairs = [(number, way) for way in range(4) for number in range(len(prompts))]
         if not cached:  # each prompt once while nobody has seen it: its way is another one in each case
             pairs = [(number, (number + turn) % 4) for number in range(len(prompts))]
-        answers = await asyncio.gather(*(asker.every_way(prompts[number].prompt, way) for number, way in pairs))
+        answers = await asyncio.gather(*(asker.generate_by(prompts[number].prompt, way) for number, way in pairs))
         wrong = [
             (LENGTHS[number], way)
             for (number, way), answer in zip(pairs, answers, strict=True)
-            if answer != list(prompts[number].answer)
+            if answer != list(prompts[number].reference_tokens)
         ]
         assert not wrong, f"cached: {cached}, (prompt length, way): {wrong}"
-        await where_the_prompt_was_computed(asker, setup, before, len(pairs) if cached else 0)
+        await check_prompt_token_sources(asker, setup, before, len(pairs) if cached else 0)
 
 
-async def seeds_draw_the_same(
-    asker: Asker, prompt: Sequence[int], family: Family, drawn: dict[tuple[Family, int], list[int]]
+async def check_seeds_repeat(
+    asker: ParityClient, prompt: Sequence[int], family: FamilyName, drawn: dict[tuple[FamilyName, int], list[int]]
 ) -> None:
     """Alone first, then all at once; and over every transport, since `drawn` outlives the cluster."""
-    alone = [await asker.streamed(prompt, seed=seed, **SAMPLED) for seed in SEEDS]
-    together = await asyncio.gather(*(asker.streamed(prompt, seed=seed, **SAMPLED) for seed in SEEDS))
+    alone = [await asker.generate_streamed(prompt, seed=seed, **SAMPLED) for seed in SEEDS]
+    together = await asyncio.gather(*(asker.generate_streamed(prompt, seed=seed, **SAMPLED) for seed in SEEDS))
     assert alone == list(together)
     for seed, tokens in zip(SEEDS, alone, strict=True):
         assert drawn.setdefault((family, seed), tokens) == tokens
     assert len({tuple(tokens) for tokens in alone}) > 1
 
 
-async def where_the_prompt_was_computed(asker: Asker, setup: str, before: dict[str, float], again: int) -> None:
+async def check_prompt_token_sources(asker: ParityClient, setup: str, before: dict[str, float], again: int) -> None:
     """By metric, each prompt token once. Cold, decode computes none but a lone first token: then the KV that it went
     on from was another process's."""
-    tokens = {source: count - before.get(source, 0) for source, count in (await asker.prompt_tokens()).items()}
+    tokens = {source: count - before.get(source, 0) for source, count in (await asker.count_prompt_tokens()).items()}
     passes = 1 + again // len(LENGTHS)
     assert sum(tokens.values()) == passes * sum(LENGTHS)
     if again:
         assert tokens["local_cache"] > 3 * sum(LENGTHS)
     elif setup == "auto":
-        ways = await asker.counters("baton_placements_total")
+        ways = await asker.get_counters("baton_placements_total")
         assert {re.findall(r'way="(\w+)"', labels)[0] for labels in ways} == {"local", "hand_off"}, "both were taken"
     elif setup != "colocated":
         assert tokens["computed_decode"] == 1
         assert tokens["computed_prefill"] > 0.95 * sum(LENGTHS)
-        handed = await asker.counters("baton_handoffs_total")
+        handed = await asker.get_counters("baton_handoffs_total")
         assert any(f'transport="{setup}"' in labels and 'outcome="committed"' in labels for labels in handed)

@@ -6,26 +6,26 @@ from pathlib import Path
 
 import pytest
 
-from tests.models import ClearPrompt, build_model, clear_prompts
-from tests.parity.test_pool_parity import FILLERS, LENGTHS, OUTPUT, hits, quiet
-from tests.pool.cluster import pooled_cluster, reaches
+from tests.models import StablePrompt, build_model, find_stable_prompts
+from tests.parity.test_pool_parity import FILLER_PROMPTS, LENGTHS, OUTPUT_TOKENS, hit_lengths, wait_publications_done
+from tests.pool.cluster import pooled_cluster, wait_for_metric
 
 _DISK_HITS = r'baton_pool_found_blocks_total\{[^}]*tier="disk"[^}]*\}'
 
 
-CASES = [(length, known) for length in LENGTHS for known in hits(length)]
+CASES = [(length, known) for length in LENGTHS for known in hit_lengths(length)]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[ClearPrompt]]:
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[StablePrompt]]:
     folder = build_model("llama", tmp_path_factory.mktemp("model"))
-    return folder, clear_prompts(folder, [length for length, _ in CASES], OUTPUT)
+    return folder, find_stable_prompts(folder, [length for length, _ in CASES], OUTPUT_TOKENS)
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("transport", ["shm", "zmq", "grpc"])
-async def test_tokens_are_those_of_transformers(
-    tmp_path: Path, model: tuple[Path, list[ClearPrompt]], transport: str
+async def test_tokens_equal_transformers_with_disk_hits(
+    tmp_path: Path, model: tuple[Path, list[StablePrompt]], transport: str
 ) -> None:
     """Of each prompt a part is asked for twice, so that it was hit. Then other prompts push all of it out of memory,
     and the whole of each is asked for. Nodes take turns."""
@@ -38,11 +38,11 @@ async def test_tokens_are_those_of_transformers(
             return list((await cluster.generate(prompt, max_tokens=count, temperature=0.0)).tokens)
 
         parts = [list(prompt.prompt[:known]) for (_, known), prompt in zip(CASES, prompts, strict=True) if known]
-        for asked in (parts, parts, FILLERS):
+        for asked in (parts, parts, FILLER_PROMPTS):
             await asyncio.gather(*(generate(prompt, 1) for prompt in asked))
-            await quiet(cluster)
+            await wait_publications_done(cluster)
         for case, prompt in zip(CASES, prompts, strict=True):
-            assert await generate(list(prompt.prompt), OUTPUT) == list(prompt.answer), case
-        await quiet(cluster)
-        await reaches(cluster, _DISK_HITS, 1)
-        assert "pool-0 disk" in {ledger.node for ledger in (await cluster.ledgers()).ledgers}
+            assert await generate(list(prompt.prompt), OUTPUT_TOKENS) == list(prompt.reference_tokens), case
+        await wait_publications_done(cluster)
+        await wait_for_metric(cluster, _DISK_HITS, 1)
+        assert "pool-0 disk" in {ledger.node for ledger in (await cluster.get_ledgers()).ledgers}

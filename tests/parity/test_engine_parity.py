@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 from baton.types import BlockIndex, SamplingParams
 from kv_kernels.dispatch import kernels_for
 from kv_kernels.paged_cache import PagedCache
-from node_engine.core.step import Computed, OnLayer, SampleSpec, SequenceId, Slice, StepBatch
-from node_engine.model.config import load_config
+from node_engine.core.step import SliceResult, LayerCallback, SampleSpec, SequenceId, SequenceSlice, StepBatch
+from node_engine.model.config import load_model_config
 from node_engine.model.engine import ModelEngine
-from node_engine.model.plan import Planner
+from node_engine.model.plan import ForwardBatchBuilder
 from node_engine.model.transformer import Transformer
 from node_engine.model.weights import load_weights
-from tests.models import ClearPrompt, Family, build_model, clear_prompts, load_reference
+from tests.models import StablePrompt, FamilyName, build_model, find_stable_prompts, load_reference_model
 
 LENGTHS = (1, 15, 16, 17, 33, 130, 257)
 NEW_TOKENS = 48
@@ -28,153 +28,153 @@ CPU = torch.device("cpu")
 
 
 @dataclass
-class Case:
+class ParityCase:
     """One model, as transformers and as Baton run it."""
 
     folder: Path
     reference: PreTrainedModel
-    prompts: list[ClearPrompt]
+    prompts: list[StablePrompt]
     engine: ModelEngine
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2", "mistral", "qwen3", "mixed", "linear"])
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
-    family: Family = request.param
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ParityCase:
+    family: FamilyName = request.param
     folder = build_model(family, tmp_path_factory.getbasetemp() / "models")
-    reference = load_reference(folder)
-    prompts = clear_prompts(reference, LENGTHS, NEW_TOKENS)
-    return Case(folder, reference, prompts, ModelEngine.load(folder))
+    reference = load_reference_model(folder)
+    prompts = find_stable_prompts(reference, LENGTHS, NEW_TOKENS)
+    return ParityCase(folder, reference, prompts, ModelEngine.load(folder))
 
 
 @pytest.fixture
-def memory(case: Case) -> bytearray:
+def memory(case: ParityCase) -> bytearray:
     """A bound arena full of NaN: whoever reads what nobody wrote is found out."""
     memory = bytearray(b"\xff" * (BLOCKS * case.engine.layout.block_bytes))
-    case.engine.bind(memoryview(memory), BLOCKS)
+    case.engine.bind_cache(memoryview(memory), BLOCKS)
     return memory
 
 
 @dataclass
-class Run:
+class SequenceRun:
     """A sequence on its way: what is computed, and where its KV lies."""
 
     prompt: tuple[int, ...]
     blocks: list[BlockIndex]
     params: SamplingParams = GREEDY
     choice: int = 0
-    done: int = 0
-    answer: list[int] = field(default_factory=list)
+    computed_tokens: int = 0
+    output_tokens: list[int] = field(default_factory=list)
 
     @property
     def context(self) -> tuple[int, ...]:
-        return (*self.prompt, *self.answer)
+        return (*self.prompt, *self.output_tokens)
 
-    def next_slice(self, limit: int | None = None) -> Slice:
+    def next_slice(self, limit: int | None = None) -> SequenceSlice:
         """The next `limit` tokens that have no KV yet; the last of them is sampled."""
         context = self.context
-        end = len(context) if limit is None else min(len(context), self.done + limit)
+        end = len(context) if limit is None else min(len(context), self.computed_tokens + limit)
         spec = SampleSpec(self.params, self.choice, end) if end == len(context) else None
-        return Slice(SequenceId(id(self)), context[self.done : end], self.done, self.blocks, spec)
+        return SequenceSlice(SequenceId(id(self)), context[self.computed_tokens : end], self.computed_tokens, self.blocks, spec)
 
-    def take(self, piece: Slice, made: Computed) -> None:
-        self.done += len(piece.tokens)
-        assert (made.token is None) == (piece.sample is None)
-        if made.token is not None:
-            self.answer.append(made.token)
+    def apply_result(self, piece: SequenceSlice, made: SliceResult) -> None:
+        self.computed_tokens += len(piece.token_ids)
+        assert (made.token_id is None) == (piece.sample_spec is None)
+        if made.token_id is not None:
+            self.output_tokens.append(made.token_id)
 
 
-class Blocks:
+class ShuffledBlocks:
     """Hands out shuffled blocks, so that nothing works by being adjacent."""
 
     def __init__(self) -> None:
         self._free = random.Random(0).sample(range(BLOCKS), BLOCKS)
 
-    def take(self, tokens: int) -> list[BlockIndex]:
+    def allocate_blocks(self, tokens: int) -> list[BlockIndex]:
         return [BlockIndex(self._free.pop()) for _ in range(-(-tokens // 16))]
 
 
-def step(
-    engine: ModelEngine, runs: Sequence[Run], limits: Sequence[int | None], on_layer: OnLayer | None = None
+def run_step(
+    engine: ModelEngine, runs: Sequence[SequenceRun], limits: Sequence[int | None], on_layer: LayerCallback | None = None
 ) -> None:
     pieces = [run.next_slice(limit) for run, limit in zip(runs, limits, strict=True)]
     for run, piece, made in zip(runs, pieces, engine.run(StepBatch(tuple(pieces)), on_layer), strict=True):
-        run.take(piece, made)
+        run.apply_result(piece, made)
 
 
-def finish(engine: ModelEngine, runs: Sequence[Run], limits: Iterator[int] | None = None) -> None:
+def run_to_end(engine: ModelEngine, runs: Sequence[SequenceRun], limits: Iterator[int] | None = None) -> None:
     """Step all runs together until each has its tokens."""
-    while running := [run for run in runs if len(run.answer) < run.params.max_tokens]:
-        step(engine, running, [next(limits) if limits else None for _ in running])
+    while running := [run for run in runs if len(run.output_tokens) < run.params.max_tokens]:
+        run_step(engine, running, [next(limits) if limits else None for _ in running])
 
 
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("index", range(len(LENGTHS)), ids=[f"{n} tokens" for n in LENGTHS])
-def test_alone(case: Case, index: int) -> None:
+def test_single_sequence_equals_transformers(case: ParityCase, index: int) -> None:
     clear = case.prompts[index]
-    run = Run(clear.prompt, Blocks().take(len(clear.prompt) + NEW_TOKENS))
-    finish(case.engine, [run])
-    assert tuple(run.answer) == clear.answer
+    run = SequenceRun(clear.prompt, ShuffledBlocks().allocate_blocks(len(clear.prompt) + NEW_TOKENS))
+    run_to_end(case.engine, [run])
+    assert tuple(run.output_tokens) == clear.reference_tokens
 
 
 @pytest.mark.usefixtures("memory")
-def test_together_in_odd_chunks_that_come_and_go(case: Case) -> None:
-    blocks, dice = Blocks(), random.Random(1)
-    runs = [Run(clear.prompt, blocks.take(len(clear.prompt) + NEW_TOKENS)) for clear in case.prompts]
+def test_changing_batches_with_odd_chunks_equal_transformers(case: ParityCase) -> None:
+    blocks, dice = ShuffledBlocks(), random.Random(1)
+    runs = [SequenceRun(clear.prompt, blocks.allocate_blocks(len(clear.prompt) + NEW_TOKENS)) for clear in case.prompts]
     chunks = (dice.choice((1, 5, 16, 31, 64, 97)) for _ in iter(int, 1))
-    step(case.engine, runs[-3:], [7, 100, 64])
-    finish(case.engine, runs, chunks)
-    assert [tuple(run.answer) for run in runs] == [clear.answer for clear in case.prompts]
+    run_step(case.engine, runs[-3:], [7, 100, 64])
+    run_to_end(case.engine, runs, chunks)
+    assert [tuple(run.output_tokens) for run in runs] == [clear.reference_tokens for clear in case.prompts]
 
 
 @pytest.mark.usefixtures("memory")
-def test_a_shared_prefix_is_computed_once(case: Case) -> None:
-    first, second = clear_prompts(
+def test_a_shared_prefix_is_computed_once(case: ParityCase) -> None:
+    first, second = find_stable_prompts(
         case.reference, (130, 100), NEW_TOKENS, seed=3, shared_prefix=case.prompts[-1].prompt[:64]
     )
-    blocks = Blocks()
-    whole = Run(first.prompt, blocks.take(130 + NEW_TOKENS))
-    finish(case.engine, [whole])
-    shared = Run(second.prompt, whole.blocks[:4] + blocks.take(36 + NEW_TOKENS), done=64)
-    again = Run(first.prompt, whole.blocks[:8] + blocks.take(2 + NEW_TOKENS), done=128)
-    finish(case.engine, [shared, again])
-    assert [tuple(run.answer) for run in (whole, shared, again)] == [
-        first.answer,
-        second.answer,
-        first.answer,
+    blocks = ShuffledBlocks()
+    whole = SequenceRun(first.prompt, blocks.allocate_blocks(130 + NEW_TOKENS))
+    run_to_end(case.engine, [whole])
+    shared = SequenceRun(second.prompt, whole.blocks[:4] + blocks.allocate_blocks(36 + NEW_TOKENS), computed_tokens=64)
+    again = SequenceRun(first.prompt, whole.blocks[:8] + blocks.allocate_blocks(2 + NEW_TOKENS), computed_tokens=128)
+    run_to_end(case.engine, [shared, again])
+    assert [tuple(run.output_tokens) for run in (whole, shared, again)] == [
+        first.reference_tokens,
+        second.reference_tokens,
+        first.reference_tokens,
     ]
 
 
 @pytest.mark.usefixtures("memory")
-def test_a_full_hit_computes_its_last_token_in_a_copy(case: Case) -> None:
+def test_full_prefix_hit_recomputes_its_last_token_in_a_copied_block(case: ParityCase) -> None:
     clear = case.prompts[2]
     assert len(clear.prompt) == 16
-    blocks = Blocks()
-    whole = Run(clear.prompt, blocks.take(16 + NEW_TOKENS))
-    finish(case.engine, [whole])
-    hit = Run(clear.prompt, blocks.take(16 + NEW_TOKENS), done=15)
+    blocks = ShuffledBlocks()
+    whole = SequenceRun(clear.prompt, blocks.allocate_blocks(16 + NEW_TOKENS))
+    run_to_end(case.engine, [whole])
+    hit = SequenceRun(clear.prompt, blocks.allocate_blocks(16 + NEW_TOKENS), computed_tokens=15)
     piece = hit.next_slice()
-    [made] = case.engine.run(StepBatch((piece,), copies=((whole.blocks[0], hit.blocks[0]),)))
-    hit.take(piece, made)
-    finish(case.engine, [hit])
-    assert tuple(hit.answer) == clear.answer
+    [made] = case.engine.run(StepBatch((piece,), block_copies=((whole.blocks[0], hit.blocks[0]),)))
+    hit.apply_result(piece, made)
+    run_to_end(case.engine, [hit])
+    assert tuple(hit.output_tokens) == clear.reference_tokens
 
 
 @pytest.mark.usefixtures("memory")
-def test_blocks_of_a_finished_sequence_serve_the_next(case: Case) -> None:
+def test_blocks_of_a_finished_sequence_are_reused(case: ParityCase) -> None:
     long, short = case.prompts[-1], case.prompts[1]
-    blocks = Blocks().take(len(long.prompt) + NEW_TOKENS)
+    blocks = ShuffledBlocks().allocate_blocks(len(long.prompt) + NEW_TOKENS)
     for clear in (long, short):
-        run = Run(clear.prompt, blocks)
-        finish(case.engine, [run])
-        assert tuple(run.answer) == clear.answer
+        run = SequenceRun(clear.prompt, blocks)
+        run_to_end(case.engine, [run])
+        assert tuple(run.output_tokens) == clear.reference_tokens
 
 
-def test_each_layer_is_in_the_arena_when_it_is_announced(case: Case, memory: bytearray) -> None:
+def test_each_layer_is_in_the_arena_when_it_is_announced(case: ParityCase, memory: bytearray) -> None:
     """And the next one is not: what is announced can be sent while the rest is computed."""
-    blocks = Blocks()
-    decoding = Run(case.prompts[0].prompt, blocks.take(60))
-    step(case.engine, [decoding], [None])
-    prefilling = Run(case.prompts[-1].prompt, blocks.take(300))
+    blocks = ShuffledBlocks()
+    decoding = SequenceRun(case.prompts[0].prompt, blocks.allocate_blocks(60))
+    run_step(case.engine, [decoding], [None])
+    prefilling = SequenceRun(case.prompts[-1].prompt, blocks.allocate_blocks(300))
     layers = case.engine.layout.num_layers
     arena = torch.frombuffer(memory, dtype=torch.int32).view(BLOCKS, layers, -1)
     before, announced = arena.clone(), []
@@ -184,7 +184,7 @@ def test_each_layer_is_in_the_arena_when_it_is_announced(case: Case, memory: byt
         assert len(announced) == layer + 1
         assert torch.equal(arena[:, layer + 1 :], before[:, layer + 1 :])
 
-    step(case.engine, [decoding, prefilling], [None, 80], on_layer)
+    run_step(case.engine, [decoding, prefilling], [None, 80], on_layer)
     assert len(announced) == layers
     written = [decoding.blocks[0], *prefilling.blocks[:5]]
     for layer, slabs in enumerate(announced):
@@ -192,28 +192,28 @@ def test_each_layer_is_in_the_arena_when_it_is_announced(case: Case, memory: byt
         assert all(not torch.equal(slabs[block], before[block, layer]) for block in written)
 
 
-def test_logits_equal_transformers(case: Case) -> None:
-    config = load_config(case.folder)
+def test_logits_equal_transformers(case: ParityCase) -> None:
+    config = load_model_config(case.folder)
     kernels = kernels_for(CPU)
     model = Transformer(config, load_weights(case.folder, config, torch.float32, CPU, kernels), kernels)
     shape = (32, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim)
-    cache = PagedCache.over(torch.full(shape, torch.nan))
-    planner = Planner(kernels, cache, config.windows)
+    cache = PagedCache.from_arena(torch.full(shape, torch.nan))
+    planner = ForwardBatchBuilder(kernels, cache, config.windows)
     prompt = case.prompts[-1].prompt
     with torch.inference_mode():
         expected = case.reference(torch.tensor([list(prompt)])).logits[0]
         for start, end in ((0, 100), (100, 101), (101, 257)):
-            piece = Slice(SequenceId(1), prompt[start:end], start, range(17), SampleSpec(GREEDY, 0, end))
-            plan = planner.plan(StepBatch((piece,)))
-            cache.arena[plan.begun] = 0.0
+            piece = SequenceSlice(SequenceId(1), prompt[start:end], start, range(17), SampleSpec(GREEDY, 0, end))
+            plan = planner.build_batch(StepBatch((piece,)))
+            cache.arena[plan.partly_filled_blocks] = 0.0
             hidden = model.forward(plan, cache)
             assert hidden is not None
-            logits = model.logits(hidden)
+            logits = model.compute_logits(hidden)
             torch.testing.assert_close(logits[0], expected[end - 1], atol=1e-4, rtol=0.0)
 
 
 @pytest.mark.usefixtures("memory")
-def test_seeded_sampling_is_the_same_alone_chunked_and_batched(case: Case) -> None:
+def test_seeded_sampling_is_the_same_alone_chunked_and_batched(case: ParityCase) -> None:
     drawn = [
         SamplingParams(max_tokens=20, temperature=0.8, seed=5),
         SamplingParams(max_tokens=20, temperature=1.5, top_k=20, seed=6),
@@ -222,62 +222,62 @@ def test_seeded_sampling_is_the_same_alone_chunked_and_batched(case: Case) -> No
     ]
     prompts = [case.prompts[i].prompt for i in (4, 5, 3, 4)]
 
-    def runs() -> list[Run]:
-        blocks = Blocks()
+    def runs() -> list[SequenceRun]:
+        blocks = ShuffledBlocks()
         return [
-            Run(prompt, blocks.take(len(prompt) + 20), params, choice)
+            SequenceRun(prompt, blocks.allocate_blocks(len(prompt) + 20), params, choice)
             for prompt, params, choice in zip(prompts, drawn, (0, 0, 0, 1), strict=True)
         ]
 
     alone, batched, chunked = runs(), runs(), runs()
     for run in alone:
-        finish(case.engine, [run])
-    finish(case.engine, batched)
-    finish(case.engine, chunked[::-1], (13 for _ in iter(int, 1)))
-    answers = [run.answer for run in alone]
-    assert answers == [run.answer for run in batched] == [run.answer for run in chunked]
+        run_to_end(case.engine, [run])
+    run_to_end(case.engine, batched)
+    run_to_end(case.engine, chunked[::-1], (13 for _ in iter(int, 1)))
+    answers = [run.output_tokens for run in alone]
+    assert answers == [run.output_tokens for run in batched] == [run.output_tokens for run in chunked]
     assert answers[0] != answers[3]  # the same request's second choice
     assert len({tuple(answer) for answer in answers}) == 4
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "qwen3"])
-def test_bf16_is_as_near_to_fp32_as_transformers_is(family: Family, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_bf16_error_is_no_larger_than_that_of_transformers(family: FamilyName, tmp_path_factory: pytest.TempPathFactory) -> None:
     root = tmp_path_factory.getbasetemp() / "models"
     folder = build_model(family, root, dtype="bfloat16")
-    half = load_reference(folder)
-    exact = load_reference(folder).float()
-    config = load_config(folder)
+    half = load_reference_model(folder)
+    exact = load_reference_model(folder).float()
+    config = load_model_config(folder)
     kernels = kernels_for(CPU)
     model = Transformer(config, load_weights(folder, config, torch.bfloat16, CPU, kernels), kernels)
     shape = (16, config.num_layers, 2, config.num_kv_heads, 16, config.head_dim)
-    cache = PagedCache.over(torch.zeros(shape, dtype=torch.bfloat16))
-    planner = Planner(kernels, cache, config.windows)
+    cache = PagedCache.from_arena(torch.zeros(shape, dtype=torch.bfloat16))
+    planner = ForwardBatchBuilder(kernels, cache, config.windows)
     prompt = tuple(torch.randint(0, 512, (150,), generator=torch.Generator().manual_seed(0)).tolist())
     mine, theirs = [], []
     with torch.inference_mode():
         ids = torch.tensor([list(prompt)])
         expected, other = exact(ids).logits[0], half(ids).logits[0].float()
         for start, end in ((0, 90), *((i, i + 1) for i in range(90, 150))):
-            piece = Slice(SequenceId(1), prompt[start:end], start, range(10), SampleSpec(GREEDY, 0, end))
-            hidden = model.forward(planner.plan(StepBatch((piece,))), cache)
+            piece = SequenceSlice(SequenceId(1), prompt[start:end], start, range(10), SampleSpec(GREEDY, 0, end))
+            hidden = model.forward(planner.build_batch(StepBatch((piece,))), cache)
             assert hidden is not None
-            logits = model.logits(hidden)
+            logits = model.compute_logits(hidden)
             mine.append(float((logits[0].float() - expected[end - 1]).square().mean()))
             theirs.append(float((other[end - 1] - expected[end - 1]).square().mean()))
     assert sum(mine) < 1.5 * sum(theirs)
 
 
 @pytest.mark.usefixtures("memory")
-def test_a_slice_that_its_blocks_cannot_hold_is_refused(case: Case) -> None:
+def test_a_slice_that_its_blocks_cannot_hold_is_refused(case: ParityCase) -> None:
     for tokens, blocks in (((1,) * 17, 1), ((), 1)):
-        piece = Slice(SequenceId(1), tokens, 0, [BlockIndex(n) for n in range(blocks)], None)
+        piece = SequenceSlice(SequenceId(1), tokens, 0, [BlockIndex(n) for n in range(blocks)], None)
         with pytest.raises(ValueError, match="sequence 1"):
             case.engine.run(StepBatch((piece,)))
 
 
-def test_an_arena_of_another_size_or_read_only_is_refused(case: Case) -> None:
+def test_an_arena_of_another_size_or_read_only_is_refused(case: ParityCase) -> None:
     size = case.engine.layout.block_bytes
     with pytest.raises(ValueError, match="2 blocks need"):
-        case.engine.bind(memoryview(bytearray(size)), 2)
+        case.engine.bind_cache(memoryview(bytearray(size)), 2)
     with pytest.raises(ValueError, match="read-only: True"):
-        case.engine.bind(memoryview(bytes(size)), 1)
+        case.engine.bind_cache(memoryview(bytes(size)), 1)

@@ -14,46 +14,46 @@ from typing import Any, Self
 import pytest
 import pytest_asyncio
 
-from tests.pool.registrar import Registrar
-from tests.pool.rig import PATIENCE, ROOT, Node, PoolProcess, node, until
+from tests.pool.registrar import FakePoolCoordinator
+from tests.pool.rig import TIMEOUT_SECONDS, ROOT, PoolNode, PoolProcess, run_pool_node, wait_until
 
 
-class Host:
+class PoolTestHost:
     """A pool, a coordinator that it is a member of, and nodes of its host."""
 
-    def __init__(self, pool: PoolProcess, registrar: Registrar, folder: Path) -> None:
+    def __init__(self, pool: PoolProcess, registrar: FakePoolCoordinator, folder: Path) -> None:
         self.pool = pool
         self.registrar = registrar
         self.folder = folder
         self._open = AsyncExitStack()
 
-    async def node(self, name: str = "decode-0", **changed: Any) -> Node:
+    async def start_node(self, name: str = "decode-0", **changed: Any) -> PoolNode:
         """Attached, and the pool a member."""
-        made = await self._open.enter_async_context(node(self.pool.address, self.folder, name, **changed))
-        await made.attached()
-        await until("joined", lambda: self.registrar.joined)
+        made = await self._open.enter_async_context(run_pool_node(self.pool.address, self.folder, name, **changed))
+        await made.wait_until_attached()
+        await wait_until("joined", lambda: self.registrar.is_joined)
         return made
 
-    async def process(self, name: str, **environ: str) -> "NodeProcess":
+    async def start_node_process(self, name: str, **environ: str) -> "NodeProcess":
         made = self._open.enter_context(NodeProcess(self.pool.address, self.folder, name, environ))
-        assert await made.said() == "attached"
-        await until("joined", lambda: self.registrar.joined)
+        assert await made.read_reply() == "attached"
+        await wait_until("joined", lambda: self.registrar.is_joined)
         return made
 
-    async def whole(self) -> None:
+    async def reset(self) -> None:
         """The pool runs, and its nodes are gone."""
         if self.pool.process.poll() is not None:
             self.pool.start()
-        await self.node("warm-up")
+        await self.start_node("warm-up")
         await self._open.aclose()
 
-    async def at_rest(self) -> None:
+    async def stop_nodes(self) -> None:
         """All nodes of the test go away; nothing is held by anybody then."""
         await self._open.aclose()
         for path in self.folder.glob("baton-arena-*"):  # of nodes that were killed
             path.unlink()
-        if self.pool.process.poll() is None and self.registrar.joined:
-            await self.registrar.settled()
+        if self.pool.process.poll() is None and self.registrar.is_joined:
+            await self.registrar.wait_for_ledger()
 
 
 class NodeProcess:
@@ -76,50 +76,50 @@ class NodeProcess:
             if pipe is not None:
                 pipe.close()
 
-    def order(self, do: str, **what: object) -> None:
+    def send_order(self, do: str, **what: object) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"do": do, **what}).encode() + b"\n")
         self._process.stdin.flush()
 
-    async def said(self) -> Any:
+    async def read_reply(self) -> Any:
         assert self._process.stdout is not None
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             return json.loads(await asyncio.to_thread(self._process.stdout.readline))
 
-    async def do(self, do: str, **what: object) -> Any:
-        self.order(do, **what)
-        return await self.said()
+    async def run_order(self, do: str, **what: object) -> Any:
+        self.send_order(do, **what)
+        return await self.read_reply()
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
-    async def stopped(self) -> None:
+    async def wait_until_stopped(self) -> None:
         """Until it has stopped itself."""
         stat = Path(f"/proc/{self._process.pid}/stat")
-        await until("stopped", lambda: stat.read_text().rpartition(")")[2].split()[0] in "Tt")
+        await wait_until("stopped", lambda: stat.read_text().rpartition(")")[2].split()[0] in "Tt")
 
     def kill(self) -> None:
         self._process.kill()
-        self._process.wait(PATIENCE)
+        self._process.wait(TIMEOUT_SECONDS)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running(request: pytest.FixtureRequest) -> AsyncIterator[Host]:
+async def running(request: pytest.FixtureRequest) -> AsyncIterator[PoolTestHost]:
     """One pool for a module, with a segment folder of its own; `SETTINGS` of the module are its."""
     folder = Path(tempfile.mkdtemp(prefix="baton-test-pool-", dir="/dev/shm"))
     settings = getattr(request.module, "SETTINGS", {})
     try:
-        async with Registrar.open() as registrar:
+        async with FakePoolCoordinator.open() as registrar:
             with PoolProcess(folder, coordinator=registrar.address, name="pool-0", **settings) as pool:
-                yield Host(pool, registrar, folder)
+                yield PoolTestHost(pool, registrar, folder)
         assert os.listdir(folder) == [], "segments were left behind"
     finally:
         shutil.rmtree(folder)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def host(running: Host) -> AsyncIterator[Host]:
+async def host(running: PoolTestHost) -> AsyncIterator[PoolTestHost]:
     """The pool of the module, without nodes. Afterwards nothing may be held."""
-    await running.whole()
+    await running.reset()
     yield running
-    await running.at_rest()
+    await running.stop_nodes()

@@ -10,39 +10,39 @@ from typing import Any
 
 import numpy as np
 
-from baton.clock import steady
-from baton.connection_limits import port_limit
-from baton.descriptors import descriptor_limit
+from baton.clock import monotonic_clock
+from baton.connection_limits import compute_port_limit
+from baton.descriptors import get_descriptor_limit
 from baton.failpoints import Failpoints
 from baton.pb.pool_pb2_grpc import PoolLinkServicer
 from baton.types import Incarnation, NodeName, PeerAddress
-from kv_pool.core.chain import Chain
-from kv_pool.core.eviction import Lru
-from kv_pool.core.holders import Holder, Publication, PublicationId
-from kv_pool.core.pool import Pool
-from kv_pool.core.tier import Tier
-from kv_pool.link import Channels, Dialer, listening
-from kv_pool.peer_service import PeerService
-from kv_pool.receiver import Receiver
-from kv_pool.sender import Sender
-from kv_pool.store import Store
+from kv_pool.core.chain import PromptChain
+from kv_pool.core.eviction import LruEvictor
+from kv_pool.core.holders import PoolClientId, Publication, PublicationId
+from kv_pool.core.pool import SharedBlockPool
+from kv_pool.core.tier import CacheTier
+from kv_pool.link import PeerChannels, PoolDialer, make_server
+from kv_pool.peer_service import PoolPeerService
+from kv_pool.receiver import PromotionReceiver
+from kv_pool.sender import PromotionSender
+from kv_pool.store import SegmentStore
 from kv_pool.terms import PoolIdentity
-from kv_transfer.factory import build_inbound, build_outbound
+from kv_transfer.factory import build_kv_receiver, build_kv_sender
 from kv_transfer.settings import TransferSettings
-from tests.pool.rig import DIGEST, LAYOUT, SALTLESS, TOKEN, content, until
+from tests.pool.rig import DIGEST, LAYOUT, UNSALTED_ROOT, CLUSTER_TOKEN, make_block_content, wait_until
 
-PATIENT = TransferSettings(ticket_ttl=60.0, progress_timeout=60.0, close_timeout=0.2)
-NODE = Holder("a node")
+PATIENT_TRANSFER_SETTINGS = TransferSettings(ticket_ttl=60.0, progress_timeout=60.0, close_timeout=0.2)
+NODE_CLIENT_ID = PoolClientId("a node")
 
 
 @dataclass
-class End:
+class PoolEndpoint:
     """One pool: core, segment, both planes, and the port where the other one asks. `failpoints` are its planes' own."""
 
-    store: Store
-    pool: Pool
-    receiver: Receiver
-    sender: Sender
+    store: SegmentStore
+    pool: SharedBlockPool
+    receiver: PromotionReceiver
+    sender: PromotionSender
     address: PeerAddress
     failpoints: Failpoints
     server: Any
@@ -52,83 +52,83 @@ class End:
         self._memory = np.frombuffer(self.store.view, dtype=np.uint8)[: len(self.store.rows) * LAYOUT.block_bytes]
         self._memory = self._memory.reshape(-1, LAYOUT.block_bytes)
 
-    def put(self, tokens: Sequence[int], root: Any = SALTLESS) -> None:
+    def publish_tokens(self, tokens: Sequence[int], root: Any = UNSALTED_ROOT) -> None:
         """As a node would publish them, with the content that follows from the tokens."""
-        chain = Chain.of(root, tokens, LAYOUT.block_size)
-        granted = self.pool.reserve(NODE, chain, 0, steady())
-        assert granted.publication is not None
-        for number, block in enumerate(granted.blocks, granted.first):
-            self._memory[block] = content(tokens[: (number + 1) * LAYOUT.block_size])
-        self._release(self.pool.seal(NODE, granted.publication, len(granted.blocks), steady()))
+        chain = PromptChain.from_tokens(root, tokens, LAYOUT.block_size)
+        granted = self.pool.reserve_blocks(NODE_CLIENT_ID, chain, 0, monotonic_clock())
+        assert granted.publication_id is not None
+        for number, block in enumerate(granted.blocks, granted.first_block):
+            self._memory[block] = make_block_content(tokens[: (number + 1) * LAYOUT.block_size])
+        self._release_match(self.pool.seal_publication(NODE_CLIENT_ID, granted.publication_id, len(granted.blocks), monotonic_clock()))
 
-    def places(self, tokens: Sequence[int], end: int | None = None) -> tuple[PublicationId, Publication]:
-        chain = Chain.of(SALTLESS, tokens, LAYOUT.block_size)
-        path = self.pool.memory.index.match(chain)
-        granted = self.pool.reserve(NODE, chain, len(path), steady(), end=end)
-        assert granted.publication is not None
-        return granted.publication, self.pool.writing(NODE, granted.publication)
+    def reserve_publication(self, tokens: Sequence[int], end: int | None = None) -> tuple[PublicationId, Publication]:
+        chain = PromptChain.from_tokens(UNSALTED_ROOT, tokens, LAYOUT.block_size)
+        path = self.pool.memory.index.match_prefix(chain)
+        granted = self.pool.reserve_blocks(NODE_CLIENT_ID, chain, len(path), monotonic_clock(), end=end)
+        assert granted.publication_id is not None
+        return granted.publication_id, self.pool.get_publication(NODE_CLIENT_ID, granted.publication_id)
 
-    async def fetch(self, there: "End", tokens: Sequence[int], end: int | None = None) -> None:
+    async def fetch_from(self, there: "PoolEndpoint", tokens: Sequence[int], end: int | None = None) -> None:
         """What `there` has of a chain, into this pool. Raises BatonError."""
-        number, written = self.places(tokens, end)
+        number, written = self.reserve_publication(tokens, end)
         whole = 0
         try:
-            await self.receiver.fetch(there.address, written)
+            await self.receiver.fetch_blocks(there.address, written)
             whole = len(written.blocks)
         finally:
-            self._release(self.pool.seal(NODE, number, whole, steady()))
+            self._release_match(self.pool.seal_publication(NODE_CLIENT_ID, number, whole, monotonic_clock()))
 
-    def has(self, tokens: Sequence[int]) -> list[bytes]:
+    def read_blocks(self, tokens: Sequence[int]) -> list[bytes]:
         """What lies in the blocks that are found."""
-        path = self.pool.memory.index.match(Chain.of(SALTLESS, tokens, LAYOUT.block_size))
+        path = self.pool.memory.index.match_prefix(PromptChain.from_tokens(UNSALTED_ROOT, tokens, LAYOUT.block_size))
         return [self._memory[block].tobytes() for block in path]
 
-    async def at_rest(self) -> None:
+    async def wait_until_idle(self) -> None:
         """Nothing is pinned, nothing is being written, and the books agree."""
         self.pool.check()
-        await until("at rest", lambda: not any(entry.blocks for entry in self.pool.ledger(0.0).entries))
+        await wait_until("at rest", lambda: not any(entry.num_blocks for entry in self.pool.ledger(0.0).entries))
 
-    def _release(self, found: Any) -> None:
+    def _release_match(self, found: Any) -> None:
         if found.pin is not None:
-            self.pool.release(NODE, found.pin)
+            self.pool.release_pin(NODE_CLIENT_ID, found.pin)
 
 
-LIMIT = port_limit("pool", descriptor_limit())
+LIMIT = compute_port_limit("pool", get_descriptor_limit())
 
 
 @asynccontextmanager
-async def end(folder: Path, name: str, transport: str = "zmq", blocks: int = 64, **changed: Any) -> AsyncIterator[End]:
+async def pool_endpoint(folder: Path, name: str, transport: str = "zmq", blocks: int = 64, **changed: Any) -> AsyncIterator[PoolEndpoint]:
     os.makedirs(folder, exist_ok=True)
-    settings, failpoints = replace(PATIENT, transport=transport, segment_folder=folder, **changed), Failpoints()
-    store = Store(folder, blocks * LAYOUT.block_bytes, LAYOUT)
-    pool = Pool(Tier(blocks, LAYOUT.block_size, Lru(blocks)))
-    pool.attach(NODE, 0.0)
+    settings, failpoints = replace(PATIENT_TRANSFER_SETTINGS, transport=transport, segment_folder=folder, **changed), Failpoints()
+    store = SegmentStore(folder, blocks * LAYOUT.block_bytes, LAYOUT)
+    pool = SharedBlockPool(CacheTier(blocks, LAYOUT.block_size, LruEvictor(blocks)))
+    pool.attach_client(NODE_CLIENT_ID, 0.0)
     me = PoolIdentity(NodeName(name), f"host of {name}", store.name, DIGEST.hex(), LAYOUT)
     incarnation = Incarnation(f"incarnation of {name}")
     parts: dict[str, Any] = {
         "arena": store.view,
         "layout": LAYOUT,
         "incarnation": incarnation,
-        "token": TOKEN,
+        "token": CLUSTER_TOKEN,
         "settings": settings,
         "host_id": me.host_id,
         "failpoints": failpoints,
     }
-    receiver = Receiver(
-        lambda emit: build_inbound(fences=None, emit=emit, **parts), me, Channels(Dialer(TOKEN)), settings.ticket_ttl
+    receiver = PromotionReceiver(
+        lambda emit: build_kv_receiver(fences=None, emit=emit, **parts), me, PeerChannels(PoolDialer(CLUSTER_TOKEN)), settings.ticket_ttl
     )
-    sender = Sender(lambda emit: build_outbound(emit=emit, **parts), me, pool, steady)
-    service = PeerService()
+    sender = PromotionSender(lambda emit: build_kv_sender(emit=emit, **parts), me, pool, monotonic_clock)
+    service = PoolPeerService()
     service.sender = sender
-    server, port = listening("127.0.0.1:0", TOKEN, PoolLinkServicer(), service, LIMIT)
+    server, port = make_server("127.0.0.1:0", CLUSTER_TOKEN, PoolLinkServicer(), service, LIMIT)
     await server.start()
     address = PeerAddress(me.name, incarnation, me.host_id, f"127.0.0.1:{port}")
     receiver.rejoin(incarnation)
     sender.rejoin(incarnation)
-    made = End(store, pool, receiver, sender, address, failpoints, server)
+    made = PoolEndpoint(store, pool, receiver, sender, address, failpoints, server)
     try:
         yield made
-        await made.at_rest()
+        await made.wait_until_idle()
     finally:
         await server.stop(None)
         await asyncio.gather(receiver.close(), sender.close())

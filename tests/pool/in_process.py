@@ -8,78 +8,78 @@ from pathlib import Path
 
 import numpy as np
 
-from baton.addressing import AddressSpace
+from baton.addressing import BlockAddressSpace
 from baton.block_hash import BlockHash
 from baton.kv_layout import KVLayout
-from baton.pool_terms import Elsewhere, PoolHit, PoolPin, Publish
-from baton.segment import create, segment_bytes
+from baton.pool_terms import RemotePrefix, PoolHit, PoolPin, PublishRequest
+from baton.segment import create_segment, round_up_segment_bytes
 from baton.types import BlockIndex
-from kv_pool.core.chain import Chain
-from kv_pool.core.eviction import Lru
-from kv_pool.core.holders import Found, PinId
-from kv_pool.core.pool import Pool
-from kv_pool.core.tier import Tier
+from kv_pool.core.chain import PromptChain
+from kv_pool.core.eviction import LruEvictor
+from kv_pool.core.holders import PoolMatch, PinId
+from kv_pool.core.pool import SharedBlockPool
+from kv_pool.core.tier import CacheTier
 
 
-class PoolInProcess:
+class InProcessPool:
     """`num_blocks` may be fewer than the segment has room for."""
 
     def __init__(self, folder: Path, layout: KVLayout, num_blocks: int = 256) -> None:
         self.folder, self.layout = folder, layout
-        self.segment = create(folder, "pool", segment_bytes(num_blocks * layout.block_bytes, layout.block_bytes))
-        self.core = Pool(Tier(num_blocks, layout.block_size, Lru(num_blocks)))
-        self.ports: list[Port] = []
+        self.segment = create_segment(folder, "pool", round_up_segment_bytes(num_blocks * layout.block_bytes, layout.block_bytes))
+        self.block_pool = SharedBlockPool(CacheTier(num_blocks, layout.block_size, LruEvictor(num_blocks)))
+        self.clients: list[FakePoolClient] = []
         self._ticks = count(1)
 
     def now(self) -> float:
         return float(next(self._ticks))
 
-    def port(self, space: AddressSpace) -> "Port":
-        made = Port(self, space, f"node {len(self.ports)}")
-        self.ports.append(made)
+    def make_client(self, space: BlockAddressSpace) -> "FakePoolClient":
+        made = FakePoolClient(self, space, f"node {len(self.ports)}")
+        self.clients.append(made)
         return made
 
-    def settle(self) -> None:
+    def run_publications(self) -> None:
         """Carry every publication out, as they come."""
-        while any(port.step() for port in self.ports):
+        while any(port.run_publication() for port in self.clients):
             pass
 
     @property
-    def pinned(self) -> int:
+    def num_pins(self) -> int:
         """Pins that nodes hold."""
-        return sum(len(port.pins) for port in self.ports)
+        return sum(len(port.pins) for port in self.clients)
 
     def check(self) -> None:
-        self.core.check()
+        self.block_pool.check()
 
     def close(self) -> None:
         self.segment.close()
 
 
-class Port:
-    """One attachment. Look-ups are answered at once unless `slow`; publications when `step` is called."""
+class FakePoolClient:
+    """One attachment. Look-ups are answered at once unless `is_slow`; publications when `run_publication` is called."""
 
-    def __init__(self, pool: PoolInProcess, space: AddressSpace, holder: str) -> None:
-        self.attached = True
-        self.slow = False
-        self.remote = 0  # blocks of what is found next that are said to come from another host's pool
-        self.told: list[Elsewhere] = []
+    def __init__(self, pool: InProcessPool, space: BlockAddressSpace, holder: str) -> None:
+        self.is_attached = True
+        self.is_slow = False
+        self.remote_blocks = 0  # blocks of what is found next that are said to come from another host's pool
+        self.remote_prefixes: list[RemotePrefix] = []
         self.lookups: deque[Callable[[], None]] = deque()
-        self.queue: deque[Publish] = deque()
+        self.publish_requests: deque[PublishRequest] = deque()
         self.pins: set[int] = set()
-        self.copied = 0
-        self._pool, self._holder = pool, holder
-        self._memory = space.attach(pool.segment.name)
-        self.start = space.map.span(pool.segment.name).start
-        self._blocks = np.frombuffer(space.view(), np.uint8).reshape(-1, pool.layout.block_bytes)
-        pool.core.attach(holder, pool.now())
+        self.copied_blocks = 0
+        self._pool, self._client_id = pool, holder
+        self._memory = space.attach_segment(pool.segment.name)
+        self.first_global_block = space.address_map.get_span(pool.segment.name).start
+        self._blocks = np.frombuffer(space.view_range(), np.uint8).reshape(-1, pool.layout.block_bytes)
+        pool.block_pool.attach_client(holder, pool.now())
 
     async def run(self) -> None: ...
 
     def counters(self) -> dict[str, float]:
         return {}
 
-    def find(
+    def find_prefix(
         self,
         root: BlockHash,
         names: bytes,
@@ -88,61 +88,61 @@ class Port:
         then: Callable[[PoolHit], None],
         *,
         token_seconds: float | None = None,
-        elsewhere: Elsewhere | None = None,
+        elsewhere: RemotePrefix | None = None,
     ) -> None:
-        chain = Chain(root, names, tokens, self._pool.layout.block_size)
-        self.told += [elsewhere] if elsewhere else []
+        chain = PromptChain(root, names, tokens, self._pool.layout.block_size)
+        self.remote_prefixes += [elsewhere] if elsewhere else []
 
         def answer() -> None:
-            hit = self._hit(self._pool.core.find(self._holder, chain, max_tokens, self._pool.now()))
-            then(replace(hit, remote=self.remote))
+            hit = self._to_hit(self._pool.block_pool.find_prefix(self._client_id, chain, max_tokens, self._pool.now()))
+            then(replace(hit, remote_blocks=self.remote_blocks))
 
-        if self.slow:
+        if self.is_slow:
             self.lookups.append(answer)
         else:
             answer()
 
-    def release(self, pin: PoolPin) -> None:
-        self.pins.remove(pin.number)
-        self._pool.core.release(self._holder, PinId(pin.number))
+    def release_pin(self, pin: PoolPin) -> None:
+        self.pins.remove(pin.pin_number)
+        self._pool.block_pool.release_pin(self._client_id, PinId(pin.pin_number))
 
-    def publish(self, job: Publish) -> bool:
-        self.queue.append(job)
+    def publish_blocks(self, job: PublishRequest) -> bool:
+        self.publish_requests.append(job)
         return True
 
-    def step(self) -> bool:
+    def run_publication(self) -> bool:
         """One publication. False if there is none."""
-        if not self.queue:
+        if not self.publish_requests:
             return False
-        job = self.queue.popleft()
-        chain = Chain(job.root, job.names, job.tokens, self._pool.layout.block_size)
-        assert job.first + len(job.sources) == len(chain)
-        core, now = self._pool.core, self._pool.now()
-        granted = core.reserve(self._holder, chain, job.first, now)
-        if granted.publication is None:
-            found = core.find(self._holder, chain, len(chain) * chain.block_size, now, partial=False)
-            job.then(self._hit(found) if granted.first >= len(chain) else self._nothing(found))
+        job = self.publish_requests.popleft()
+        chain = PromptChain(job.root_hash, job.packed_hashes, job.packed_tokens, self._pool.layout.block_size)
+        assert job.first_block + len(job.source_blocks) == len(chain)
+        core, now = self._pool.block_pool, self._pool.now()
+        granted = core.reserve_blocks(self._client_id, chain, job.first_block, now)
+        if granted.publication_id is None:
+            found = core.find_prefix(self._client_id, chain, len(chain) * chain.block_size, now, partial=False)
+            job.on_done(self._to_hit(found) if granted.first_block >= len(chain) else self._release_match(found))
             return True
-        for number, place in enumerate(granted.blocks, granted.first):
-            self._blocks[self.start + place] = self._blocks[job.sources[number - job.first]]
-            self.copied += 1
-        job.then(self._hit(core.seal(self._holder, granted.publication, len(granted.blocks), now)))
+        for number, place in enumerate(granted.blocks, granted.first_block):
+            self._blocks[self.first_global_block + place] = self._blocks[job.source_blocks[number - job.first_block]]
+            self.copied_blocks += 1
+        job.on_done(self._to_hit(core.seal_publication(self._client_id, granted.publication_id, len(granted.blocks), now)))
         return True
 
-    def refuse(self) -> None:
+    def drop_publication(self) -> None:
         """The next publication is dropped."""
-        self.queue.popleft().then(None)
+        self.publish_requests.popleft().on_done(None)
 
-    def _nothing(self, found: Found) -> None:
-        if found.pin is not None:
-            self._pool.core.release(self._holder, found.pin)
+    def _release_match(self, found: PoolMatch) -> None:
+        if found.pin_id is not None:
+            self._pool.block_pool.release_pin(self._client_id, found.pin_id)
 
-    def _hit(self, found: Found) -> PoolHit:
-        if found.pin is None:
+    def _to_hit(self, found: PoolMatch) -> PoolHit:
+        if found.pin_id is None:
             return PoolHit(None, ())
-        self.pins.add(found.pin)
-        blocks = tuple(BlockIndex(self.start + block) for block in found.blocks)
+        self.pins.add(found.pin_id)
+        blocks = tuple(BlockIndex(self.first_global_block + block) for block in found.blocks)
         partial = None
-        if found.partial is not None:
-            partial = BlockIndex(self.start + found.partial[0]), found.partial[1]
-        return PoolHit(PoolPin(1, found.pin), blocks, partial)
+        if found.partial_block is not None:
+            partial = BlockIndex(self.first_global_block + found.partial_block[0]), found.partial_block[1]
+        return PoolHit(PoolPin(1, found.pin_id), blocks, partial)

@@ -10,49 +10,49 @@ from typing import Any
 from baton import log
 from baton.failpoints import arm_from_environment
 from baton.pool_terms import PoolHit
-from tests.pool.rig import Node, expected, node, tokens_of
+from tests.pool.rig import PoolNode, expected_blocks, run_pool_node, make_tokens
 
 
 async def _main(address: str, folder: str, name: str) -> None:
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    async with node(address, Path(folder), name) as made:
-        await made.attached()
-        _say("attached")
+    async with run_pool_node(address, Path(folder), name) as made:
+        await made.wait_until_attached()
+        _reply("attached")
         hits: list[PoolHit] = []
         while line := await reader.readline():
-            _say(await _obey(made, hits, json.loads(line)))
+            _reply(await _run_order(made, hits, json.loads(line)))
 
 
-async def _obey(made: Node, hits: list[PoolHit], order: dict[str, Any]) -> object:
-    tokens = tokens_of(order.get("seed", 0), order.get("blocks", 0))
+async def _run_order(made: PoolNode, hits: list[PoolHit], order: dict[str, Any]) -> object:
+    tokens = make_tokens(order.get("seed", 0), order.get("blocks", 0))
     match order["do"]:
         case "publish":
-            hit = await made.publish(tokens)
+            hit = await made.publish_tokens(tokens)
             if hit is not None:
-                made.release(hit)
+                made.release_hit(hit)
             return len(hit.blocks) if hit is not None else None
         case "find":
-            hits.append(await made.find(tokens))
+            hits.append(await made.find_prefix(tokens))
             return len(hits[-1].blocks)
         case "read":
-            return made.read(hits[-1]) == expected(tokens)[: len(hits[-1].blocks)]
+            return made.read_blocks(hits[-1]) == expected_blocks(tokens)[: len(hits[-1].blocks)]
         case "release":
-            made.release(hits.pop())
+            made.release_hit(hits.pop())
             return True
         case "attached":
-            await made.attached()
+            await made.wait_until_attached()
             return True
         case other:
             raise ValueError(other)
 
 
-def _say(what: object) -> None:
+def _reply(what: object) -> None:
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
 
 
 if __name__ == "__main__":
-    log.configure("warning", "json")
+    log.configure_logging("warning", "json")
     arm_from_environment()
     asyncio.run(_main(*sys.argv[1:]))

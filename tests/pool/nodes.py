@@ -6,118 +6,118 @@ from typing import Any
 
 from baton import wire
 from baton.errors import Cancelled
-from baton.types import AttemptKey, TicketId, Work
+from baton.types import AttemptKey, TicketId, AttemptSpec
 from decode_node.role import DecodeRole
-from kv_transfer.plane import Aborted, Committed, Lost, OutboundReport, Sealed, Started
-from node_engine.core.messages import Cancel, GiveTicket, Prefill, Submit
-from node_engine.paced import PACED_LAYOUT, paced_reference
+from kv_transfer.plane import OutboundAborted, OutboundCommitted, InboundLost, HandoffStats, InboundSealed, InboundStarted
+from node_engine.core.messages import CancelCommand, TicketCommand, PrefillCommand, DecodeCommand
+from node_engine.paced import PACED_LAYOUT, paced_reference_tokens
 from prefill_node.role import PrefillRole
-from tests.pool.in_process import PoolInProcess
-from tests.unit.roles.bench import WRITER, Bench, FakeInbound, FakeOutbound
+from tests.pool.in_process import InProcessPool
+from tests.unit.roles.bench import WRITER, RoleBench, FakeInbound, FakeOutbound
 
-BLOCK = PACED_LAYOUT.block_size
+BLOCK_TOKENS = PACED_LAYOUT.block_size
 VOCAB = 1000
-_REPORT = OutboundReport("memory", 1, 1, 1, 0.0, 0.0)
+_REPORT = HandoffStats("memory", 1, 1, 1, 0.0, 0.0)
 
 
-class PrefillNode(Bench):
-    def __init__(self, shared: PoolInProcess, **options: Any) -> None:
+class InProcessPrefillNode(RoleBench):
+    def __init__(self, shared: InProcessPool, **options: Any) -> None:
         self.plane = FakeOutbound()
         super().__init__(lambda parts: PrefillRole(parts, self.plane), shared=shared, **options)
 
-    def let_go(self) -> None:
+    def drop_aborted(self) -> None:
         for key, error in tuple(self.plane.aborted.items()):
             del self.plane.aborted[key]
-            self.tell(Aborted(key, error))
+            self.send_item(OutboundAborted(key, error))
 
 
-class DecodeNode(Bench):
-    def __init__(self, shared: PoolInProcess, **options: Any) -> None:
+class InProcessDecodeNode(RoleBench):
+    def __init__(self, shared: InProcessPool, **options: Any) -> None:
         self.plane = FakeInbound()
-        self.got: dict[AttemptKey, list[int]] = {}
+        self.tokens_by_attempt: dict[AttemptKey, list[int]] = {}
         super().__init__(lambda parts: DecodeRole(parts, self.plane), shared=shared, **options)
 
     def drop_revoked(self) -> None:
         for ticket, error in tuple(self.plane.revoked.items()):
             del self.plane.revoked[ticket]
-            self.tell(Lost(ticket, error, fenced=True))
+            self.send_item(InboundLost(ticket, error, is_fenced=True))
 
-    def output(self, key: AttemptKey) -> list[int]:
-        for message in self.take("tokens"):
+    def collect_tokens(self, key: AttemptKey) -> list[int]:
+        for message in self.pop_messages("tokens"):
             for token in message.tokens:
-                found = wire.key_from_pb(token.key)
-                tokens = self.got.setdefault(found, [])
+                found = wire.attempt_key_from_pb(token.key)
+                tokens = self.tokens_by_attempt.setdefault(found, [])
                 assert token.index == len(tokens)
                 tokens.append(token.token)
-        return self.got.get(key, [])
+        return self.tokens_by_attempt.get(key, [])
 
 
-class Host:
+class InProcessHost:
     """Nodes of one host. `in_place` is false where kernels cannot read the pool."""
 
     def __init__(
         self, folder: Path, *, prefill: int = 1, decode: int = 1, pool_blocks: int = 256, **options: Any
     ) -> None:
-        self.pool = PoolInProcess(folder, PACED_LAYOUT, pool_blocks)
-        self.prefill = [PrefillNode(self.pool, **options) for _ in range(prefill)]
-        self.decode = [DecodeNode(self.pool, **options) for _ in range(decode)]
+        self.pool = InProcessPool(folder, PACED_LAYOUT, pool_blocks)
+        self.prefill = [InProcessPrefillNode(self.pool, **options) for _ in range(prefill)]
+        self.decode = [InProcessDecodeNode(self.pool, **options) for _ in range(decode)]
 
     @property
-    def nodes(self) -> Sequence[Bench]:
+    def nodes(self) -> Sequence[RoleBench]:
         return (*self.prefill, *self.decode)
 
-    def settle(self) -> None:
+    def run_publications(self) -> None:
         """Publications are carried out, and every node hears of its own."""
         while True:
-            self.pool.settle()
+            self.pool.run_publications()
             if not any(node.inbox for node in self.nodes):
                 return
             for node in self.nodes:
-                node.receive()
+                node.drain_inbox()
 
     def check(self, *, idle: bool = True) -> None:
         """Books of nodes and pool agree. `idle`: nobody holds anything."""
         self.pool.check()
         for node in self.nodes:
-            node.pool.check()
+            node.pool.check_invariants()
             if idle:
-                assert node.held() == {}, node.pool.ledger()
+                assert node.count_held_blocks() == {}, node.pool.take_ledger()
         if idle:
-            assert self.pool.pinned == 0
+            assert self.pool.num_pins == 0
 
-    def serve(
-        self, job: Work, prefill: int = 0, decode: int = 0, while_running: Callable[[], None] | None = None
+    def serve_request(
+        self, job: AttemptSpec, prefill: int = 0, decode: int = 0, while_running: Callable[[], None] | None = None
     ) -> list[int]:
         """One request through both legs, to its end. Returns its tokens."""
         sender, receiver = self.prefill[prefill], self.decode[decode]
-        receiver.tell(Submit(job, WRITER))
-        sender.tell(Prefill(job, alone=False))
-        (reserved,) = receiver.take("reserved")
+        receiver.send_item(DecodeCommand(job, WRITER))
+        sender.send_item(PrefillCommand(job, needs_no_decode=False))
+        (reserved,) = receiver.pop_messages("reserved")
         if not reserved.HasField("ticket"):
-            sender.tell(_cancel(job))
-            sender.let_go()
+            sender.send_item(_cancel(job))
+            sender.drop_aborted()
         else:
             ticket = receiver.plane.granted[TicketId(reserved.ticket.id)]
-            sender.tell(GiveTicket(ticket))
+            sender.send_item(TicketCommand(ticket))
             while sender.step():
                 pass
-            self.land(sender, receiver, job.key)
+            self.land_handoff(sender, receiver, job.key)
         while receiver.step():
             if while_running is not None:
                 while_running()
-        return receiver.output(job.key)
+        return receiver.collect_tokens(job.key)
 
-    def land(self, sender: PrefillNode, receiver: DecodeNode, key: AttemptKey) -> None:
+    def land_handoff(self, sender: InProcessPrefillNode, receiver: InProcessDecodeNode, key: AttemptKey) -> None:
         ticket = next(each for each in reversed(receiver.plane.granted.values()) if each.key == key)
         size = PACED_LAYOUT.block_bytes
-        receiver.tell(Started(ticket.id))
+        receiver.send_item(InboundStarted(ticket.id))
         for layer, first, source in sender.plane.ready[key]:
             for number, block in enumerate(source, first):
                 if layer == 0 and number >= ticket.first_block:
-                    offset = ticket.offsets[number - ticket.first_block]
-                    receiver.reach[offset : offset + size] = sender.reach[block * size : (block + 1) * size]
-        receiver.tell(Sealed(ticket.id, sender.plane.sealed[key], 0))
-        sender.tell(Committed(key, _REPORT))
+                    offset = ticket.block_offsets[number - ticket.first_block]
+                    receiver.block_memory[offset : offset + size] = sender.block_memory[block * size : (block + 1) * size]
+        receiver.send_item(InboundSealed(ticket.id, sender.plane.sealed[key], 0))
+        sender.send_item(OutboundCommitted(key, _REPORT))
 
     def close(self) -> None:
         for node in self.nodes:
@@ -125,9 +125,9 @@ class Host:
         self.pool.close()
 
 
-def _cancel(job: Work) -> Any:
-    return Cancel(job.key, Cancelled("decode has all of it"))
+def _cancel(job: AttemptSpec) -> Any:
+    return CancelCommand(job.key, Cancelled("decode has all of it"))
 
 
-def reference(job: Work) -> list[int]:
-    return paced_reference(job.context, job.request.sampling.max_tokens - len(job.emitted), VOCAB)
+def reference_tokens(job: AttemptSpec) -> list[int]:
+    return paced_reference_tokens(job.context_token_ids, job.request.sampling.max_tokens - len(job.emitted_token_ids), VOCAB)

@@ -15,30 +15,30 @@ from typing import Any, Self
 
 import numpy as np
 
-from baton.addressing import AddressSpace
-from baton.block_hash import BlockHash, chain_names, pack_tokens, root_hash
+from baton.addressing import BlockAddressSpace
+from baton.block_hash import BlockHash, compute_packed_hashes, pack_tokens, root_hash
 from baton.kv_layout import KVLayout
-from baton.pool_terms import PoolHit, Publish
-from baton.segment import Segment, create, host_id, segment_bytes
+from baton.pool_terms import PoolHit, PublishRequest
+from baton.segment import Segment, create_segment, compute_host_id, round_up_segment_bytes
 from kv_pool.client import PoolClient
 from kv_pool.terms import PoolClientConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, head_dim=32, block_size=4, dtype="float32")  # 4 KiB a block
 DIGEST = b"\1" * 32
-TOKEN = "a cluster's secret"
-SALTLESS = root_hash(DIGEST, LAYOUT, b"")
+CLUSTER_TOKEN = "a cluster's secret"
+UNSALTED_ROOT = root_hash(DIGEST, LAYOUT, b"")
 OWN_BLOCKS = 512
-PATIENCE = 60.0  # seconds
+TIMEOUT_SECONDS = 60.0  # seconds
 
 
 class PoolProcess:
     """`python -m kv_pool`, started, killed and started again at the same port."""
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        self._held = socket.socket()
-        self._held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._held.bind(("127.0.0.1", 0))
+        self._port_holder = socket.socket()
+        self._port_holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._port_holder.bind(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._held.getsockname()[1]}"
         self.folder = folder
         self._settings = {"pool_memory": "2MiB", "log_level": "info", "log_format": "json"} | settings
@@ -49,17 +49,17 @@ class PoolProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._held.close()
+        self._port_holder.close()
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGCONT)
             self._process.terminate()
-            assert self._process.wait(PATIENCE) == 0
+            assert self._process.wait(TIMEOUT_SECONDS) == 0
 
     def start(self, **environ: str) -> None:
         settings = self._settings | {
             "listen": self.address,
             "segment_dir": self.folder,
-            "cluster_token": TOKEN,
+            "cluster_token": CLUSTER_TOKEN,
             "health_port": -1,
         }
         self._process = subprocess.Popen(
@@ -79,86 +79,86 @@ class PoolProcess:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(PATIENCE)
+        self.process.wait(TIMEOUT_SECONDS)
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
 
-def tokens_of(seed: int, blocks: int, *, extra: int = 0) -> tuple[int, ...]:
+def make_tokens(seed: int, blocks: int, *, extra: int = 0) -> tuple[int, ...]:
     rng = np.random.default_rng(seed)
     return tuple(int(token) for token in rng.integers(0, 32000, blocks * LAYOUT.block_size + extra))
 
 
 @dataclass
-class Node:
+class PoolNode:
     """A client with an arena of its own, whose block n holds bytes that follow from n."""
 
     client: PoolClient
-    space: AddressSpace
+    space: BlockAddressSpace
     arena: Segment
     memory: "np.ndarray[tuple[int, int], np.dtype[np.uint8]]"
 
-    def fill(self, tokens: Sequence[int], first: int = 0) -> tuple[int, ...]:
+    def fill_blocks(self, tokens: Sequence[int], first: int = 0) -> tuple[int, ...]:
         """Write what a model would for these tokens' full blocks into own blocks from `first` on. Returns those."""
         blocks = []
         for number in range(len(tokens) // LAYOUT.block_size):
-            self.memory[first + number] = content(tokens[: (number + 1) * LAYOUT.block_size])
+            self.memory[first + number] = make_block_content(tokens[: (number + 1) * LAYOUT.block_size])
             blocks.append(first + number)
         return tuple(blocks)
 
-    async def find(
-        self, tokens: Sequence[int], most: int | None = None, *, root: BlockHash = SALTLESS, **more: Any
+    async def find_prefix(
+        self, tokens: Sequence[int], most: int | None = None, *, root: BlockHash = UNSALTED_ROOT, **more: Any
     ) -> PoolHit:
         packed = pack_tokens(tokens)
         found: asyncio.Future[PoolHit] = asyncio.get_running_loop().create_future()
-        names = chain_names(root, packed, LAYOUT.block_size)
-        self.client.find(root, names, packed, len(tokens) if most is None else most, found.set_result, **more)
-        async with asyncio.timeout(PATIENCE):
+        names = compute_packed_hashes(root, packed, LAYOUT.block_size)
+        self.client.find_prefix(root, names, packed, len(tokens) if most is None else most, found.set_result, **more)
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             return await found
 
-    def order(
+    def make_publish_request(
         self, tokens: Sequence[int], sources: Sequence[int], then: Callable[[PoolHit | None], None], **more: Any
-    ) -> Publish:
-        root: BlockHash = more.pop("root", SALTLESS)
+    ) -> PublishRequest:
+        root: BlockHash = more.pop("root", UNSALTED_ROOT)
         packed = pack_tokens(tokens[: len(tokens) // LAYOUT.block_size * LAYOUT.block_size])
-        names = chain_names(root, packed, LAYOUT.block_size)
+        names = compute_packed_hashes(root, packed, LAYOUT.block_size)
         first = len(packed) // 4 // LAYOUT.block_size - len(sources)
-        return Publish(root, names, packed, first, tuple(sources), then, **more)
+        return PublishRequest(root, names, packed, first, tuple(sources), then, **more)
 
-    async def publish(self, tokens: Sequence[int], *, own: int = 0, first: int = 0, **more: Any) -> PoolHit | None:
+    async def publish_tokens(self, tokens: Sequence[int], *, own: int = 0, first: int = 0, **more: Any) -> PoolHit | None:
         """From own blocks `own` on, the chain's blocks from `first` on."""
-        sources = self.fill(tokens, own)[first:]
+        sources = self.fill_blocks(tokens, own)[first:]
         ended: asyncio.Future[PoolHit | None] = asyncio.get_running_loop().create_future()
-        assert self.client.publish(self.order(tokens, sources, ended.set_result, **more))
-        async with asyncio.timeout(PATIENCE):
+        assert self.client.publish_blocks(self.make_publish_request(tokens, sources, ended.set_result, **more))
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             return await ended
 
-    def read(self, hit: PoolHit) -> list[bytes]:
+    def read_blocks(self, hit: PoolHit) -> list[bytes]:
         """What lies in the blocks of a hit."""
         size = LAYOUT.block_bytes
-        return [ctypes.string_at(self.space.base + block * size, size) for block in hit.blocks]
+        return [ctypes.string_at(self.space.base_address + block * size, size) for block in hit.blocks]
 
-    def release(self, hit: PoolHit) -> None:
+    def release_hit(self, hit: PoolHit) -> None:
         if hit.pin is not None:
-            self.client.release(hit.pin)
+            self.client.release_pin(hit.pin)
 
-    async def attached(self) -> None:
-        await until("attached", lambda: self.client.attached)
+    async def wait_until_attached(self) -> None:
+        await wait_until("attached", lambda: self.client.is_attached)
 
 
-def content(prefix: Sequence[int]) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
+def make_block_content(prefix: Sequence[int]) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
     """Of the block that these tokens end with."""
     seed = np.frombuffer(pack_tokens(prefix), dtype=np.uint32)
     return np.random.default_rng(seed).integers(0, 256, LAYOUT.block_bytes, dtype=np.uint8)
 
 
-def expected(tokens: Sequence[int]) -> list[bytes]:
+def expected_blocks(tokens: Sequence[int]) -> list[bytes]:
     size = LAYOUT.block_size
-    return [content(tokens[: end * size]).tobytes() for end in range(1, len(tokens) // size + 1)]
+    return [make_block_content(tokens[: end * size]).tobytes() for end in range(1, len(tokens) // size + 1)]
 
 
-async def until(what: str, holds: Callable[[], Any], patience: float = PATIENCE) -> None:
+async def wait_until(what: str, holds: Callable[[], Any], patience: float = TIMEOUT_SECONDS) -> None:
     async with asyncio.timeout(patience):
         while not holds():
             await asyncio.sleep(0.01)
@@ -168,9 +168,9 @@ async def until(what: str, holds: Callable[[], Any], patience: float = PATIENCE)
 def client_config(address: str, folder: Path, name: str, **changed: Any) -> PoolClientConfig:
     settings: dict[str, Any] = {
         "address": address,
-        "token": TOKEN,
+        "token": CLUSTER_TOKEN,
         "node": name,
-        "host_id": host_id(folder),
+        "host_id": compute_host_id(folder),
         "model_digest": DIGEST.hex(),
         "layout": LAYOUT,
         "segment_folder": folder,
@@ -180,15 +180,15 @@ def client_config(address: str, folder: Path, name: str, **changed: Any) -> Pool
 
 
 @asynccontextmanager
-async def node(address: str, folder: Path, name: str = "decode-0", **changed: Any) -> AsyncIterator[Node]:
+async def run_pool_node(address: str, folder: Path, name: str = "decode-0", **changed: Any) -> AsyncIterator[PoolNode]:
     """A node, attached or not yet."""
-    arena = create(folder, "arena", segment_bytes(OWN_BLOCKS * LAYOUT.block_bytes, LAYOUT.block_bytes))
-    space = AddressSpace(LAYOUT.block_bytes, folder, range_bytes=1 << 30)
+    arena = create_segment(folder, "arena", round_up_segment_bytes(OWN_BLOCKS * LAYOUT.block_bytes, LAYOUT.block_bytes))
+    space = BlockAddressSpace(LAYOUT.block_bytes, folder, range_bytes=1 << 30)
     client = PoolClient(client_config(address, folder, name, **changed), space, arena.view)
     memory = np.frombuffer(arena.view, dtype=np.uint8).reshape(-1, LAYOUT.block_bytes)
     running = asyncio.create_task(client.run())
     try:
-        yield Node(client, space, arena, memory)
+        yield PoolNode(client, space, arena, memory)
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)

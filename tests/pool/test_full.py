@@ -4,9 +4,9 @@ from itertools import count
 
 import pytest
 
-from baton.block_hash import chain, short_name
-from tests.pool.conftest import Host
-from tests.pool.rig import LAYOUT, OWN_BLOCKS, SALTLESS, expected, tokens_of, until
+from baton.block_hash import iter_block_hashes, short_hash
+from tests.pool.conftest import PoolTestHost
+from tests.pool.rig import LAYOUT, OWN_BLOCKS, UNSALTED_ROOT, expected_blocks, make_tokens, wait_until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -14,49 +14,49 @@ SETTINGS = {"pool_eviction": "lru"}
 _SEEDS = count(1)
 
 
-async def test_memory_that_is_full_makes_room_and_keeps_what_is_pinned(host: Host) -> None:
-    node = await host.node()
-    total = (await host.registrar.ledger()).total
-    kept_tokens = tokens_of(next(_SEEDS), total // 4)
-    kept = await node.publish(kept_tokens)
+async def test_full_memory_evicts_unpinned_blocks_only(host: PoolTestHost) -> None:
+    node = await host.start_node()
+    total = (await host.registrar.query_ledger()).total
+    kept_tokens = make_tokens(next(_SEEDS), total // 4)
+    kept = await node.publish_tokens(kept_tokens)
     assert kept is not None
     for _ in range(8):
-        hit = await node.publish(tokens_of(next(_SEEDS), total // 4))
+        hit = await node.publish_tokens(make_tokens(next(_SEEDS), total // 4))
         assert hit is not None
         assert len(hit.blocks) == total // 4
-        node.release(hit)
-    assert node.read(kept) == expected(kept_tokens)
-    await until("evictions told", lambda: host.registrar.stats.counters['baton_pool_evictions_total{tier="memory"}'])
-    node.release(kept)
+        node.release_hit(hit)
+    assert node.read_blocks(kept) == expected_blocks(kept_tokens)
+    await wait_until("evictions told", lambda: host.registrar.stats.counters['baton_pool_evictions_total{tier="memory"}'])
+    node.release_hit(kept)
 
 
-async def test_all_pinned_is_no_room_and_no_error(host: Host) -> None:
-    node = await host.node()
-    total = (await host.registrar.ledger()).total
-    hits = [await node.publish(tokens_of(next(_SEEDS), total // 2)) for _ in range(2)]
-    assert await node.publish(tokens_of(next(_SEEDS), 4)) is None
-    part = await node.publish(tokens_of(next(_SEEDS), 4))
+async def test_publication_fails_without_error_when_everything_is_pinned(host: PoolTestHost) -> None:
+    node = await host.start_node()
+    total = (await host.registrar.query_ledger()).total
+    hits = [await node.publish_tokens(make_tokens(next(_SEEDS), total // 2)) for _ in range(2)]
+    assert await node.publish_tokens(make_tokens(next(_SEEDS), 4)) is None
+    part = await node.publish_tokens(make_tokens(next(_SEEDS), 4))
     assert part is None
     for hit in hits:
         assert hit is not None
-        node.release(hit)
-    again = await node.publish(tokens_of(next(_SEEDS), 4))
+        node.release_hit(hit)
+    again = await node.publish_tokens(make_tokens(next(_SEEDS), 4))
     assert again is not None
-    node.release(again)
+    node.release_hit(again)
 
 
-async def test_the_directory_hears_what_the_pool_gains_and_loses(host: Host) -> None:
-    node = await host.node()
-    total = (await host.registrar.ledger()).total
-    tokens = tokens_of(next(_SEEDS), 7)
-    names = {short_name(name) for name in chain(SALTLESS, tokens, LAYOUT.block_size)}
-    hit = await node.publish(tokens)
+async def test_directory_receives_insertions_and_evictions(host: PoolTestHost) -> None:
+    node = await host.start_node()
+    total = (await host.registrar.query_ledger()).total
+    tokens = make_tokens(next(_SEEDS), 7)
+    names = {short_hash(name) for name in iter_block_hashes(UNSALTED_ROOT, tokens, LAYOUT.block_size)}
+    hit = await node.publish_tokens(tokens)
     assert hit is not None
-    await until("told", lambda: names <= host.registrar.names)
-    node.release(hit)
-    large = await node.publish(tokens_of(next(_SEEDS), total))
+    await wait_until("told", lambda: names <= host.registrar.block_hashes)
+    node.release_hit(hit)
+    large = await node.publish_tokens(make_tokens(next(_SEEDS), total))
     assert large is not None
     assert len(large.blocks) == total <= OWN_BLOCKS
-    await until("told of evictions", lambda: not names & host.registrar.names)
-    assert len(host.registrar.names) == total
-    node.release(large)
+    await wait_until("told of evictions", lambda: not names & host.registrar.block_hashes)
+    assert len(host.registrar.block_hashes) == total
+    node.release_hit(large)

@@ -6,143 +6,143 @@ from pathlib import Path
 import pytest
 
 from baton.pb import cluster_pb2 as pb
-from node_engine.paced import paced_reference
-from tests.answers import Answer, cluster_call
+from node_engine.paced import paced_reference_tokens
+from tests.answers import GenerateAnswer, call_cluster_service
 from tests.cluster import Cluster
 from tests.pool.cluster import (
-    SOURCES,
-    attachments,
-    inserted,
-    metric,
+    TOKEN_SOURCES,
+    count_attachments,
+    inserted_blocks_metric,
+    read_metric,
     pooled_cluster,
-    reaches,
-    sources,
-    when_decode_dies,
+    wait_for_metric,
+    get_token_sources,
+    generate_while_decode_dies,
 )
-from tests.pool.rig import PATIENCE, until
+from tests.pool.rig import TIMEOUT_SECONDS, wait_until
 
 PACED = {"engine": "paced", "placement": "round_robin", "paced_reread": True}
 PREFIX = tuple(range(1000, 1800))  # 800 tokens, 50 blocks
 PUBLISHED = r"baton_pool_published_blocks_total\S*"
 
 
-async def tokens_from(cluster: Cluster, source: str) -> float:
+async def read_prompt_tokens(cluster: Cluster, source: str) -> float:
     """Prompt tokens of all requests so far, by the metric."""
-    return await metric(cluster, rf'baton_prompt_tokens_total{{source="{source}"}}')
+    return await read_metric(cluster, rf'baton_prompt_tokens_total{{source="{source}"}}')
 
 
-async def nodes_of(cluster: Cluster, answer: Answer) -> set[str]:
+async def get_serving_nodes(cluster: Cluster, answer: GenerateAnswer) -> set[str]:
     """That served it."""
     request = pb.ExplainRequest(request_id=answer.request_id)
-    told: pb.ExplainResponse = await cluster_call(cluster.grpc, "Explain", request)
+    told: pb.ExplainResponse = await call_cluster_service(cluster.grpc_address, "Explain", request)
     return {name for attempt in told.attempts for name in (attempt.prefill_node, attempt.decode_node)} - {""}
 
 
-async def own_blocks(cluster: Cluster) -> int:
+async def count_node_cached_blocks(cluster: Cluster) -> int:
     """That nodes hold themselves, and nobody uses."""
-    return sum(ledger.cached for ledger in (await cluster.wait_quiet()).ledgers if ledger.node != "pool-0")
+    return sum(ledger.cached for ledger in (await cluster.wait_idle()).ledgers if ledger.node != "pool-0")
 
 
-async def published(cluster: Cluster, blocks: float) -> None:
+async def wait_for_published_blocks(cluster: Cluster, blocks: float) -> None:
     """Until nodes have published so many blocks, and nothing is on its way any more."""
-    await reaches(cluster, PUBLISHED, blocks)
-    await cluster.wait_quiet()
+    await wait_for_metric(cluster, PUBLISHED, blocks)
+    await cluster.wait_idle()
 
 
 @pytest.mark.asyncio
 async def test_a_prefix_is_computed_once_on_a_host_and_in_memory_once(tmp_path: Path) -> None:
     async with pooled_cluster(tmp_path, prefill=2, decode=2, **PACED) as cluster:
-        before, there = await metric(cluster, PUBLISHED), await metric(cluster, inserted("pool-0"))
+        before, there = await read_metric(cluster, PUBLISHED), await read_metric(cluster, inserted_blocks_metric("pool-0"))
         prompts = [[*PREFIX, *range(number * 50, number * 50 + 20)] for number in range(1, 9)]
         first = await cluster.generate(prompts[0], max_tokens=8, ignore_eos=True)
-        assert list(first.tokens) == paced_reference(prompts[0], 8)
-        assert (await sources(cluster, first))["computed_prefill"] == 820
-        await published(cluster, before + 50)
-        known = {source: await tokens_from(cluster, source) for source in SOURCES}
+        assert list(first.tokens) == paced_reference_tokens(prompts[0], 8)
+        assert (await get_token_sources(cluster, first))["computed_prefill"] == 820
+        await wait_for_published_blocks(cluster, before + 50)
+        known = {source: await read_prompt_tokens(cluster, source) for source in TOKEN_SOURCES}
         answers = await asyncio.gather(
             *(cluster.generate(prompt, max_tokens=8, ignore_eos=True) for prompt in prompts[1:])
         )
         for prompt, answer in zip(prompts[1:], answers, strict=True):
-            assert list(answer.tokens) == paced_reference(prompt, 8)
-            came = await sources(cluster, answer)
+            assert list(answer.tokens) == paced_reference_tokens(prompt, 8)
+            came = await get_token_sources(cluster, answer)
             assert came["pool"] >= 800
             assert came["computed_prefill"] + came["computed_decode"] <= 20
             assert answer.usage.cached_tokens >= 800
-        served = [await nodes_of(cluster, answer) for answer in (first, *answers)]
+        served = [await get_serving_nodes(cluster, answer) for answer in (first, *answers)]
         assert set().union(*served) == {f"{role}-{number}" for role in ("prefill", "decode") for number in range(2)}
-        came = {source: await tokens_from(cluster, source) - known[source] for source in SOURCES}
+        came = {source: await read_prompt_tokens(cluster, source) - known[source] for source in TOKEN_SOURCES}
         assert came["computed_prefill"] + came["computed_decode"] <= 7 * 20, "the prefix is computed nowhere again"
         assert came["pool"] >= 7 * 800
-        await reaches(cluster, r"baton_pool_repointed_blocks_total\S*", 50)  # private copies are given up
-        async with asyncio.timeout(PATIENCE):
-            while await own_blocks(cluster) >= 50:  # else the prefix is in some node's own memory as well
+        await wait_for_metric(cluster, r"baton_pool_repointed_blocks_total\S*", 50)  # private copies are given up
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            while await count_node_cached_blocks(cluster) >= 50:  # else the prefix is in some node's own memory as well
                 await asyncio.sleep(0.05)
-        await reaches(cluster, inserted("pool-0"), there + 50 + len(prompts))
-        came_in = await metric(cluster, inserted("pool-0")) - there
+        await wait_for_metric(cluster, inserted_blocks_metric("pool-0"), there + 50 + len(prompts))
+        came_in = await read_metric(cluster, inserted_blocks_metric("pool-0")) - there
         assert came_in == 50 + len(prompts), "the prefix once, and the block behind it of each prompt"
 
 
 @pytest.mark.asyncio
-async def test_a_killed_decode_node_costs_a_block_and_what_was_not_published(tmp_path: Path) -> None:
+async def test_killed_decode_node_loses_only_unpublished_blocks(tmp_path: Path) -> None:
     async with pooled_cluster(tmp_path, prefill=1, decode=2, **PACED) as cluster:
         prompt = list(PREFIX[:200])
-        tokens, resumed = await when_decode_dies(cluster, prompt, 70, max_tokens=120, ignore_eos=True)
-        assert tokens == paced_reference(prompt, 120)
+        tokens, resumed = await generate_while_decode_dies(cluster, prompt, 70, max_tokens=120, ignore_eos=True)
+        assert tokens == paced_reference_tokens(prompt, 120)
         assert resumed.number > 1
         assert resumed.pool >= 200
         assert resumed.computed_prefill + resumed.computed_decode <= 16 + 16, "a block, and one not published yet"
 
 
 @pytest.mark.asyncio
-async def test_without_its_pool_a_cluster_computes_and_joins_the_next_one(tmp_path: Path) -> None:
+async def test_cluster_computes_without_its_pool_and_attaches_to_the_next(tmp_path: Path) -> None:
     async with pooled_cluster(tmp_path, prefill=1, decode=1, **PACED) as cluster:
         prompt = list(PREFIX)
 
         async def ask(last: int) -> dict[str, int]:
             asked = [*prompt, last]
             answer = await cluster.generate(asked, max_tokens=4, ignore_eos=True)
-            assert list(answer.tokens) == paced_reference(asked, 4)
-            return await sources(cluster, answer)
+            assert list(answer.tokens) == paced_reference_tokens(asked, 4)
+            return await get_token_sources(cluster, answer)
 
-        before = await metric(cluster, PUBLISHED)
+        before = await read_metric(cluster, PUBLISHED)
         await ask(1)
-        await published(cluster, before + 50)
+        await wait_for_published_blocks(cluster, before + 50)
         assert (await ask(2))["pool"] == 800
         cluster.kill("pool-0")
-        await until("without", lambda: "the pool is gone" in cluster.tail("prefill-0"))
+        await wait_until("without", lambda: "the pool is gone" in cluster.log_tail("prefill-0"))
         assert (await ask(3))["computed_prefill"] > 0
         assert (await ask(4))["local_cache"] > 0
-        attached = attachments(cluster)
+        attached = count_attachments(cluster)
         cluster.start("pool-0")
-        await until("again", lambda: attachments(cluster) >= attached + 2)
+        await wait_until("again", lambda: count_attachments(cluster) >= attached + 2)
         await ask(5)
-        await cluster.wait_quiet()
+        await cluster.wait_idle()
 
 
 @pytest.mark.asyncio
-async def test_the_next_turn_of_a_conversation_computes_its_own_tokens(tmp_path: Path) -> None:
+async def test_next_turn_computes_only_its_new_tokens(tmp_path: Path) -> None:
     """Whichever nodes it lands on."""
     async with pooled_cluster(tmp_path, prefill=2, decode=2, **PACED) as cluster:
         tokens, served = list(PREFIX[:100]), set[str]()
         for turn in range(5):
             answer = await cluster.generate(tokens, max_tokens=40, ignore_eos=True)
-            assert list(answer.tokens) == paced_reference(tokens, 40)
-            came = await sources(cluster, answer)
+            assert list(answer.tokens) == paced_reference_tokens(tokens, 40)
+            came = await get_token_sources(cluster, answer)
             if turn:
                 assert came["computed_prefill"] + came["computed_decode"] <= 20 + 16
-            served |= await nodes_of(cluster, answer)
+            served |= await get_serving_nodes(cluster, answer)
             tokens += [*answer.tokens, *range(2000 + turn, 2020 + turn)]
-            await cluster.wait_quiet()
+            await cluster.wait_idle()
         assert len(served) == 4
 
 
 @pytest.mark.asyncio
-async def test_a_stopped_pool_costs_computing_and_nothing_else(tmp_path: Path) -> None:
+async def test_stopped_pool_costs_only_recomputation(tmp_path: Path) -> None:
     async with pooled_cluster(tmp_path, prefill=1, decode=1, pool_patience=0.05, **PACED) as cluster:
-        cluster.stop("pool-0")
+        cluster.freeze("pool-0")
         for number in range(3):
             prompt = [number, *PREFIX[:100]]
             answer = await cluster.generate(prompt, max_tokens=20, ignore_eos=True)
-            assert list(answer.tokens) == paced_reference(prompt, 20)
-            assert (await sources(cluster, answer))["pool"] == 0
-        cluster.cont("pool-0")
+            assert list(answer.tokens) == paced_reference_tokens(prompt, 20)
+            assert (await get_token_sources(cluster, answer))["pool"] == 0
+        cluster.resume("pool-0")

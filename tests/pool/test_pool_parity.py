@@ -6,41 +6,41 @@ from pathlib import Path
 
 import pytest
 
-from tests.pool.nodes import BLOCK, Host, reference
-from tests.unit.roles.bench import work
+from tests.pool.nodes import BLOCK_TOKENS, InProcessHost, reference_tokens
+from tests.unit.roles.bench import make_work
 
 CHUNKS = 150  # tokens: three steps
-LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, CHUNKS)
+LENGTHS = (1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, CHUNKS)
 HITS = ("nothing", "a block", "half", "all but one token", "all")
 
 
 @pytest.fixture(params=[True, False], ids=["in place", "copied"])
-def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Host]:
-    made = Host(tmp_path, prefill=2, decode=2, num_blocks=64, in_place=request.param)
+def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[InProcessHost]:
+    made = InProcessHost(tmp_path, prefill=2, decode=2, num_blocks=64, in_place=request.param)
     yield made
     made.close()
 
 
-def pooled(hit: str, length: int) -> int:
-    return {"nothing": 0, "a block": BLOCK, "half": length // 2, "all but one token": length - 1, "all": length}[hit]
+def pooled_tokens(hit: str, length: int) -> int:
+    return {"nothing": 0, "a block": BLOCK_TOKENS, "half": length // 2, "all but one token": length - 1, "all": length}[hit]
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("hit", HITS)
-def test_tokens_are_those_of_the_reference(host: Host, hit: str, length: int) -> None:
+def test_tokens_are_those_of_the_reference(host: InProcessHost, hit: str, length: int) -> None:
     prompt = tuple(range(100, 100 + length))
-    shared = prompt[: pooled(hit, length)]
+    shared = prompt[: pooled_tokens(hit, length)]
     if shared:
-        first = work((*shared, 3), request="a", max_tokens=20)
-        assert host.serve(first) == reference(first)
-        host.settle()
-    second = work(prompt, request="b", max_tokens=20)
-    assert host.serve(second, prefill=1, decode=1) == reference(second)
-    known = len(shared) // BLOCK * BLOCK
-    computed = sum(each.computed_tokens for each in host.prefill[1].take("prefill_ended"))
-    computed += sum(each.computed_tokens for each in host.decode[1].take("admitted"))
+        first = make_work((*shared, 3), request="a", max_tokens=20)
+        assert host.serve_request(first) == reference_tokens(first)
+        host.run_publications()
+    second = make_work(prompt, request="b", max_tokens=20)
+    assert host.serve_request(second, prefill=1, decode=1) == reference_tokens(second)
+    known = len(shared) // BLOCK_TOKENS * BLOCK_TOKENS
+    computed = sum(each.computed_tokens for each in host.prefill[1].pop_messages("prefill_ended"))
+    computed += sum(each.computed_tokens for each in host.decode[1].pop_messages("admitted"))
     assert computed <= max(1, length - known)
-    if hit == "all" and length > BLOCK:
-        assert computed < BLOCK, "the last block goes on from a copy"
-    host.settle()
+    if hit == "all" and length > BLOCK_TOKENS:
+        assert computed < BLOCK_TOKENS, "the last block goes on from a copy"
+    host.run_publications()
     host.check()

@@ -12,12 +12,12 @@ import pytest
 from baton.block_hash import BlockHash
 from baton.pb import pool_pb2 as pb
 from kv_pool import service
-from kv_pool.core.chain import Chain
-from kv_pool.core.holders import Found
-from kv_pool.host import Desk, PoolHost, Question
+from kv_pool.core.chain import PromptChain
+from kv_pool.core.holders import PoolMatch
+from kv_pool.host import PoolClientSession, PoolManager, PrefixQuery
 
 
-class Context:
+class FakeNodeStream:
     """A node that asks nothing, and whose connection `write` is about."""
 
     def __init__(self, write: Any) -> None:
@@ -27,15 +27,15 @@ class Context:
         await asyncio.Event().wait()
 
 
-def stream(write: Any, **asked: Any) -> service._Stream:
+def make_stream(write: Any, **asked: Any) -> service._ClientStream:
     pool, layout = SimpleNamespace(memory=SimpleNamespace(total=1)), SimpleNamespace(block_size=4)
-    host = cast(PoolHost, SimpleNamespace(segment="baton-pool", pool=pool, incarnation="1", layout=layout, **asked))
-    return service._Stream(host, cast(Desk, SimpleNamespace(fence=0, holder="node")), Context(write))
+    host = cast(PoolManager, SimpleNamespace(segment="baton-pool", pool=pool, incarnation="1", layout=layout, **asked))
+    return service._ClientStream(host, cast(PoolClientSession, SimpleNamespace(fence=0, holder="node")), FakeNodeStream(write))
 
 
-async def test_a_node_that_takes_no_answers_does_not_keep_a_pool_from_stopping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "_LAST_WORDS", 0.01)
-    one = stream(lambda _: asyncio.Event().wait())
+async def test_pool_stops_although_a_node_reads_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_FLUSH_TIMEOUT_SECONDS", 0.01)
+    one = make_stream(lambda _: asyncio.Event().wait())
     running = asyncio.create_task(one.run(first=1))
     one.stop()
     async with asyncio.timeout(30):
@@ -43,7 +43,7 @@ async def test_a_node_that_takes_no_answers_does_not_keep_a_pool_from_stopping(m
     assert one.ended.is_set()
 
 
-async def test_a_node_that_is_gone_when_a_pool_stops_is_not_waited_for() -> None:
+async def test_pool_stop_does_not_wait_for_a_disconnected_node() -> None:
     asked = asyncio.Event()
     gone = asyncio.Event()
 
@@ -52,7 +52,7 @@ async def test_a_node_that_is_gone_when_a_pool_stops_is_not_waited_for() -> None
         await gone.wait()
         raise ConnectionError
 
-    one = stream(write)
+    one = make_stream(write)
     running = asyncio.create_task(one.run(first=1))
     await asked.wait()
     one.stop()
@@ -64,15 +64,15 @@ async def test_a_node_that_is_gone_when_a_pool_stops_is_not_waited_for() -> None
     assert one.ended.is_set()
 
 
-async def test_an_answer_that_fails_ends_the_stream_instead_of_being_waited_for() -> None:
-    async def seal(*_: object) -> Found:
+async def test_failed_answer_ends_the_stream() -> None:
+    async def seal(*_: object) -> PoolMatch:
         raise ValueError("a defect")
 
     async def write(_: object) -> None: ...
 
-    one = stream(write, seal=seal)
+    one = make_stream(write, seal=seal)
     running = asyncio.create_task(one.run(first=1))
-    one._answer(pb.PoolQuestion(id=2, seal=pb.SealPlaces(publication=1)))
+    one._handle_question(pb.PoolQuestion(id=2, seal=pb.SealPlaces(publication=1)))
     async with asyncio.timeout(30):
         await running
     assert one.ended.is_set()
@@ -81,14 +81,14 @@ async def test_an_answer_that_fails_ends_the_stream_instead_of_being_waited_for(
 @pytest.mark.parametrize(
     ("said", "taken"), [(0.25, 0.25), (0.0, None), (-1.0, None), (math.nan, None), (math.inf, None)]
 )
-async def test_a_rate_that_is_none_is_not_believed(said: float, taken: float | None) -> None:
-    asked: list[Question] = []
+async def test_invalid_token_seconds_is_ignored(said: float, taken: float | None) -> None:
+    asked: list[PrefixQuery] = []
 
-    def find(_: Desk, question: Question) -> tuple[Found, None]:
+    def find(_: PoolClientSession, question: PrefixQuery) -> tuple[PoolMatch, None]:
         asked.append(question)
-        return Found(None, array("i")), None
+        return PoolMatch(None, array("i")), None
 
-    chain = Chain.of(BlockHash(bytes(32)), range(4), 4)
-    told = pb.FindPrefix(chain=pb.Chain(root=chain.root, names=chain.names, tokens=chain.tokens), token_seconds=said)
-    stream(None, find=find)._answer(pb.PoolQuestion(id=1, find=told))
-    assert [one.token_seconds for one in asked] == [taken]
+    chain = PromptChain.from_tokens(BlockHash(bytes(32)), range(4), 4)
+    told = pb.FindPrefix(chain=pb.Chain(root=chain.root_hash, names=chain.packed_hashes, tokens=chain.packed_tokens), token_seconds=said)
+    make_stream(None, find=find)._handle_question(pb.PoolQuestion(id=1, find=told))
+    assert [one.compute_seconds_per_token for one in asked] == [taken]

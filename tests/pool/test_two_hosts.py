@@ -6,22 +6,22 @@ from pathlib import Path
 import pytest
 
 from tests.cluster import Cluster
-from tests.models import build_model, clear_prompts
-from tests.pool.cluster import known, metric, sources
-from tests.pool.rig import PATIENCE
-from tests.pool.test_pool_cluster import published
-from tests.pool.two_hosts import POOLS, in_service, two_hosts
+from tests.models import build_model, find_stable_prompts
+from tests.pool.cluster import wait_until_known, read_metric, get_token_sources
+from tests.pool.rig import TIMEOUT_SECONDS
+from tests.pool.test_pool_cluster import wait_for_published_blocks
+from tests.pool.two_hosts import POOLS, place_only_on_hosts, two_host_cluster
 
 OUTPUT = 8
-SLOWLY = "prefill.layer.before=delay(1.0)"  # so that fetching is worth it on the busiest machine
+SLOW_PREFILL = "prefill.layer.before=delay(1.0)"  # so that fetching is worth it on the busiest machine
 
 
-async def promotions(cluster: Cluster, **wanted: int) -> None:
+async def wait_for_promotions(cluster: Cluster, **wanted: int) -> None:
     """Until pools have told of so many, and of no others."""
     wanted = {"started": 0, "done": 0, "failed": 0} | wanted
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(TIMEOUT_SECONDS):
         while (
-            told := {name: await metric(cluster, rf"baton_pool_promotions_{name}_total\S*") for name in wanted}
+            told := {name: await read_metric(cluster, rf"baton_pool_promotions_{name}_total\S*") for name in wanted}
         ) != wanted:
             assert all(told[name] <= wanted[name] for name in wanted), told
             await asyncio.sleep(0.05)
@@ -31,31 +31,31 @@ async def promotions(cluster: Cluster, **wanted: int) -> None:
 async def test_a_prefix_is_computed_once_and_moved_once(tmp_path: Path) -> None:
     model = build_model("llama", tmp_path)
     prefix = [token % 500 for token in range(7, 7 * 801, 7)][:800]
-    asked = clear_prompts(model, (820,) * 6, OUTPUT, shared_prefix=prefix)
+    asked = find_stable_prompts(model, (820,) * 6, OUTPUT, shared_prefix=prefix)
     settings = {"model": str(model), "dtype": "float32", "threads": "1", "placement": "round_robin"}
-    async with two_hosts(tmp_path, **settings) as cluster:
-        await cluster.arm("prefill", SLOWLY)
-        await in_service(cluster, 0)
+    async with two_host_cluster(tmp_path, **settings) as cluster:
+        await cluster.arm_failpoints("prefill", SLOW_PREFILL)
+        await place_only_on_hosts(cluster, 0)
         first = await cluster.generate(asked[0].prompt, max_tokens=OUTPUT, temperature=0.0)
-        assert first.tokens == asked[0].answer
-        assert (await sources(cluster, first))["computed_prefill"] == 820
-        await published(cluster, 50)
-        await known(cluster, "pool-0", 50)
-        await cluster.arm("prefill", "")  # that it was slow is known by now
-        await in_service(cluster, 0, 1)
+        assert first.tokens == asked[0].reference_tokens
+        assert (await get_token_sources(cluster, first))["computed_prefill"] == 820
+        await wait_for_published_blocks(cluster, 50)
+        await wait_until_known(cluster, "pool-0", 50)
+        await cluster.arm_failpoints("prefill", "")  # that it was slow is known by now
+        await place_only_on_hosts(cluster, 0, 1)
         answers = await asyncio.gather(
             *(cluster.generate(one.prompt, max_tokens=OUTPUT, temperature=0.0) for one in asked[1:])
         )
         remote = 0
         for one, answer in zip(asked[1:], answers, strict=True):
-            assert answer.tokens == one.answer
-            came = await sources(cluster, answer)
+            assert answer.tokens == one.reference_tokens
+            came = await get_token_sources(cluster, answer)
             assert came["pool"] + came["remote_pool"] >= 800
             assert came["computed_prefill"] + came["computed_decode"] <= 20
             remote += came["remote_pool"]
         assert remote >= 800, "of whoever waited for it"
-        await promotions(cluster, started=1, done=1)
-        ledgers = {ledger.node: ledger.cached for ledger in (await cluster.wait_quiet()).ledgers}
+        await wait_for_promotions(cluster, started=1, done=1)
+        ledgers = {ledger.node: ledger.cached for ledger in (await cluster.wait_idle()).ledgers}
         assert all(50 <= ledgers.pop(pool) < 100 for pool in POOLS), "once per pool"
         assert sum(ledgers.values()) < 50, "and in no node's own memory"
-        assert await metric(cluster, r"baton_pool_promoted_blocks_total\S*") == 50
+        assert await read_metric(cluster, r"baton_pool_promoted_blocks_total\S*") == 50

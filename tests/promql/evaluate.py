@@ -15,7 +15,7 @@ from typing import Any
 
 import promql_parser as ast
 
-from tests.promql.store import LOOKBACK, Labels, Point, Store, as_labels
+from tests.promql.store import LOOKBACK_SECONDS, Labels, Point, SampleStore, sorted_labels
 
 Vector = dict[Labels, float]  # without the metric's name
 Value = Vector | float
@@ -36,13 +36,13 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
 }
 
 
-def evaluate(expression: str, store: Store, at: float) -> Vector:
+def evaluate(expression: str, store: SampleStore, at: float) -> Vector:
     """The instant vector of an expression, at a time in seconds."""
     value = _evaluate(ast.parse(expression), store, at)
     return value if isinstance(value, dict) else {(): value}
 
 
-def _evaluate(node: Any, store: Store, at: float) -> Value:
+def _evaluate(node: Any, store: SampleStore, at: float) -> Value:
     match node:
         case ast.NumberLiteral():
             return float(node.val)
@@ -59,7 +59,7 @@ def _evaluate(node: Any, store: Store, at: float) -> Value:
     raise NotImplementedError(f"{type(node).__name__} is not evaluated here")
 
 
-def _vector(node: Any, store: Store, at: float) -> Vector:
+def _vector(node: Any, store: SampleStore, at: float) -> Vector:
     value = _evaluate(node, store, at)
     assert isinstance(value, dict), "a scalar stands where a vector is needed"
     return value
@@ -68,8 +68,8 @@ def _vector(node: Any, store: Store, at: float) -> Vector:
 # selectors
 
 
-def _selected(selector: Any, store: Store) -> Iterable[tuple[Labels, list[Point]]]:
-    for labels, points in store.points(selector.name):
+def _selected(selector: Any, store: SampleStore) -> Iterable[tuple[Labels, list[Point]]]:
+    for labels, points in store.iter_points(selector.name):
         if all(_matches(matcher, dict(labels).get(matcher.name, "")) for matcher in selector.matchers.matchers):
             yield labels, points
 
@@ -81,10 +81,10 @@ def _matches(matcher: Any, value: str) -> bool:
     return (re.fullmatch(matcher.value, value) is not None) == (kind == "Re")
 
 
-def _instant(selector: Any, store: Store, at: float) -> Vector:
+def _instant(selector: Any, store: SampleStore, at: float) -> Vector:
     found: Vector = {}
     for labels, points in _selected(selector, store):
-        last = [point for point in points if at - LOOKBACK < point[0] <= at][-1:]
+        last = [point for point in points if at - LOOKBACK_SECONDS < point[0] <= at][-1:]
         if last:
             found[labels] = last[0][1]
     return found
@@ -93,7 +93,7 @@ def _instant(selector: Any, store: Store, at: float) -> Vector:
 # functions
 
 
-def _call(node: Any, store: Store, at: float) -> Vector:
+def _call(node: Any, store: SampleStore, at: float) -> Vector:
     arguments = node.args
     match node.func.name:
         case "rate" | "increase" as name:
@@ -102,14 +102,14 @@ def _call(node: Any, store: Store, at: float) -> Vector:
             for labels, points in _selected(arguments[0].vector_selector, store):
                 inside = [point for point in points if at - window <= point[0] <= at]
                 if len(inside) >= 2:
-                    grown = _increase(inside, at - window, at)
+                    grown = _extrapolated_increase(inside, at - window, at)
                     found[labels] = grown / window if name == "rate" else grown
             return found
         case "absent":
             known = {
                 each.name: each.value for each in arguments[0].matchers.matchers if str(each.op).endswith(".Equal")
             }
-            return {} if _vector(arguments[0], store, at) else {as_labels(known): 1.0}
+            return {} if _vector(arguments[0], store, at) else {sorted_labels(known): 1.0}
         case "histogram_quantile":
             wanted = _evaluate(arguments[0], store, at)
             assert isinstance(wanted, float)
@@ -117,7 +117,7 @@ def _call(node: Any, store: Store, at: float) -> Vector:
     raise NotImplementedError(f"{node.func.name} is not evaluated here")
 
 
-def _increase(points: Sequence[Point], begin: float, end: float) -> float:
+def _extrapolated_increase(points: Sequence[Point], begin: float, end: float) -> float:
     """`extrapolatedRate`: resets of the counter are added back, and the ends of the window are
     reached by extrapolation, as far as the samples' usual distance and the counter's zero allow."""
     (first, first_value), (last, last_value) = points[0], points[-1]

@@ -9,28 +9,28 @@ import promql_parser
 import yaml
 
 from tests.promql.evaluate import evaluate
-from tests.promql.store import Labels, Store, as_labels
+from tests.promql.store import Labels, SampleStore, sorted_labels
 
 
 @dataclass(frozen=True)
-class Alert:
+class AlertRule:
     name: str
     expression: str
-    hold: float  # seconds for which the expression must be true
+    for_seconds: float  # seconds for which the expression must be true
     labels: Mapping[str, str]
 
 
-def seconds(text: str) -> float:
+def parse_duration(text: str) -> float:
     return float(promql_parser.parse_duration(text).total_seconds())
 
 
-def load_alerts(path: Path) -> dict[str, Alert]:
+def load_alerts(path: Path) -> dict[str, AlertRule]:
     groups = yaml.safe_load(path.read_text())["groups"]
     found = [
-        Alert(
+        AlertRule(
             rule["alert"],
             rule["expr"],
-            seconds(rule["for"]) if "for" in rule else 0.0,
+            parse_duration(rule["for"]) if "for" in rule else 0.0,
             rule.get("labels", {}),
         )
         for group in groups
@@ -39,7 +39,7 @@ def load_alerts(path: Path) -> dict[str, Alert]:
     return {alert.name: alert for alert in found}
 
 
-def firing(alert: Alert, store: Store, at: float, interval: float) -> set[Labels]:
+def find_firing(alert: AlertRule, store: SampleStore, at: float, interval: float) -> set[Labels]:
     """The labels of what fires at that time, if the rule is evaluated once an interval from the
     start on."""
     since: dict[Labels, float] = {}
@@ -50,30 +50,30 @@ def firing(alert: Alert, store: Store, at: float, interval: float) -> set[Labels
         now += interval
     last = now - interval
     return {
-        as_labels({**dict(labels), **alert.labels}) for labels, began in since.items() if last - began >= alert.hold
+        sorted_labels({**dict(labels), **alert.labels}) for labels, began in since.items() if last - began >= alert.for_seconds
     }
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedAlert:
     """One look of a test file at one alert."""
 
-    test: str
-    alert: str
-    at: float
-    store: Store
-    interval: float
-    labels: frozenset[Labels]
+    test_name: str
+    alert_name: str
+    at_seconds: float
+    store: SampleStore
+    interval_seconds: float
+    firing_labels: frozenset[Labels]
 
 
-def load_tests(path: Path) -> Iterator[Expected]:
+def load_rule_tests(path: Path) -> Iterator[ExpectedAlert]:
     document: dict[str, Any] = yaml.safe_load(path.read_text())
-    interval = seconds(document.get("evaluation_interval", "1m"))
+    interval = parse_duration(document.get("evaluation_interval", "1m"))
     for test in document["tests"]:
-        store = Store()
+        store = SampleStore()
         for series in test["input_series"]:
-            store.add_series(series["series"], str(series["values"]), seconds(test["interval"]))
+            store.add_series(series["series"], str(series["values"]), parse_duration(test["interval"]))
         for look in test["alert_rule_test"]:
-            wanted = frozenset(as_labels(one["exp_labels"]) for one in look.get("exp_alerts", ()))
-            at = seconds(look["eval_time"])
-            yield Expected(test["name"], look["alertname"], at, store, interval, wanted)
+            wanted = frozenset(sorted_labels(one["exp_labels"]) for one in look.get("exp_alerts", ()))
+            at = parse_duration(look["eval_time"])
+            yield ExpectedAlert(test["name"], look["alertname"], at, store, interval, wanted)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.parser import text_string_to_metric_families
 
-LOOKBACK = 300.0  # seconds for which a sample counts as the present one, as in Prometheus
+LOOKBACK_SECONDS = 300.0  # seconds for which a sample counts as the present one, as in Prometheus
 
 Labels = tuple[tuple[str, str], ...]
 Point = tuple[float, float]  # time in seconds, value
@@ -15,16 +15,16 @@ Point = tuple[float, float]  # time in seconds, value
 _STEP = re.compile(r"(?P<first>-?[\d.]+)(?:(?P<sign>[+-])(?P<each>[\d.]+))?x(?P<times>\d+)|(?P<value>-?[\d.]+)")
 
 
-def as_labels(labels: Mapping[str, str]) -> Labels:
+def sorted_labels(labels: Mapping[str, str]) -> Labels:
     return tuple(sorted(labels.items()))
 
 
 @dataclass
-class Store:
+class SampleStore:
     series: dict[str, dict[Labels, list[Point]]] = field(default_factory=dict)  # by the metric's name
 
     def add_point(self, name: str, labels: Mapping[str, str], at: float, value: float) -> None:
-        self.series.setdefault(name, {}).setdefault(as_labels(labels), []).append((at, value))
+        self.series.setdefault(name, {}).setdefault(sorted_labels(labels), []).append((at, value))
 
     def add_scrape(self, text: str, at: float, *, job: str = "baton") -> None:
         """What /metrics said at that time, and that it answered."""
@@ -41,7 +41,7 @@ class Store:
             if value is not None:
                 self.add_point(name, labels, number * interval, value)
 
-    def points(self, name: str) -> Iterator[tuple[Labels, list[Point]]]:
+    def iter_points(self, name: str) -> Iterator[tuple[Labels, list[Point]]]:
         yield from self.series.get(name, {}).items()
 
 

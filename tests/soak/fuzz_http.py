@@ -30,10 +30,10 @@ _ERROR: Json = {
 }
 _NUMBER_OR_NULL: Json = {"type": ["number", "null"]}
 _CONFORMING = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
-HASTE = 20.0  # seconds: who asks for an answer in less may be told that the time was up
+HASTE_SECONDS = 20.0  # seconds: who asks for an answer in less may be told that the time was up
 
 
-def cases(document: Json, path: str, method: str, *, good: bool) -> st.SearchStrategy[Case]:
+def case_strategy(document: Json, path: str, method: str, *, good: bool) -> st.SearchStrategy[Case]:
     """Requests that the schema allows, or (not `good`) that it forbids."""
     mode = GenerationMode.POSITIVE if good else GenerationMode.NEGATIVE
     strategy: st.SearchStrategy[Case] = schemathesis.openapi.from_dict(document)[path][method].as_strategy(
@@ -42,7 +42,7 @@ def cases(document: Json, path: str, method: str, *, good: bool) -> st.SearchStr
     return strategy
 
 
-def as_written(case: Case) -> Case:
+def with_whole_numbers(case: Case) -> Case:
     """With whole numbers as every client writes them: to JSON Schema 7.0 is an integer, to us it is none."""
     case.body = _whole(case.body)
     return case
@@ -59,7 +59,7 @@ def _whole(value: Any) -> Any:
     return value
 
 
-def narrowed(document: Json, vocabulary: int, model: str, longest: int, *, texts: bool) -> Json:
+def narrow_schema(document: Json, vocabulary: int, model: str, longest: int, *, texts: bool) -> Json:
     """The same schema, of requests that a cluster with such bounds serves. `texts`: it has a tokenizer."""
     document = copy.deepcopy(document)
     token = {"type": "integer", "minimum": 0, "maximum": vocabulary - 1}
@@ -100,22 +100,22 @@ def narrowed(document: Json, vocabulary: int, model: str, longest: int, *, texts
     return document
 
 
-def send(case: Case, url: str, session: Session, timeout: float) -> Response:
+def send_case(case: Case, url: str, session: Session, timeout: float) -> Response:
     """All of the answer: the tool's own sending leaves a stream after some events."""
     return session.request(**case.as_transport_kwargs(base_url=url), timeout=timeout)
 
 
-def judge(case: Case, response: Response, *, strict: bool) -> None:
+def check_response(case: Case, response: Response, *, strict: bool) -> None:
     """`strict`: what the schema forbids must have been refused."""
-    hasty = _number(response.request.headers.get("x-request-timeout")) < HASTE
+    hasty = _number(response.request.headers.get("x-request-timeout")) < HASTE_SECONDS
     if response.status_code == 504 and hasty:
         return
     case.validate_response(response, checks=[*_CONFORMING, *([negative_data_rejection] if strict else [])])
     if response.headers["content-type"].startswith("text/event-stream"):
-        judge_stream(response.content, hasty=hasty)
+        check_stream(response.content, hasty=hasty)
 
 
-def judge_stream(content: bytes, *, hasty: bool = False) -> None:
+def check_stream(content: bytes, *, hasty: bool = False) -> None:
     """Every event is JSON, and the last one [DONE]."""
     events = [event.removeprefix(b"data: ") for event in content.split(b"\n\n") if event]
     told = [json.loads(event) for event in events if event != b"[DONE]"]

@@ -14,29 +14,29 @@ _WHOLE = {
     FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
     FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
 }
-Usual = dict[str, st.SearchStrategy[Any]]  # by a field's name: values that are likely to be taken
+UsualValues = dict[str, st.SearchStrategy[Any]]  # by a field's name: values that are likely to be taken
 
 
-def messages(descriptor: Descriptor, usual: Usual, depth: int = _DEPTH) -> st.SearchStrategy[Message]:
+def message_strategy(descriptor: Descriptor, usual: UsualValues, depth: int = _DEPTH) -> st.SearchStrategy[Message]:
     """Messages of one type: any field may be there, its value mostly a usual one if there are such."""
     make = GetMessageClass(descriptor)
-    fields = {field.name: _field(field, usual, depth) for field in descriptor.fields if depth or not _nests(field)}
+    fields = {field.name: _field(field, usual, depth) for field in descriptor.fields if depth or not _has_submessages(field)}
     return st.fixed_dictionaries({}, optional=fields).map(lambda values: make(**values))
 
 
-def encodings(descriptor: Descriptor, usual: Usual) -> st.SearchStrategy[bytes]:
+def encoding_strategy(descriptor: Descriptor, usual: UsualValues) -> st.SearchStrategy[bytes]:
     """The bytes of messages, of broken messages, and of none at all."""
-    whole = messages(descriptor, usual).map(lambda message: message.SerializeToString())
-    return st.one_of(whole, whole, whole, st.builds(_broken, whole, st.binary(max_size=8), st.integers(0)), st.binary())
+    whole = message_strategy(descriptor, usual).map(lambda message: message.SerializeToString())
+    return st.one_of(whole, whole, whole, st.builds(_break_bytes, whole, st.binary(max_size=8), st.integers(0)), st.binary())
 
 
-def _broken(data: bytes, patch: bytes, where: int) -> bytes:
+def _break_bytes(data: bytes, patch: bytes, where: int) -> bytes:
     """Bytes overwritten at one place, and now and then the rest cut off."""
     at = where % (len(data) + 1)
     return data[:at] + patch + (b"" if where % 3 == 0 else data[at + len(patch) :])
 
 
-def _field(field: FieldDescriptor, usual: Usual, depth: int) -> st.SearchStrategy[Any]:
+def _field(field: FieldDescriptor, usual: UsualValues, depth: int) -> st.SearchStrategy[Any]:
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         key, value = (_one(part, usual, depth) for part in field.message_type.fields)
         return st.dictionaries(key, value, max_size=4)
@@ -44,9 +44,9 @@ def _field(field: FieldDescriptor, usual: Usual, depth: int) -> st.SearchStrateg
     return st.lists(one, max_size=4) if field.is_repeated else one
 
 
-def _one(field: FieldDescriptor, usual: Usual, depth: int) -> st.SearchStrategy[Any]:
+def _one(field: FieldDescriptor, usual: UsualValues, depth: int) -> st.SearchStrategy[Any]:
     if field.message_type is not None:
-        return messages(field.message_type, usual, depth - 1)
+        return message_strategy(field.message_type, usual, depth - 1)
     name = field.containing_type.name if field.containing_type.GetOptions().map_entry else field.name
     known = usual.get(name)
     return _any(field) if known is None else st.one_of(known, known, known, known, _any(field))
@@ -69,5 +69,5 @@ def _any(field: FieldDescriptor) -> st.SearchStrategy[Any]:
             return st.text(st.characters(exclude_categories=["Cs"]))
 
 
-def _nests(field: FieldDescriptor) -> bool:
+def _has_submessages(field: FieldDescriptor) -> bool:
     return field.message_type is not None

@@ -59,7 +59,7 @@ def _pair(value: st.SearchStrategy[bytes]) -> st.SearchStrategy[bytes]:
 
 
 @st.composite
-def bodies(draw: st.DrawFn, path: str) -> bytes:
+def body_strategy(draw: st.DrawFn, path: str) -> bytes:
     """A good body with more in it, or with something done to it."""
     good = GOOD.get(path, b'"node":"nobody"')
     more = b"".join(b"," + pair for pair in draw(st.lists(_pair(_values()), max_size=3)))
@@ -120,23 +120,23 @@ _ODD_PATHS = (
     b"/v1/models?" + b"q" * 9000,
 )
 _FRAMINGS = ("length", "length", "length", "chunked", "short", "long", "none", "both", "twice", "negative", "bad chunk")
-WHOLE = ("length", "chunked")  # framings of which the answer is known to come
+WHOLE_FRAMINGS = ("length", "chunked")  # framings of which the answer is known to come
 _ENDINGS = ("read", "read", "close", "reset", "half", "cut")
 
 
 @dataclass(frozen=True)
-class Exchange:
+class RawExchange:
     """What is written on one connection, in pieces, and how it ends then: `read` waits for an answer, `half` says that
     no more comes, `cut` does not even send it all."""
 
     pieces: tuple[bytes, ...] = field(repr=False)
     ending: str
-    answered: bool  # there must be an answer
-    start: bytes
+    expects_answer: bool  # there must be an answer
+    request_line: bytes
 
     def perform(self, port: int, patience: float = 60.0) -> tuple[int, bytes] | None:
         """The status and body of the first answer, if there is one to read."""
-        connection = socket.create_connection(("127.0.0.1", port), timeout=patience if self.answered else 0.2)
+        connection = socket.create_connection(("127.0.0.1", port), timeout=patience if self.expects_answer else 0.2)
         with connection:
             try:
                 for piece in self.pieces:
@@ -149,7 +149,7 @@ class Exchange:
                     return None
                 return _answer(connection)
             except (http.client.HTTPException, OSError):
-                assert not self.answered, f"no answer to {self}"
+                assert not self.expects_answer, f"no answer to {self}"
                 return None
 
 
@@ -160,9 +160,9 @@ def _answer(connection: socket.socket) -> tuple[int, bytes]:
 
 
 @st.composite
-def exchanges(draw: st.DrawFn, paths: tuple[str, ...] = PATHS) -> Exchange:
+def exchange_strategy(draw: st.DrawFn, paths: tuple[str, ...] = PATHS) -> RawExchange:
     path = draw(st.sampled_from(paths))
-    body = draw(bodies(path))
+    body = draw(body_strategy(path))
     streamed = path.startswith("/v1") and draw(st.booleans())
     if streamed and body.startswith(b"{") and body.endswith(b"}"):
         body = body[:-1] + b',"stream":true}'
@@ -177,8 +177,8 @@ def exchanges(draw: st.DrawFn, paths: tuple[str, ...] = PATHS) -> Exchange:
         sent = sent[: draw(st.integers(0, len(sent)))]
     at = draw(st.integers(0, len(sent)))
     plain = method == b"POST" and target == path.encode() and not odd
-    answered = plain and framing in WHOLE and ending == "read"
-    return Exchange((sent[:at], sent[at:]), ending, answered, sent[:200] + b" ... " + body[-200:])
+    answered = plain and framing in WHOLE_FRAMINGS and ending == "read"
+    return RawExchange((sent[:at], sent[at:]), ending, answered, sent[:200] + b" ... " + body[-200:])
 
 
 def _framing(framing: str, size: int) -> list[bytes]:

@@ -17,31 +17,31 @@ import grpc
 from baton.cli import ports
 from baton.cli.plan import COORDINATOR
 from baton.pb.cluster_pb2 import StatusResponse
-from node_engine.paced import paced_reference
-from tests.clients import Clients
+from node_engine.paced import paced_reference_tokens
+from tests.clients import RecordingClients
 from tests.cluster import Cluster
-from tests.history import Call, Closed, Door, Failed, History, Hung, Operation, Tokens, complaints
+from tests.history import ClientCall, Closed, ClientApi, Failed, History, Hung, Operation, Tokens, find_violations
 
 CLIENTS = 8
-DEADLINE = 60.0  # seconds that clients of the load allow
-BEFORE = 40  # tokens that reach the clients between two kills
-PATIENCE = 100.0  # seconds until the run is given up
+DEADLINE_SECONDS = 60.0  # seconds that clients of the load allow
+TOKENS_BETWEEN_KILLS = 40  # tokens that reach the clients between two kills
+TIMEOUT_SECONDS = 100.0  # seconds until the run is given up
 _PROBE_DEADLINE = 30.0
-_AFTER_FAILURE = 0.05  # seconds before a client asks again
-_VOCABULARY = 32000
+_RETRY_SECONDS = 0.05  # seconds before a client asks again
+_VOCAB_SIZE = 32000
 
 
 @dataclass(frozen=True, slots=True)
-class Recovery:
-    """Seconds from the new start, which follows the kill: `listens`, the front door takes connections (at once unless
-    it was the coordinator that died); `answered`, the first new request has its whole answer; `whole`, all processes
+class RecoveryTimes:
+    """Seconds from the new start, which follows the kill: `listening_seconds`, the front door takes connections (at once unless
+    it was the coordinator that died); `answered_seconds`, the first new request has its whole answer; `rejoined_seconds`, all processes
     have joined and the cluster is ready."""
 
     victim: str
     address: str
-    listens: float
-    answered: float
-    whole: float
+    listening_seconds: float
+    answered_seconds: float
+    rejoined_seconds: float
 
     def __str__(self) -> str:
         where = f"{self.victim} at {self.address} address"
@@ -49,126 +49,126 @@ class Recovery:
         return f"{where}: {times}"
 
 
-class Range:
+class KillRunner:
     """Where processes are killed. `seed` makes the requests."""
 
     def __init__(self, cluster: Cluster, seed: int) -> None:
         self.cluster = cluster
         self.history = History()
         self._seed = seed
-        self._clients = Clients(cluster.where.http, cluster.where.grpc, self.history)
-        self._killed: list[float] = []
+        self._clients = RecordingClients(cluster.endpoints.http, cluster.endpoints.grpc, self.history)
+        self._kill_times: list[float] = []
         self._received = 0
         self._reached = asyncio.Event()
 
     @asynccontextmanager
-    async def load(self) -> AsyncIterator[None]:
+    async def running_load(self) -> AsyncIterator[None]:
         """Each client asks again when it has been answered. Afterwards every request has ended."""
         over = asyncio.Event()
-        self._clients.on_event = self._count
+        self._clients.on_event = self._count_tokens
         async with self._clients, asyncio.TaskGroup() as group:
             for number in range(CLIENTS):
-                group.create_task(self._client(self._calls(number), over))
+                group.create_task(self._run_client(self._generate_calls(number), over))
             yield
             over.set()
 
-    async def kill(self, victim: str, *, elsewhere: bool = False, down: float = 0.0) -> Recovery:
+    async def kill_process(self, victim: str, *, elsewhere: bool = False, down: float = 0.0) -> RecoveryTimes:
         """Kill it under load and start it again after `down` seconds, `elsewhere`: under another name and address.
         Returns when the cluster is whole; the times are from the moment of the new start."""
-        await self._flowing()
-        self._killed.append(time.monotonic())
+        await self._wait_traffic()
+        self._kill_times.append(time.monotonic())
         self.cluster.kill(victim)
         if elsewhere:
-            self._move(victim)
+            self._change_address(victim)
         await asyncio.sleep(down)  # how long it is gone is part of the fault
         began = time.monotonic()
         self.cluster.start(victim)
-        async with asyncio.timeout(PATIENCE):
-            await self._listens()
+        async with asyncio.timeout(TIMEOUT_SECONDS):
+            await self._wait_listening()
             listens = time.monotonic() - began
-            await self._answered()
+            await self._wait_answered()
             answered = time.monotonic() - began
-            await self._whole()
+            await self._wait_all_joined()
         address = "another" if elsewhere else "the same"
-        return Recovery(victim, address, listens, answered, time.monotonic() - began)
+        return RecoveryTimes(victim, address, listens, answered, time.monotonic() - began)
 
-    def complaints(self, *, coordinator_died: bool) -> list[str]:
+    def find_violations(self, *, coordinator_died: bool) -> list[str]:
         """What was wrong with any answer. While only nodes die, no request fails."""
         operations = self.history.operations
-        found = complaints(operations, paced_reference, cut_excused=coordinator_died)
+        found = find_violations(operations, paced_reference_tokens, cut_excused=coordinator_died)
         found += [f"{one} hung: {self._when(one.began)}" for one in operations if isinstance(one.events[-1][1], Hung)]
         if coordinator_died:
             return found
-        failed = [one for one in operations if one.end != Closed(in_order=True)]
+        failed = [one for one in operations if one.end != Closed(is_orderly=True)]
         return found + [f"{one} ended in {one.events[-1][1]}" for one in failed]
 
     # inside
 
-    async def _client(self, calls: Iterator[Call], over: asyncio.Event) -> None:
+    async def _run_client(self, calls: Iterator[ClientCall], over: asyncio.Event) -> None:
         while not over.is_set():
-            operation = await self._clients.perform(next(calls))
+            operation = await self._clients.run_call(next(calls))
             if isinstance(operation.end, Failed):
-                await asyncio.sleep(_AFTER_FAILURE)
+                await asyncio.sleep(_RETRY_SECONDS)
 
-    def _calls(self, number: int) -> Iterator[Call]:
+    def _generate_calls(self, number: int) -> Iterator[ClientCall]:
         rng = random.Random(f"kills {self._seed} {number}")
         while True:
-            door, length = rng.choice(list(Door)), rng.choice((1, 16, 33, 100, 300))
-            prompt = tuple(rng.randrange(1, _VOCABULARY) for _ in range(length))
-            yield Call(door, prompt, rng.choice((1, 2, 17, 60)), DEADLINE)
+            door, length = rng.choice(list(ClientApi)), rng.choice((1, 16, 33, 100, 300))
+            prompt = tuple(rng.randrange(1, _VOCAB_SIZE) for _ in range(length))
+            yield ClientCall(door, prompt, rng.choice((1, 2, 17, 60)), DEADLINE_SECONDS)
 
-    def _count(self, operation: Operation) -> None:
+    def _count_tokens(self, operation: Operation) -> None:
         event = operation.events[-1][1]
         self._received += len(event.tokens) if isinstance(event, Tokens) else 0
-        if self._received >= BEFORE:
+        if self._received >= TOKENS_BETWEEN_KILLS:
             self._reached.set()
 
-    async def _flowing(self) -> None:
+    async def _wait_traffic(self) -> None:
         self._received = 0
         self._reached.clear()
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(TIMEOUT_SECONDS):
             await self._reached.wait()
 
-    def _when(self, moment: float) -> str:
-        before = [at for at in self._killed if at <= moment]
+    def _describe_time(self, moment: float) -> str:
+        before = [at for at in self._kill_times if at <= moment]
         after = f"{moment - before[-1]:.3f} s after kill {len(before)}" if before else "before the first kill"
         return f"it began {after} of {len(self._killed)}"
 
-    async def _listens(self) -> None:
-        host, _, port = self.cluster.where.http.rpartition(":")
+    async def _wait_listening(self) -> None:
+        host, _, port = self.cluster.endpoints.http.rpartition(":")
         while True:
             try:
                 _, writer = await asyncio.open_connection(host, int(port))
             except OSError:
-                await asyncio.sleep(_AFTER_FAILURE)
+                await asyncio.sleep(_RETRY_SECONDS)
             else:
                 writer.close()
                 return
 
-    async def _answered(self) -> None:
+    async def _wait_answered(self) -> None:
         rng = random.Random(f"probe {self._seed} {len(self._killed)}")
-        prompt = tuple(rng.randrange(1, _VOCABULARY) for _ in range(20))
+        prompt = tuple(rng.randrange(1, _VOCAB_SIZE) for _ in range(20))
         while True:
-            probe = await self._clients.perform(Call(Door.GRPC_STREAM, prompt, 3, _PROBE_DEADLINE))
-            if probe.end == Closed(in_order=True):
+            probe = await self._clients.run_call(ClientCall(ClientApi.GRPC_STREAM, prompt, 3, _PROBE_DEADLINE))
+            if probe.end == Closed(is_orderly=True):
                 return
-            await asyncio.sleep(_AFTER_FAILURE)
+            await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _whole(self) -> None:
-        while not await self._is_whole():
-            await asyncio.sleep(_AFTER_FAILURE)
+    async def _wait_all_joined(self) -> None:
+        while not await self._are_all_joined():
+            await asyncio.sleep(_RETRY_SECONDS)
 
-    async def _is_whole(self) -> bool:
+    async def _are_all_joined(self) -> bool:
         try:
-            status: StatusResponse = await self.cluster.status()
+            status: StatusResponse = await self.cluster.get_status()
         except grpc.RpcError:
             return False
-        nodes = {pid for name, pid in self.cluster.pids().items() if name != COORDINATOR}
+        nodes = {pid for name, pid in self.cluster.get_pids().items() if name != COORDINATOR}
         return status.ready and {node.pid for node in status.nodes} == nodes
 
-    def _move(self, victim: str) -> None:
+    def _change_address(self, victim: str) -> None:
         """Another name, and another port for whoever listens."""
-        held = ports.hold("127.0.0.1", 0, "--listen")
+        held = ports.reserve_port("127.0.0.1", 0, "--listen")
         address = f"127.0.0.1:{held.getsockname()[1]}"
         held.close()
         self.cluster.per_node[victim] = {"listen": address, "name": f"{victim}-{len(self._killed)}"}

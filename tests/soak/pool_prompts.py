@@ -5,74 +5,74 @@ import ctypes
 from dataclasses import dataclass
 from random import Random
 
-from baton.block_hash import HASH_BYTES, chain_names, pack_tokens
-from tests.pool.rig import LAYOUT, SALTLESS
+from baton.block_hash import HASH_BYTES, compute_packed_hashes, pack_tokens
+from tests.pool.rig import LAYOUT, UNSALTED_ROOT
 
 FAMILIES, BRANCHES = 120, 3
-BLOCKS = 10  # of each prompt
+PROMPT_BLOCKS = 10  # of each prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """`tokens`, and the same `packed`; `names` of its full blocks, 32 bytes each."""
+class PoolPrompt:
+    """`tokens`, and the same `packed_tokens`; `block_hashes` of its full blocks, 32 bytes each."""
 
     tokens: tuple[int, ...]
-    packed: bytes
-    names: bytes
+    packed_tokens: bytes
+    block_hashes: bytes
 
-    def name(self, number: int) -> bytes:
-        return self.names[number * HASH_BYTES : (number + 1) * HASH_BYTES]
+    def block_hash(self, number: int) -> bytes:
+        return self.block_hashes[number * HASH_BYTES : (number + 1) * HASH_BYTES]
 
-    def block(self, number: int) -> tuple[int, ...]:
+    def block_tokens(self, number: int) -> tuple[int, ...]:
         """The tokens of block `number`."""
         return self.tokens[number * LAYOUT.block_size : (number + 1) * LAYOUT.block_size]
 
-    def upto(self, blocks: int) -> "Prompt":
-        return prompt_of(self.tokens[: blocks * LAYOUT.block_size])
+    def prefix(self, blocks: int) -> "PoolPrompt":
+        return make_prompt(self.tokens[: blocks * LAYOUT.block_size])
 
 
-def prompt_of(tokens: tuple[int, ...]) -> Prompt:
+def make_prompt(tokens: tuple[int, ...]) -> PoolPrompt:
     packed = pack_tokens(tokens)
-    return Prompt(tokens, packed, chain_names(SALTLESS, packed, LAYOUT.block_size))
+    return PoolPrompt(tokens, packed, compute_packed_hashes(UNSALTED_ROOT, packed, LAYOUT.block_size))
 
 
-def every_prompt() -> list[Prompt]:
+def all_prompts() -> list[PoolPrompt]:
     return [_prompt(family, branch) for family in range(FAMILIES) for branch in range(BRANCHES)]
 
 
-def _prompt(family: int, branch: int) -> Prompt:
+def _prompt(family: int, branch: int) -> PoolPrompt:
     common, own = Random(f"family {family}"), Random(f"family {family}, branch {branch}")
-    shared = common.randrange(1, BLOCKS * LAYOUT.block_size)
+    shared = common.randrange(1, PROMPT_BLOCKS * LAYOUT.block_size)
     tokens = [common.randrange(32000) for _ in range(shared)]
-    tokens += [own.randrange(32000) for _ in range(BLOCKS * LAYOUT.block_size - shared)]
-    return prompt_of(tuple(tokens))
+    tokens += [own.randrange(32000) for _ in range(PROMPT_BLOCKS * LAYOUT.block_size - shared)]
+    return make_prompt(tuple(tokens))
 
 
-def content(name: bytes) -> bytes:
+def block_content(name: bytes) -> bytes:
     """Of the block with this name."""
     return name * (LAYOUT.block_bytes // HASH_BYTES)
 
 
-class Reader:
+class BlockChecker:
     """Reads blocks in place and says what is wrong with them."""
 
-    def __init__(self, prompts: list[Prompt]) -> None:
-        self._tokens = {one.name(number): one.block(number) for one in prompts for number in range(BLOCKS)}
+    def __init__(self, prompts: list[PoolPrompt]) -> None:
+        self._tokens = {one.block_hash(number): one.block_tokens(number) for one in prompts for number in range(PROMPT_BLOCKS)}
 
-    def wrong(self, address: int, name: bytes) -> str | None:
+    def find_error(self, address: int, name: bytes) -> str | None:
         """With the block at `address`, which is to hold the one with this name."""
         found = ctypes.string_at(address, LAYOUT.block_bytes)
-        return None if found == content(name) else f"{name.hex()[:16]} was to be read, {_seen(found)} was"
+        return None if found == block_content(name) else f"{name.hex()[:16]} was to be read, {_seen(found)} was"
 
-    def wrong_beginning(self, address: int, tokens: tuple[int, ...]) -> str | None:
+    def find_prefix_error(self, address: int, tokens: tuple[int, ...]) -> str | None:
         """With the block at `address`, whose first tokens are to be these."""
         found = ctypes.string_at(address, LAYOUT.block_bytes)
         name = found[:HASH_BYTES]
-        if found != content(name) or self._tokens.get(name, ())[: len(tokens)] != tokens:
+        if found != block_content(name) or self._tokens.get(name, ())[: len(tokens)] != tokens:
             return f"a block that begins with {tokens} was to be read, {_seen(found)} was"
         return None
 
 
-def _seen(found: bytes) -> str:
+def _describe_bytes(found: bytes) -> str:
     names = {found[at : at + HASH_BYTES].hex()[:16] for at in range(0, len(found), HASH_BYTES)}
     return f"{len(names)} names, {sorted(names)[:3]} among them,"

@@ -16,186 +16,186 @@ from random import Random
 import numpy as np
 
 from baton import log
-from baton.addressing import AddressSpace
+from baton.addressing import BlockAddressSpace
 from baton.failpoints import FAILPOINTS
-from baton.pool_terms import PoolHit, Publish
-from baton.segment import create, segment_bytes
+from baton.pool_terms import PoolHit, PublishRequest
+from baton.segment import create_segment, round_up_segment_bytes
 from kv_pool.client import PoolClient
-from tests.pool.rig import LAYOUT, SALTLESS, client_config, until
-from tests.soak.pool_prompts import BLOCKS, Prompt, Reader, content, every_prompt
+from tests.pool.rig import LAYOUT, UNSALTED_ROOT, client_config, wait_until
+from tests.soak.pool_prompts import PROMPT_BLOCKS, PoolPrompt, BlockChecker, block_content, all_prompts
 
-TASKS = 3  # at once, in one process
-HELD = 6  # hits that a task holds at most
-KEPT = (20, 100)  # operations for which what was found through a former attachment is kept, least and most
-SAY_EVERY = 16  # operations
-SPOILED = ("corrupt*1", "error*1", "delay(0.005)*4", "delay(0.03)*1")  # what may happen to a copy on its way
+TASK_COUNT = 3  # at once, in one process
+MAX_HELD_HITS = 6  # hits that a task holds at most
+KEPT_OPERATIONS = (20, 100)  # operations for which what was found through a former attachment is kept, least and most
+REPORT_EVERY = 16  # operations
+COPY_FAULTS = ("corrupt*1", "error*1", "delay(0.005)*4", "delay(0.03)*1")  # what may happen to a copy on its way
 
 
-class Membership:
+class PoolUserClient:
     """One client, from its first dial to its goodbye. What it has found stays readable until it is released, also after
     the client has gone."""
 
     def __init__(self, address: str, folder: Path, name: str, own: memoryview) -> None:
-        self.space = AddressSpace(LAYOUT.block_bytes, folder, range_bytes=1 << 28)
+        self.space = BlockAddressSpace(LAYOUT.block_bytes, folder, range_bytes=1 << 28)
         self.client = PoolClient(client_config(address, folder, name, find_patience=0.05), self.space, own)
         self._running = asyncio.create_task(self.client.run())
 
-    async def end(self) -> None:
+    async def close(self) -> None:
         self._running.cancel()
         await asyncio.gather(self._running, return_exceptions=True)
 
-    def abandon(self) -> None:
+    def break_stream(self) -> None:
         """As if its stream had broken."""
-        line = self.client._line
+        line = self.client._connection
         if line is not None:
-            line.session.end("abandoned by the soak")
+            line.stream.close("abandoned by the soak")
 
     @property
-    def mapped(self) -> list[str]:
+    def mapped_segments(self) -> list[str]:
         """Pools' segments."""
-        return [span.segment for span in self.space.map._spans]
+        return [span.segment for span in self.space.address_map._spans]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Held:
-    membership: Membership
+class HeldHit:
+    user_client: PoolUserClient
     hit: PoolHit
-    prompt: Prompt
+    prompt: PoolPrompt
 
 
-class User:
+class PoolUser:
     def __init__(self, address: str, folder: Path, name: str, seed: int) -> None:
-        self._where = address, folder, name
+        self._client_arguments = address, folder, name
         self._seed = seed
-        own_blocks = TASKS * BLOCKS
-        self._arena = create(folder, "arena", segment_bytes(own_blocks * LAYOUT.block_bytes, LAYOUT.block_bytes))
-        self._own = np.frombuffer(self._arena.view, dtype=np.uint8).reshape(-1, LAYOUT.block_bytes)
-        self._prompts = every_prompt()
-        self._reader = Reader(self._prompts)
-        self._membership = self._join()
-        self._done: Counter[str] = Counter()
-        self._moving = asyncio.Lock()
+        own_blocks = TASK_COUNT * PROMPT_BLOCKS
+        self._arena = create_segment(folder, "arena", round_up_segment_bytes(own_blocks * LAYOUT.block_bytes, LAYOUT.block_bytes))
+        self._own_blocks = np.frombuffer(self._arena.view, dtype=np.uint8).reshape(-1, LAYOUT.block_bytes)
+        self._prompts = all_prompts()
+        self._reader = BlockChecker(self._prompts)
+        self._user_client = self._make_client()
+        self._counts: Counter[str] = Counter()
+        self._replacing = asyncio.Lock()
 
-    def _join(self) -> Membership:
-        return Membership(*self._where, self._arena.view)
+    def _make_client(self) -> PoolUserClient:
+        return PoolUserClient(*self._client_arguments, self._arena.view)
 
     async def run(self, over: asyncio.Event) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for number in range(TASKS):
-                tasks.create_task(_Task(self, number, Random(f"{self._seed}/{number}")).run(over))
-        membership = self._membership
-        mapped = len(membership.mapped)
-        await membership.end()
-        if mapped > 1 or membership.mapped:
-            say(wrong=f"{mapped} segments were mapped at the end, {len(membership.mapped)} are after it")
-        self._say()
+            for number in range(TASK_COUNT):
+                tasks.create_task(_PoolUserTask(self, number, Random(f"{self._seed}/{number}")).run(over))
+        membership = self._user_client
+        mapped = len(membership.mapped_segments)
+        await membership.close()
+        if mapped > 1 or membership.mapped_segments:
+            write_message(wrong=f"{mapped} segments were mapped at the end, {len(membership.mapped)} are after it")
+        self._report_counts()
         self._arena.close()
-        say(over=True)
+        write_message(over=True)
 
     @property
-    def membership(self) -> Membership:
-        return self._membership
+    def user_client(self) -> PoolUserClient:
+        return self._user_client
 
-    def did(self, what: str, count: int = 1) -> None:
-        self._done[what] += count
-        self._done["operations"] += count if what in OPERATIONS else 0
-        if self._done["operations"] >= SAY_EVERY:
-            self._say()
+    def count_operation(self, what: str, count: int = 1) -> None:
+        self._counts[what] += count
+        self._counts["operations"] += count if what in OPERATIONS else 0
+        if self._counts["operations"] >= REPORT_EVERY:
+            self._report_counts()
 
-    def _say(self) -> None:
-        if self._done:
-            say(**self._done)
-        self._done.clear()
+    def _report_counts(self) -> None:
+        if self._counts:
+            write_message(**self._counts)
+        self._counts.clear()
 
-    def write(self, task: int, prompt: Prompt) -> tuple[int, ...]:
+    def write_blocks(self, task: int, prompt: PoolPrompt) -> tuple[int, ...]:
         """What a model would, into the task's own blocks. Returns those."""
-        first = task * BLOCKS
-        for number in range(len(prompt.names) // 32):
-            self._own[first + number] = np.frombuffer(content(prompt.name(number)), dtype=np.uint8)
-        return tuple(range(first, first + len(prompt.names) // 32))
+        first = task * PROMPT_BLOCKS
+        for number in range(len(prompt.block_hashes) // 32):
+            self._own_blocks[first + number] = np.frombuffer(block_content(prompt.block_hash(number)), dtype=np.uint8)
+        return tuple(range(first, first + len(prompt.block_hashes) // 32))
 
-    def read(self, held: Held) -> None:
-        hit, prompt, base = held.hit, held.prompt, held.membership.space.base
+    def check_blocks(self, held: HeldHit) -> None:
+        hit, prompt, base = held.hit, held.prompt, held.user_client.space.base_address
         for number, block in enumerate(hit.blocks):
-            wrong = self._reader.wrong(base + block * LAYOUT.block_bytes, prompt.name(number))
+            wrong = self._reader.find_error(base + block * LAYOUT.block_bytes, prompt.block_hash(number))
             if wrong:
-                say(wrong=f"block {number}: {wrong}")
-        if hit.partial is not None:
-            block, tokens = hit.partial
-            begun = prompt.block(len(hit.blocks))[:tokens]
-            wrong = self._reader.wrong_beginning(base + block * LAYOUT.block_bytes, begun)
+                write_message(wrong=f"block {number}: {wrong}")
+        if hit.partial_block is not None:
+            block, tokens = hit.partial_block
+            begun = prompt.block_tokens(len(hit.blocks))[:tokens]
+            wrong = self._reader.find_prefix_error(base + block * LAYOUT.block_bytes, begun)
             if wrong:
-                say(wrong=wrong)
-        self.did("blocks read", len(hit.blocks) + (hit.partial is not None))
+                write_message(wrong=wrong)
+        self.count_operation("blocks read", len(hit.blocks) + (hit.partial_block is not None))
 
-    async def move(self) -> None:
+    async def replace_client(self) -> None:
         """Goodbye, and another client in its place. What other tasks still hold, they read and release all the same."""
-        async with self._moving:
-            leaving = self._membership
-            await leaving.end()
-            self._membership = self._join()
+        async with self._replacing:
+            leaving = self._user_client
+            await leaving.close()
+            self._user_client = self._make_client()
 
-    def prompt(self, random: Random) -> Prompt:
+    def choose_prompt(self, random: Random) -> PoolPrompt:
         """Some are asked for more often than others."""
         return self._prompts[min(random.randrange(len(self._prompts)), random.randrange(len(self._prompts)))]
 
 
-class _Task:
+class _PoolUserTask:
     """Asks for one thing after the other, and holds what it has found for a while."""
 
-    def __init__(self, user: User, number: int, random: Random) -> None:
+    def __init__(self, user: PoolUser, number: int, random: Random) -> None:
         self._user = user
         self._number = number
         self._random = random
-        self._held: list[Held] = []
-        self._kept: list[Held] = []  # through attachments that are over
+        self._held: list[HeldHit] = []
+        self._kept: list[HeldHit] = []  # through attachments that are over
         self._keep_for = 0  # operations
 
     async def run(self, over: asyncio.Event) -> None:
         names, weights = list(OPERATIONS), list(OPERATIONS.values())
         while not over.is_set():
             if not self._attached:
-                self._read_all()
-                await until("attached", lambda: self._attached or over.is_set(), patience=60.0)
+                self._check_all()
+                await wait_until("attached", lambda: self._attached or over.is_set(), patience=60.0)
                 continue
             (what,) = self._random.choices(names, weights)
             if not self._held and what in ("read", "release"):
                 what = "look_up"
             await _ACTS[what](self)
-            self._user.did(what)
+            self._user.count_operation(what)
             self._keep_for -= 1
             if self._kept and self._keep_for <= 0:
-                self._let_go_of_kept()
-        self._let_go_of_kept()
+                self._release_kept()
+        self._release_kept()
         while self._held:
-            self._let_go()
+            self._release_one()
 
     @property
     def _attached(self) -> bool:
         """Whoever is the user's client now."""
-        return self._user.membership.client.attached
+        return self._user.user_client.client.is_attached
 
     async def look_up(self) -> None:
-        membership, prompt = self._user.membership, self._user.prompt(self._random)
+        membership, prompt = self._user.user_client, self._user.choose_prompt(self._random)
         found: asyncio.Future[PoolHit] = asyncio.get_running_loop().create_future()
         most = self._random.randrange(len(prompt.tokens) + 1)
-        membership.client.find(SALTLESS, prompt.names, prompt.packed, most, found.set_result)
-        self._hold(membership, await found, prompt)
+        membership.client.find_prefix(UNSALTED_ROOT, prompt.block_hashes, prompt.packed_tokens, most, found.set_result)
+        self._add_hit(membership, await found, prompt)
 
     async def publish(self) -> None:
         """All of a prompt as prefill does, or its last blocks as decode does."""
         user = self._user
-        membership, prompt = user.membership, user.prompt(self._random).upto(self._random.randrange(1, BLOCKS + 1))
-        first = self._random.choice((0, 0, self._random.randrange(len(prompt.names) // 32)))
-        sources = user.write(self._number, prompt)[first:]
+        membership, prompt = user.user_client, user.choose_prompt(self._random).prefix(self._random.randrange(1, PROMPT_BLOCKS + 1))
+        first = self._random.choice((0, 0, self._random.randrange(len(prompt.block_hashes) // 32)))
+        sources = user.write_blocks(self._number, prompt)[first:]
         ended: asyncio.Future[PoolHit | None] = asyncio.get_running_loop().create_future()
         paced = self._random.random() < 0.5
-        order = Publish(SALTLESS, prompt.names, prompt.packed, first, sources, ended.set_result, paced)
-        if membership.client.publish(order):
+        order = PublishRequest(UNSALTED_ROOT, prompt.block_hashes, prompt.packed_tokens, first, sources, ended.set_result, paced)
+        if membership.client.publish_blocks(order):
             hit = await ended
-            self._user.did("published" if hit is not None else "not published")
+            self._user.count_operation("published" if hit is not None else "not published")
             if hit is not None:
-                self._hold(membership, hit, prompt)
+                self._add_hit(membership, hit, prompt)
 
     async def spoil(self) -> None:
         """A publication some of whose copies fail, go wrong or take long; another task's may meet with it instead."""
@@ -206,54 +206,54 @@ class _Task:
             FAILPOINTS.arm("")
 
     async def read(self) -> None:
-        self._user.read(self._random.choice(self._held))
+        self._user.check_blocks(self._random.choice(self._held))
 
     async def release(self) -> None:
-        self._let_go()
+        self._release_one()
 
     async def abandon(self) -> None:
-        self._keep()
-        self._user.membership.abandon()
+        self._keep_held()
+        self._user.user_client.break_stream()
 
     async def goodbye(self) -> None:
-        self._keep()
-        await self._user.move()
+        self._keep_held()
+        await self._user.replace_client()
 
-    def _hold(self, membership: Membership, hit: PoolHit, prompt: Prompt) -> None:
+    def _add_hit(self, membership: PoolUserClient, hit: PoolHit, prompt: PoolPrompt) -> None:
         if hit.pin is not None:
-            self._user.did("hits")
-            self._held.append(Held(membership, hit, prompt))
-        while len(self._held) > HELD:
-            self._let_go()
+            self._user.count_operation("hits")
+            self._held.append(HeldHit(membership, hit, prompt))
+        while len(self._held) > MAX_HELD_HITS:
+            self._release_one()
 
-    def _let_go(self) -> None:
+    def _release_one(self) -> None:
         """Of any, after a last look."""
         held = self._held.pop(self._random.randrange(len(self._held)))
-        self._user.read(held)
+        self._user.check_blocks(held)
         assert held.hit.pin is not None
-        held.membership.client.release(held.hit.pin)
+        held.user_client.client.release_pin(held.hit.pin)
 
-    def _keep(self) -> None:
+    def _keep_held(self) -> None:
         """Until much has been published since."""
         self._kept += self._held
         self._held = []
-        self._keep_for = self._random.randrange(*KEPT)
+        self._keep_for = self._random.randrange(*KEPT_OPERATIONS)
 
-    def _let_go_of_kept(self) -> None:
+    def _release_kept(self) -> None:
         self._held, self._kept = self._held + self._kept, []
-        while len(self._held) > HELD:
-            self._let_go()
+        while len(self._held) > MAX_HELD_HITS:
+            self._release_one()
 
-    def _read_all(self) -> None:
+    def _check_all(self) -> None:
         for held in (*self._held, *self._kept):
-            self._user.read(held)
+            self._user.check_blocks(held)
 
 
 OPERATIONS = {"look_up": 32, "read": 24, "release": 20, "publish": 20, "spoil": 2, "abandon": 1, "goodbye": 1}
-_ACTS: dict[str, Callable[[_Task], Awaitable[None]]] = {name: getattr(_Task, name) for name in OPERATIONS}
+_ACTS: dict[str, Callable[[_PoolUserTask], Awaitable[None]]] = {name: getattr(_PoolUserTask, name) for name in OPERATIONS}
 
 
-def say(**what: object) -> None:
+def write_message(**what: object) -> None:
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
 
@@ -267,10 +267,10 @@ async def _main(address: str, folder: str, name: str, seed: str) -> None:
         over.set()
 
     ending = asyncio.create_task(end())
-    await User(address, Path(folder), name, int(seed)).run(over)
+    await PoolUser(address, Path(folder), name, int(seed)).run(over)
     await ending
 
 
 if __name__ == "__main__":
-    log.configure("error", "json")
+    log.configure_logging("error", "json")
     asyncio.run(_main(*sys.argv[1:]))

@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from baton.limits import MAX_BODY_BYTES
 from baton.pb import cluster_pb2, generation_pb2
 from tests.soak import fuzz_http, fuzz_proto
-from tests.soak.fuzz_scene import CONTEXT, SPARE, VOCABULARY, Scene, Target
-from tests.soak.fuzz_wire import PATHS, Exchange, exchanges
+from tests.soak.fuzz_scene import CONTEXT_TOKENS, SPARE_NODES, VOCAB_SIZE, FuzzEnvironment, FuzzTarget
+from tests.soak.fuzz_wire import PATHS, RawExchange, exchange_strategy
 
 pytestmark = pytest.mark.timeout(1800)
 SHARES = {"schema": 0.5, "admin": 0.07, "proto": 0.23, "wire": 0.2}
 TARGETS = ("cluster", "front")
-VOCABULARIES = {"cluster": VOCABULARY, "front": 1000}
+VOCABULARIES = {"cluster": VOCAB_SIZE, "front": 1000}
 KINDS = [
     (target, path, kind)
     for target in TARGETS
@@ -42,14 +42,14 @@ _DEFECTS = (
     grpc.StatusCode.DATA_LOSS,
     grpc.StatusCode.DEADLINE_EXCEEDED,
 )
-_SLICE = 500  # cases; a longer run shows where it is
-_PATIENCE = 60.0  # seconds in which every call must have ended
+_CASES_PER_TEST = 500  # cases; a longer run shows where it is
+_TIMEOUT_SECONDS = 60.0  # seconds in which every call must have ended
 Case = tuple[bytes, int, list[tuple[str, str]]]  # what is sent, after how many responses the client goes, metadata
 
 
 @pytest.fixture(scope="module")
-def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    with Scene(tmp_path_factory.mktemp("fuzz"), int(request.config.getoption("--soak-seed"))) as running:
+def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FuzzEnvironment]:
+    with FuzzEnvironment(tmp_path_factory.mktemp("fuzz"), int(request.config.getoption("--soak-seed"))) as running:
         yield running
 
 
@@ -76,69 +76,69 @@ def play(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> C
             judge(case)
 
         cases_of_share()
-        with capfd.disabled() if cases > _SLICE else nullcontext():
+        with capfd.disabled() if cases > _CASES_PER_TEST else nullcontext():
             print(f"  {request.node.name}: {played} cases")  # noqa: T201
 
     return run
 
 
 @pytest.mark.parametrize(("target", "path", "kind"), KINDS)
-def test_schema(scene: Scene, play: Callable[..., None], target: str, path: str, kind: str) -> None:
-    there: Target = getattr(scene, target)
+def test_fuzz_openapi_requests(scene: FuzzEnvironment, play: Callable[..., None], target: str, path: str, kind: str) -> None:
+    there: FuzzTarget = getattr(scene, target)
     url = f"http://127.0.0.1:{there.http}"
     with requests.Session() as session:
-        document = session.get(f"{url}/openapi.json", timeout=_PATIENCE).json()
+        document = session.get(f"{url}/openapi.json", timeout=_TIMEOUT_SECONDS).json()
         if kind == "served":
             texts = target == "front"
-            document = fuzz_http.narrowed(document, VOCABULARIES[target], there.model, CONTEXT // 4, texts=texts)
+            document = fuzz_http.narrow_schema(document, VOCABULARIES[target], there.model, CONTEXT_TOKENS // 4, texts=texts)
 
         def judge(case: Any) -> None:
-            response = fuzz_http.send(case, url, session, _PATIENCE)
-            fuzz_http.judge(case, response, strict=kind == "forbidden")
+            response = fuzz_http.send_case(case, url, session, _TIMEOUT_SECONDS)
+            fuzz_http.check_response(case, response, strict=kind == "forbidden")
 
-        cases = fuzz_http.cases(document, path, "POST", good=kind != "forbidden")
+        cases = fuzz_http.case_strategy(document, path, "POST", good=kind != "forbidden")
         shares = 3 if kind == "served" else 1
         weight = shares / sum(3 if kind == "served" else 1 for _, _, kind in KINDS)
-        play(SHARES["schema"] * weight, cases.map(fuzz_http.as_written) if kind == "served" else cases, judge)
+        play(SHARES["schema"] * weight, cases.map(fuzz_http.with_whole_numbers) if kind == "served" else cases, judge)
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health", "/version", "/openapi.json"])
 @pytest.mark.parametrize("target", TARGETS)
-def test_pages(scene: Scene, target: str, path: str) -> None:
+def test_fuzz_get_routes(scene: FuzzEnvironment, target: str, path: str) -> None:
     url = f"http://127.0.0.1:{getattr(scene, target).http}{path}"
     for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "HEAD"):
-        response = requests.request(method, url, data=b"\xff", params={"a": "\0"}, timeout=_PATIENCE)
+        response = requests.request(method, url, data=b"\xff", params={"a": "\0"}, timeout=_TIMEOUT_SECONDS)
         assert response.status_code in {"GET": (200,), "HEAD": (200, 405)}.get(method, (405,)), method
 
 
 @pytest.mark.parametrize("kind", ["allowed", "forbidden"])
-def test_admin(scene: Scene, play: Callable[..., None], kind: str) -> None:
+def test_fuzz_admin_port(scene: FuzzEnvironment, play: Callable[..., None], kind: str) -> None:
     url, document = f"http://127.0.0.1:{scene.cluster.admin}", fuzz_http.admin_document()
-    drain = fuzz_http.cases(document, "/admin/drain", "POST", good=kind == "allowed")
+    drain = fuzz_http.case_strategy(document, "/admin/drain", "POST", good=kind == "allowed")
     if kind == "allowed":
-        pages = [fuzz_http.cases(document, path, "GET", good=True) for path in document["paths"] if "drain" not in path]
+        pages = [fuzz_http.case_strategy(document, path, "GET", good=True) for path in document["paths"] if "drain" not in path]
         drain = st.one_of(drain, *pages)
     with requests.Session() as session:
 
         def judge(case: Any) -> None:
-            response = fuzz_http.send(case, url, session, _PATIENCE)
-            fuzz_http.judge(case, response, strict=kind == "forbidden")
+            response = fuzz_http.send_case(case, url, session, _TIMEOUT_SECONDS)
+            fuzz_http.check_response(case, response, strict=kind == "forbidden")
 
         play(SHARES["admin"] / 2, drain, judge)
-        assert "baton_" in session.get(f"{url}/metrics", timeout=_PATIENCE).text
-        for name in SPARE:
-            session.post(f"{url}/admin/drain", json={"node": name, "undrain": True}, timeout=_PATIENCE)
+        assert "baton_" in session.get(f"{url}/metrics", timeout=_TIMEOUT_SECONDS).text
+        for name in SPARE_NODES:
+            session.post(f"{url}/admin/drain", json={"node": name, "undrain": True}, timeout=_TIMEOUT_SECONDS)
 
 
 @pytest.mark.parametrize("method", [*_GENERATION, *_CLUSTER])
-def test_proto(scene: Scene, play: Callable[..., None], method: str) -> None:
+def test_fuzz_grpc_messages(scene: FuzzEnvironment, play: Callable[..., None], method: str) -> None:
     operators = method in _CLUSTER
     file = cluster_pb2 if operators else generation_pb2
     service = file.DESCRIPTOR.services_by_name["Cluster" if operators else "Generation"]
     described = service.methods_by_name[method]
     answer = getattr(file, described.output_type.name)
     for target in ("cluster",) if operators else TARGETS:
-        there: Target = getattr(scene, target)
+        there: FuzzTarget = getattr(scene, target)
         with grpc.insecure_channel(there.grpc, options=(("grpc.enable_http_proxy", 0),)) as channel:
             streams = described.server_streaming
             call = (channel.unary_stream if streams else channel.unary_unary)(f"/{service.full_name}/{method}")
@@ -148,7 +148,7 @@ def test_proto(scene: Scene, play: Callable[..., None], method: str) -> None:
                 assert code not in _DEFECTS, code
                 assert (code is grpc.StatusCode.UNIMPLEMENTED) <= (method == "ArmFailpoints"), code
 
-            data = fuzz_proto.encodings(described.input_type, _usual(there))
+            data = fuzz_proto.encoding_strategy(described.input_type, _usual(there))
             enough = st.just(2) if method == "Watch" else st.integers(0, 4)
             cases = st.tuples(data, enough, _metadata())
             weight = 1.0 if operators else 3.0 / len(TARGETS)
@@ -156,39 +156,39 @@ def test_proto(scene: Scene, play: Callable[..., None], method: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_wire(scene: Scene, play: Callable[..., None], target: str) -> None:
+def test_fuzz_raw_http(scene: FuzzEnvironment, play: Callable[..., None], target: str) -> None:
     port = getattr(scene, target).http
-    play(SHARES["wire"] * 0.45, exchanges(), lambda exchange: _judge_exchange(exchange, port))
+    play(SHARES["wire"] * 0.45, exchange_strategy(), lambda exchange: _check_exchange(exchange, port))
 
 
-def test_wire_of_admin(scene: Scene, play: Callable[..., None]) -> None:
+def test_fuzz_raw_http_of_the_admin_port(scene: FuzzEnvironment, play: Callable[..., None]) -> None:
     play(
         SHARES["wire"] * 0.1,
-        exchanges(("/admin/drain",)),
-        lambda exchange: _judge_exchange(exchange, scene.cluster.admin),
+        exchange_strategy(("/admin/drain",)),
+        lambda exchange: _check_exchange(exchange, scene.cluster.admin),
     )
 
 
-def test_too_large(scene: Scene) -> None:
+def test_too_large_requests_are_refused(scene: FuzzEnvironment) -> None:
     body = b'{"prompt":"' + b"x" * MAX_BODY_BYTES + b'"}'
     for path in PATHS:
         url, headers = f"http://127.0.0.1:{scene.cluster.http}{path}", {"content-type": "application/json"}
-        assert requests.post(url, data=body, headers=headers, timeout=_PATIENCE).status_code == 413
+        assert requests.post(url, data=body, headers=headers, timeout=_TIMEOUT_SECONDS).status_code == 413
 
 
-def test_nothing_is_left(scene: Scene) -> None:
+def test_nothing_is_left_after_fuzzing(scene: FuzzEnvironment) -> None:
     """The last of this file: see `Scene.close`."""
     scene.close()
 
 
-def _judge_exchange(exchange: Exchange, port: int) -> None:
+def _check_exchange(exchange: RawExchange, port: int) -> None:
     answer = exchange.perform(port)
     if answer is None:
         return
     status, body = answer
     assert status < 500 or (status == 501 and port), f"{status} {body[:200]!r} to {exchange}"
     if status == 200 and body.startswith(b"data:"):
-        fuzz_http.judge_stream(body)
+        fuzz_http.check_stream(body)
     elif status == 200 or (status >= 400 and body):
         assert body.startswith(b"{"), f"{status} {body[:200]!r} to {exchange}"
         json.loads(body)
@@ -199,9 +199,9 @@ def _call(case: Case, call: Any, answer: Any, *, streams: bool) -> grpc.StatusCo
     data, enough, metadata = case
     try:
         if streams:
-            _read(call(data, timeout=_PATIENCE, metadata=metadata), enough, answer)
+            _read(call(data, timeout=_TIMEOUT_SECONDS, metadata=metadata), enough, answer)
         else:
-            answer.FromString(call(data, timeout=_PATIENCE, metadata=metadata))
+            answer.FromString(call(data, timeout=_TIMEOUT_SECONDS, metadata=metadata))
     except grpc.RpcError as error:
         note(str(error))
         return error.code()  # type: ignore[attr-defined,no-any-return]
@@ -224,7 +224,7 @@ def _metadata() -> st.SearchStrategy[list[tuple[str, str]]]:
     return st.lists(st.tuples(st.sampled_from(["x-request-id", "authorization", "x-odd"]), words), max_size=2)
 
 
-def _usual(target: Target) -> fuzz_proto.Usual:
+def _usual(target: FuzzTarget) -> fuzz_proto.UsualValues:
     unit = st.floats(0, 1)
     token = st.integers(0, 255)
     return {
@@ -247,7 +247,7 @@ def _usual(target: Target) -> fuzz_proto.Usual:
         "presence_penalty": unit,
         "frequency_penalty": unit,
         "repetition_penalty": st.floats(0.5, 2),
-        "node": st.sampled_from([*SPARE, "nobody"]),
+        "node": st.sampled_from([*SPARE_NODES, "nobody"]),
         "interval_seconds": st.sampled_from([0.0, 0.1]),
         "spec": st.sampled_from(["", "step=sleep(1)"]),
     }

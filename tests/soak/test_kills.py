@@ -13,14 +13,14 @@ import pytest_asyncio
 
 from baton.cli.plan import COORDINATOR
 from tests.cluster import Cluster
-from tests.integration.test_prefix_routing import known_blocks, metric
-from tests.soak.kills import Range, Recovery
+from tests.integration.test_prefix_routing import wait_known_blocks, read_metric
+from tests.soak.kills import KillRunner, RecoveryTimes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-MANY = 10  # kills, from which on times are judged
-RECOVERY = 10.0  # seconds until a new request is answered
-COORDINATOR_RECOVERY = 5.0  # seconds from when the new one listens, until then
+JUDGED_KILLS = 10  # kills, from which on times are judged
+MAX_RECOVERY_SECONDS = 10.0  # seconds until a new request is answered
+MAX_COORDINATOR_RECOVERY_SECONDS = 5.0  # seconds from when the new one listens, until then
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -38,53 +38,53 @@ def kills(request: pytest.FixtureRequest) -> int:
     return int(request.config.getoption("--kills"))
 
 
-def judge(recoveries: list[Recovery]) -> None:
+def check_recoveries(recoveries: list[RecoveryTimes]) -> None:
     sys.stdout.write("\n".join(map(str, recoveries)) + "\n")
     for name in ("listens", "answered", "whole"):
         times = [getattr(one, name) for one in recoveries]
         sys.stdout.write(f"{len(times)} kills: {name} {statistics.median(times):.2f} s, at most {max(times):.2f}\n")
-    if len(recoveries) >= MANY:
-        assert max(one.answered for one in recoveries) <= RECOVERY
-        assert max(one.answered - one.listens for one in recoveries) <= COORDINATOR_RECOVERY
+    if len(recoveries) >= JUDGED_KILLS:
+        assert max(one.answered_seconds for one in recoveries) <= MAX_RECOVERY_SECONDS
+        assert max(one.answered_seconds - one.listening_seconds for one in recoveries) <= MAX_COORDINATOR_RECOVERY_SECONDS
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_nodes_are_killed(cluster: Cluster, kills: int, role: str) -> None:
+async def test_killed_nodes_recover_without_failed_requests(cluster: Cluster, kills: int, role: str) -> None:
     """In turn, and back at the same address or at another."""
-    others = {name: pid for name, pid in cluster.pids().items() if not name.startswith(role)}
-    range_ = Range(cluster, seed=len(role))
-    async with range_.load():
+    others = {name: pid for name, pid in cluster.get_pids().items() if not name.startswith(role)}
+    range_ = KillRunner(cluster, seed=len(role))
+    async with range_.running_load():
         recoveries = [
-            await range_.kill(f"{role}-{number // 2 % 2}", elsewhere=number % 2 == 1) for number in range(kills)
+            await range_.kill_process(f"{role}-{number // 2 % 2}", elsewhere=number % 2 == 1) for number in range(kills)
         ]
-    await cluster.wait_quiet()
-    assert range_.complaints(coordinator_died=False) == []
-    assert {name: pid for name, pid in cluster.pids().items() if not name.startswith(role)} == others
-    judge(recoveries)
+    await cluster.wait_idle()
+    assert range_.find_violations(coordinator_died=False) == []
+    assert {name: pid for name, pid in cluster.get_pids().items() if not name.startswith(role)} == others
+    check_recoveries(recoveries)
 
 
 @pytest.mark.timeout(1200)
-async def test_the_coordinator_is_killed(cluster: Cluster, kills: int) -> None:
+async def test_killed_coordinator_recovers(cluster: Cluster, kills: int) -> None:
     """Back at once, or after its nodes have given up what they held for it. Their caches outlive it: once the load is
     over, since it evicts, the last new one is told of all blocks that the one before it knew."""
-    nodes = {name: pid for name, pid in cluster.pids().items() if name != COORDINATOR}
+    nodes = {name: pid for name, pid in cluster.get_pids().items() if name != COORDINATOR}
     prompt = list(range(1, 200))
-    range_ = Range(cluster, seed=1)
-    async with range_.load():
-        long = cluster.config.silence + 1.0 if kills >= MANY else 0.0
-        recoveries = [await range_.kill(COORDINATOR, down=long * (number % 2)) for number in range(kills)]
-    await cluster.wait_quiet()
+    range_ = KillRunner(cluster, seed=1)
+    async with range_.running_load():
+        long = cluster.config.silence + 1.0 if kills >= JUDGED_KILLS else 0.0
+        recoveries = [await range_.kill_process(COORDINATOR, down=long * (number % 2)) for number in range(kills)]
+    await cluster.wait_idle()
     await cluster.generate(prompt, max_tokens=2, ignore_eos=True)
-    await cluster.wait_quiet()
-    blocks = await metric(cluster, "baton_prefix_directory_blocks")
+    await cluster.wait_idle()
+    blocks = await read_metric(cluster, "baton_prefix_directory_blocks")
     cluster.kill(COORDINATOR)
     cluster.start(COORDINATOR)
-    await cluster.ready()
-    await known_blocks(cluster, 0.9 * blocks)  # of all four nodes; its warm-up may evict a few
+    await cluster.wait_ready()
+    await wait_known_blocks(cluster, 0.9 * blocks)  # of all four nodes; its warm-up may evict a few
     cached = (await cluster.generate(prompt, max_tokens=2, ignore_eos=True)).usage.cached_tokens
-    await cluster.wait_quiet()
-    assert range_.complaints(coordinator_died=True) == []
-    assert {name: pid for name, pid in cluster.pids().items() if name != COORDINATOR} == nodes
+    await cluster.wait_idle()
+    assert range_.find_violations(coordinator_died=True) == []
+    assert {name: pid for name, pid in cluster.get_pids().items() if name != COORDINATOR} == nodes
     assert cached > 0
-    judge(recoveries)
+    check_recoveries(recoveries)

@@ -19,84 +19,84 @@ from random import Random
 import pytest
 import pytest_asyncio
 
-from baton.block_hash import BlockHash, chain_names, pack_tokens, root_hash
+from baton.block_hash import BlockHash, compute_packed_hashes, pack_tokens, root_hash
 from baton.pool_terms import PoolHit
-from tests.pool.rig import DIGEST, LAYOUT, SALTLESS, Node, PoolProcess, node, tokens_of
+from tests.pool.rig import DIGEST, LAYOUT, UNSALTED_ROOT, PoolNode, PoolProcess, run_pool_node, make_tokens
 from tests.soak.conftest import Figures
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-OTHER = root_hash(DIGEST, LAYOUT, b"another tenant")
+OTHER_TENANT_ROOT = root_hash(DIGEST, LAYOUT, b"another tenant")
 BLOCKS, PROMPTS = 500, 4  # of each kind; all published ones fit
-LONG = 10_000  # --pool-operations, from which on times are judged
+JUDGED_OPERATIONS = 10_000  # --pool-operations, from which on times are judged
 PAIRS, ROUNDS = 600, 7
-TOLD_APART = 0.12  # from a half: 6 standard errors of so many pairs
+MAX_ADVANTAGE = 0.12  # from a half: 6 standard errors of so many pairs
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def asking() -> AsyncIterator[Node]:
+async def asking() -> AsyncIterator[PoolNode]:
     folder = Path(tempfile.mkdtemp(prefix="baton-test-pool-", dir="/dev/shm"))
     try:
         with PoolProcess(folder, pool_memory="16MiB", log_level="error") as pool:
-            async with node(pool.address, folder) as made:
-                await made.attached()
+            async with run_pool_node(pool.address, folder) as made:
+                await made.wait_until_attached()
                 yield made
     finally:
         shutil.rmtree(folder)
 
 
-async def test_time_does_not_tell_what_another_tenant_has(
-    asking: Node, request: pytest.FixtureRequest, figures: Figures
+async def test_lookup_time_does_not_reveal_blocks_of_another_tenant(
+    asking: PoolNode, request: pytest.FixtureRequest, figures: Figures
 ) -> None:
-    judged = int(request.config.getoption("--pool-operations")) >= LONG
-    published = [tokens_of(number, BLOCKS) for number in range(PROMPTS)]
-    unknown = [tokens_of(100 + number, BLOCKS) for number in range(PROMPTS)]
+    judged = int(request.config.getoption("--pool-operations")) >= JUDGED_OPERATIONS
+    published = [make_tokens(number, BLOCKS) for number in range(PROMPTS)]
+    unknown = [make_tokens(100 + number, BLOCKS) for number in range(PROMPTS)]
     for tokens in published:
-        hit = await asking.publish(tokens)
+        hit = await asking.publish_tokens(tokens)
         assert hit is not None
         assert len(hit.blocks) == BLOCKS
-        asking.release(hit)
-    theirs, found = await _compare(asking, OTHER, published, unknown, PAIRS if judged else 4)
+        asking.release_hit(hit)
+    theirs, found = await _compare_lookups(asking, OTHER_TENANT_ROOT, published, unknown, PAIRS if judged else 4)
     assert found == 0
-    own, found = await _compare(asking, SALTLESS, published, unknown, PAIRS // 4 if judged else 4)
+    own, found = await _compare_lookups(asking, UNSALTED_ROOT, published, unknown, PAIRS // 4 if judged else 4)
     assert found > 0
     if judged:
         figures.append(("another tenant's prefixes", "slower than unknown ones, share of pairs", f"{theirs:.3f}"))
         figures.append(("own prefixes", "slower than unknown ones, share of pairs", f"{own:.3f}"))
-        assert abs(theirs - 0.5) < TOLD_APART
-        if abs(own - 0.5) < 2 * TOLD_APART:
+        assert abs(theirs - 0.5) < MAX_ADVANTAGE
+        if abs(own - 0.5) < 2 * MAX_ADVANTAGE:
             pytest.skip("other work on this machine hides even what one has published oneself")
 
 
-async def _compare(
-    asking: Node, root: BlockHash, published: Sequence[Sequence[int]], unknown: Sequence[Sequence[int]], pairs: int
+async def _compare_lookups(
+    asking: PoolNode, root: BlockHash, published: Sequence[Sequence[int]], unknown: Sequence[Sequence[int]], pairs: int
 ) -> tuple[float, int]:
     """In which share of the pairs the look-up of the published prompt took longer, and how many found anything."""
     random, slower = Random(0), 0
-    questions = [[_question(root, tokens) for tokens in kind] for kind in (published, unknown)]
+    questions = [[_make_lookup(root, tokens) for tokens in kind] for kind in (published, unknown)]
     found = 0
     for number in range(pairs):
         quickest = [math.inf, math.inf]
         for kind in (kind for _ in range(ROUNDS) for kind in random.sample((0, 1), 2)):
-            seconds, hit = await _timed(asking, *questions[kind][number % PROMPTS])
+            seconds, hit = await _time_lookup(asking, *questions[kind][number % PROMPTS])
             quickest[kind] = min(quickest[kind], seconds)
             found += hit.pin is not None
-            asking.release(hit)
+            asking.release_hit(hit)
         slower += quickest[0] > quickest[1]
     return slower / pairs, found
 
 
-def _question(root: BlockHash, tokens: Sequence[int]) -> tuple[BlockHash, bytes, bytes]:
+def _make_lookup(root: BlockHash, tokens: Sequence[int]) -> tuple[BlockHash, bytes, bytes]:
     packed = pack_tokens(tokens)
-    return root, chain_names(root, packed, LAYOUT.block_size), packed
+    return root, compute_packed_hashes(root, packed, LAYOUT.block_size), packed
 
 
-async def _timed(asking: Node, root: BlockHash, names: bytes, packed: bytes) -> tuple[float, PoolHit]:
+async def _time_lookup(asking: PoolNode, root: BlockHash, names: bytes, packed: bytes) -> tuple[float, PoolHit]:
     answered: asyncio.Future[tuple[float, PoolHit]] = asyncio.get_running_loop().create_future()
     began = time.perf_counter()
 
     def then(hit: PoolHit) -> None:
         answered.set_result((time.perf_counter() - began, hit))
 
-    asking.client.find(root, names, packed, BLOCKS * LAYOUT.block_size, then)
+    asking.client.find_prefix(root, names, packed, BLOCKS * LAYOUT.block_size, then)
     return await answered

@@ -15,45 +15,45 @@ from pathlib import Path
 import pytest
 
 from baton import segment as segments
-from tests.pool.registrar import Registrar
+from tests.pool.registrar import FakePoolCoordinator
 from tests.pool.rig import PoolProcess
 from tests.soak.conftest import Figures
-from tests.soak.pool_scene import FAULTS, PoolScene
+from tests.soak.pool_scene import FAULTS, PoolFaultRun
 
-LONG = 10_000  # operations, from which on rare things must have happened
-FAULT_EVERY = 400  # operations; in a slice, so many that there are four or so
+JUDGED_OPERATIONS = 10_000  # operations, from which on rare things must have happened
+OPERATIONS_PER_FAULT = 400  # operations; in a slice, so many that there are four or so
 
 
 @pytest.mark.timeout(2400)
-async def test_a_pool_under_random_kills(request: pytest.FixtureRequest, figures: Figures) -> None:
+async def test_blocks_stay_whole_under_random_kills(request: pytest.FixtureRequest, figures: Figures) -> None:
     operations = int(request.config.getoption("--pool-operations"))
     seed = int(request.config.getoption("--soak-seed"))
     folder = Path(tempfile.mkdtemp(prefix="baton-test-pool-", dir="/dev/shm"))
     try:
         began = time.monotonic()
-        async with Registrar.open() as registrar:
+        async with FakePoolCoordinator.open() as registrar:
             with PoolProcess(folder, coordinator=registrar.address, name="pool-0", log_level="error") as pool:
-                scene = PoolScene(pool, registrar, seed, min(FAULT_EVERY, operations // 4))
+                scene = PoolFaultRun(pool, registrar, seed, min(OPERATIONS_PER_FAULT, operations // 4))
                 try:
-                    await scene.play(operations)
+                    await scene.run_operations(operations)
                 finally:
                     await scene.kill_all()
                 counters = dict(registrar.stats.counters)
         seconds = time.monotonic() - began
-        segments.sweep(folder)  # of users that were killed
-        assert scene.wrong == []
+        segments.remove_stale_segments(folder)  # of users that were killed
+        assert scene.errors == []
         assert os.listdir(folder) == [], "segments were left behind"
     finally:
         shutil.rmtree(folder)
-    assert scene.did["operations"] >= operations
-    assert scene.did["hits"] > 0
-    assert scene.did["blocks read"] > 0
-    if operations >= LONG:
+    assert scene.counts["operations"] >= operations
+    assert scene.counts["hits"] > 0
+    assert scene.counts["blocks read"] > 0
+    if operations >= JUDGED_OPERATIONS:
         assert counters['baton_pool_evictions_total{tier="memory"}'] > 0
-        assert min(scene.did[fault] for fault in FAULTS) > 0
+        assert min(scene.counts[fault] for fault in FAULTS) > 0
     deed = f"{operations:,} operations, seed {seed}"
     figures.append((deed, "time", f"{seconds:.0f} s"))
-    if scene.rejoined:
+    if scene.rejoin_seconds:
         told = f"{statistics.median(scene.rejoined):.2f} s, at most {max(scene.rejoined):.2f} s"
         figures.append((deed, "from a pool's start until it has joined again", told))
-    figures.extend((deed, what, f"{count:,}") for what, count in sorted(scene.did.items()))
+    figures.extend((deed, what, f"{count:,}") for what, count in sorted(scene.counts.items()))

@@ -4,33 +4,33 @@ from typing import cast
 
 import pytest
 
-from baton.errors import BY_CODE
+from baton.errors import ERRORS_BY_CODE
 from coordinator import admin
-from coordinator.admin import ClusterView
-from coordinator.http.descriptions import ANSWERS, REQUESTS, describe
-from coordinator.http.openapi import document
+from coordinator.admin import ClusterAdmin
+from coordinator.http.descriptions import RESPONSE_FIELDS, REQUEST_FIELDS, describe_field
+from coordinator.http.openapi import build_openapi_document
 from coordinator.readiness import Readiness
-from coordinator.refusals import Refusals
+from coordinator.refusals import RejectionCounter
 from tools.api_reference import grpc
-from tools.api_reference.__main__ import PAGE, render
-from tools.api_reference.http import ADMIN
+from tools.api_reference.__main__ import PAGE_PATH, render_page
+from tools.api_reference.http import ADMIN_ROUTES
 
-TEXT = PAGE.read_text()
+TEXT = PAGE_PATH.read_text()
 
 
 def test_the_page_is_current() -> None:
-    assert render() == TEXT, "run `make docs`"
+    assert render_page() == TEXT, "run `make docs`"
 
 
-def test_every_field_of_a_body_is_described_and_every_description_is_used() -> None:
+def test_body_fields_and_descriptions_match() -> None:
     used = set()
-    for name, schema in document("")["components"]["schemas"].items():
+    for name, schema in build_openapi_document("")["components"]["schemas"].items():
         for field, shape in schema["properties"].items():
             assert shape["description"]
             used |= {f"{name}.{field}", field}
-    assert (REQUESTS.keys() | ANSWERS.keys()) <= used
+    assert (REQUEST_FIELDS.keys() | RESPONSE_FIELDS.keys()) <= used
     with pytest.raises(KeyError):
-        describe(REQUESTS, "CompletionRequest", "colour")
+        describe_field(REQUEST_FIELDS, "CompletionRequest", "colour")
 
 
 def test_every_field_of_a_message_has_its_comment() -> None:
@@ -39,18 +39,18 @@ def test_every_field_of_a_message_has_its_comment() -> None:
 
 
 def test_every_call_of_the_public_services_is_there() -> None:
-    words = grpc.Words(grpc.described())
-    for name in grpc.SERVICES:
+    words = grpc.ProtoDefinitions(grpc.load_descriptors())
+    for name in grpc.PUBLIC_SERVICES:
         service, *_ = words.services[name]
         assert [call.name for call in service.method if f"\n| `{call.name}` |" not in TEXT] == []
     assert "NodeLink" not in TEXT
 
 
 def test_every_error_is_there() -> None:
-    assert [name for name in BY_CODE if f"\n| `{name}` |" not in TEXT] == ["config"]
+    assert [name for name in ERRORS_BY_CODE if f"\n| `{name}` |" not in TEXT] == ["config"]
 
 
 def test_every_route_of_the_admin_port_is_there() -> None:
-    app = admin.build(cast(ClusterView, None), cast(Readiness, None), "", cast(Refusals, None))
+    app = admin.build_admin_app(cast(ClusterAdmin, None), cast(Readiness, None), "", cast(RejectionCounter, None))
     routes = {f"{method} {route.path}" for route in app.routes for method in route.methods - {"HEAD"}}  # type: ignore[attr-defined]
-    assert {path for path, _ in ADMIN} == {route.replace(":path}", "}") for route in routes}
+    assert {path for path, _ in ADMIN_ROUTES} == {route.replace(":path}", "}") for route in routes}

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 # folder -> folders of ours that it may import, beside itself
-ARROWS: dict[str, frozenset[str]] = {
+ALLOWED_IMPORTS: dict[str, frozenset[str]] = {
     "baton": frozenset(),
     "kv_kernels": frozenset(),
     "kv_transfer": frozenset({"baton", "kv_kernels"}),
@@ -24,8 +24,8 @@ ARROWS: dict[str, frozenset[str]] = {
         {"baton", "kv_kernels", "kv_transfer", "node_engine", "prefill_node", "decode_node", "coordinator", "kv_pool"}
     ),
 }
-LAUNCHED = frozenset({"prefill_node", "decode_node"})  # a node may take either role, and only launchers know both
-OURS = frozenset(ARROWS) | {"tests", "tools"}
+NODE_PACKAGES = frozenset({"prefill_node", "decode_node"})  # a node may take either role, and only launchers know both
+OUR_PACKAGES = frozenset(ALLOWED_IMPORTS) | {"tests", "tools"}
 
 # A core decides; it does not do. The clock is handed to it.
 IMPURE = frozenset(
@@ -49,11 +49,11 @@ def package_dir(package: str) -> Path:
     return ROOT / "kernels" / package if package == "kv_kernels" else ROOT / package
 
 
-def sources(package: str) -> list[Path]:
+def list_sources(package: str) -> list[Path]:
     return sorted(path for path in package_dir(package).rglob("*.py") if "pb" not in path.relative_to(ROOT).parts)
 
 
-def imports(path: Path) -> Iterator[str]:
+def list_imports(path: Path) -> Iterator[str]:
     """Every dotted name that the file imports, wherever in it the statement stands."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -63,38 +63,38 @@ def imports(path: Path) -> Iterator[str]:
             yield node.module or ""
 
 
-ALL = [(package, path) for package in ARROWS for path in sources(package)]
-IDS = [str(path.relative_to(ROOT)) for _, path in ALL]
+ALL_SOURCES = [(package, path) for package in ALLOWED_IMPORTS for path in list_sources(package)]
+IDS = [str(path.relative_to(ROOT)) for _, path in ALL_SOURCES]
 
 
-@pytest.mark.parametrize(("package", "path"), ALL, ids=IDS)
+@pytest.mark.parametrize(("package", "path"), ALL_SOURCES, ids=IDS)
 def test_imports_point_down(package: str, path: Path) -> None:
-    tops = {name.split(".")[0] for name in imports(path)}
-    allowed = ARROWS[package] | {package} | (LAUNCHED if path.name == "__main__.py" and package in LAUNCHED else set())
-    assert tops & OURS <= allowed, f"{path.name} imports {tops & OURS - allowed}"
+    tops = {name.split(".")[0] for name in list_imports(path)}
+    allowed = ALLOWED_IMPORTS[package] | {package} | (NODE_PACKAGES if path.name == "__main__.py" and package in NODE_PACKAGES else set())
+    assert tops & OUR_PACKAGES <= allowed, f"{path.name} imports {tops & OURS - allowed}"
     assert not tops & FORBIDDEN.get(package, frozenset())
     assert not tops & DANGEROUS_IMPORTS
 
 
 @pytest.mark.parametrize(
-    "path", [path for _, path in ALL if "core" in path.relative_to(ROOT).parts], ids=lambda path: path.name
+    "path", [path for _, path in ALL_SOURCES if "core" in path.relative_to(ROOT).parts], ids=lambda path: path.name
 )
 def test_cores_are_pure(path: Path) -> None:
-    assert not {name.split(".")[0] for name in imports(path)} & IMPURE
-    shells = {name for name in imports(path) if name.split(".")[0] in OURS - {"baton"} and ".core" not in name}
+    assert not {name.split(".")[0] for name in list_imports(path)} & IMPURE
+    shells = {name for name in list_imports(path) if name.split(".")[0] in OUR_PACKAGES - {"baton"} and ".core" not in name}
     assert not shells, f"a core imports a shell: {shells}"
 
 
-@pytest.mark.parametrize("path", [path for _, path in ALL], ids=IDS)
-def test_files_stay_small(path: Path) -> None:
+@pytest.mark.parametrize("path", [path for _, path in ALL_SOURCES], ids=IDS)
+def test_files_have_at_most_400_lines(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_LINES
     if path.name == "__init__.py":
         assert not text.strip()
 
 
-@pytest.mark.parametrize("path", [path for _, path in ALL], ids=IDS)
-def test_nothing_executes_what_it_receives(path: Path) -> None:
+@pytest.mark.parametrize("path", [path for _, path in ALL_SOURCES], ids=IDS)
+def test_no_dangerous_imports_or_calls(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
             name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
@@ -105,12 +105,12 @@ def test_nothing_executes_what_it_receives(path: Path) -> None:
                 assert ast.literal_eval(keywords["weights_only"]) is True
 
 
-def test_no_file_imports_in_a_circle() -> None:
+def test_there_are_no_import_cycles() -> None:
     graph: dict[str, set[str]] = {}
-    for package, path in ALL:
+    for package, path in ALL_SOURCES:
         base = package_dir(package).parent
         module = ".".join(path.relative_to(base).with_suffix("").parts).removesuffix(".__init__")
-        graph[module] = {name for name in imports(path) if name.split(".")[0] in ARROWS}
+        graph[module] = {name for name in list_imports(path) if name.split(".")[0] in ALLOWED_IMPORTS}
     done: set[str] = set()
 
     def visit(module: str, trail: tuple[str, ...]) -> None:
@@ -125,15 +125,15 @@ def test_no_file_imports_in_a_circle() -> None:
         visit(module, ())
 
 
-def test_only_the_launchers_name_both_roles() -> None:
-    for package, path in ALL:
+def test_only_launchers_import_both_roles() -> None:
+    for package, path in ALL_SOURCES:
         if package not in {"benchmarks"} and path.name != "__main__.py":
-            tops = {name.split(".")[0] for name in imports(path)}
+            tops = {name.split(".")[0] for name in list_imports(path)}
             assert not {"prefill_node", "decode_node"} <= tops | {package}, path
 
 
 @pytest.mark.parametrize("name", ["kernels", "proto"])
-def test_generic_folders_shadow_nobody(name: str) -> None:
+def test_folders_do_not_shadow_installed_packages(name: str) -> None:
     """`transformers` looks for a package called kernels, and proto-plus owns proto."""
     assert not (ROOT / name / "__init__.py").exists()
     spec = find_spec(name)

@@ -17,18 +17,18 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 PRODUCT = [name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
-OURS = {*PRODUCT, "tests", "tools"}
+OUR_PACKAGES = {*PRODUCT, "tests", "tools"}
 # Imported only where something else has brought it: a GPU build of torch, and the extra that draws
 # pictures.
 OPTIONAL = {"triton", "matplotlib"}
 
 
-def imported(folder: str) -> dict[str, set[str]]:
+def list_imported_packages(folder: str) -> dict[str, set[str]]:
     """Packages of others, each with the files that import it."""
     found: dict[str, set[str]] = defaultdict(set)
     for path in (ROOT / folder).rglob("*.py"):
         for name in _names(ast.parse(path.read_text())):
-            if name not in sys.stdlib_module_names and name not in OURS:
+            if name not in sys.stdlib_module_names and name not in OUR_PACKAGES:
                 found[name].add(str(path.relative_to(ROOT)))
     return found
 
@@ -47,7 +47,7 @@ def normalized(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", match[0]).lower()
 
 
-def declared(*extras: str) -> set[str]:
+def list_declared(*extras: str) -> set[str]:
     lines = [
         *PROJECT["project"]["dependencies"],
         *(line for extra in extras for line in EXTRAS[extra]),
@@ -55,7 +55,7 @@ def declared(*extras: str) -> set[str]:
     return {normalized(line) for line in lines}
 
 
-def undeclared(packages: dict[str, set[str]], known: set[str]) -> dict[str, set[str]]:
+def find_undeclared(packages: dict[str, set[str]], known: set[str]) -> dict[str, set[str]]:
     providers = importlib.metadata.packages_distributions()
     return {
         name: files
@@ -67,24 +67,24 @@ def undeclared(packages: dict[str, set[str]], known: set[str]) -> dict[str, set[
 @pytest.mark.parametrize("package", PRODUCT)
 def test_what_the_product_imports_is_a_dependency(package: str) -> None:
     folder = "kernels" if package == "kv_kernels" else package
-    found = {name: files for name, files in imported(folder).items() if name not in OPTIONAL}
-    assert undeclared(found, declared()) == {}
+    found = {name: files for name, files in list_imported_packages(folder).items() if name not in OPTIONAL}
+    assert find_undeclared(found, list_declared()) == {}
 
 
 @pytest.mark.parametrize("folder", ["tests", "tools"])
 def test_what_tests_and_tools_import_is_in_the_extra(folder: str) -> None:
-    assert undeclared(imported(folder), declared("test")) == {}
+    assert find_undeclared(list_imported_packages(folder), list_declared("test")) == {}
 
 
 def test_optional_packages_are_in_an_extra() -> None:
-    assert declared(*EXTRAS) - declared() >= OPTIONAL
+    assert list_declared(*EXTRAS) - list_declared() >= OPTIONAL
 
 
-def test_a_package_that_only_comes_along_is_seen() -> None:
-    assert undeclared({"click": {"baton/x.py"}, "zmq": {"baton/y.py"}}, {"pyzmq"}) == {"click": {"baton/x.py"}}
+def test_transitive_dependency_is_detected() -> None:
+    assert find_undeclared({"click": {"baton/x.py"}, "zmq": {"baton/y.py"}}, {"pyzmq"}) == {"click": {"baton/x.py"}}
 
 
-def test_jinja_is_one_whose_sandbox_holds() -> None:
+def test_jinja_version_has_a_safe_sandbox() -> None:
     """Chat templates come with models. Before 3.1.6 a template could get out of the sandbox
     (CVE-2025-27516)."""
     [line] = [line for line in PROJECT["project"]["dependencies"] if normalized(line) == "jinja2"]

@@ -16,21 +16,21 @@ from typer.main import get_command
 
 from baton import wire
 from baton.cli.main import app
-from baton.cli.unbuilt import COMMANDS as UNBUILT
-from baton.cli.up import UNBUILT as UNBUILT_OPTIONS
+from baton.cli.unbuilt import UNAVAILABLE_COMMANDS as UNBUILT
+from baton.cli.up import UNAVAILABLE_OPTIONS as UNBUILT_OPTIONS
 from baton.config import Config
-from baton.errors import BY_CODE, HandoffFailed, NodeFailed
-from baton.failpoints import POINTS
+from baton.errors import ERRORS_BY_CODE, HandoffFailed, NodeFailed
+from baton.failpoints import KNOWN_FAILPOINTS
 from baton.pb import cluster_pb2
-from benchmarks.__main__ import COMMANDS as BENCHMARKS
-from benchmarks.__main__ import NOT_AVAILABLE as UNBUILT_BENCHMARKS
-from benchmarks.__main__ import _parser
-from coordinator.admin import NOT_YET as UNBUILT_ROUTES
+from benchmarks.__main__ import BENCHMARK_MODULES as BENCHMARKS
+from benchmarks.__main__ import UNAVAILABLE_BENCHMARKS as UNBUILT_BENCHMARKS
+from benchmarks.__main__ import make_parser
+from coordinator.admin import UNBUILT_ROUTES as UNBUILT_ROUTES
 from coordinator.dispatcher import Dispatcher
-from coordinator.metrics import Metrics
-from coordinator.ports import Ports
+from coordinator.metrics import CoordinatorMetrics
+from coordinator.ports import PortConnections
 from kv_transfer.core import events, frames
-from tests.unit.test_architecture import ARROWS, sources
+from tests.unit.test_architecture import ALLOWED_IMPORTS, list_sources
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -39,7 +39,7 @@ PAGES = sorted(
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 PROTOCOL = (ROOT / "docs" / "protocol.md").read_text()
 
-OTHERS_OPTIONS = {"--build", "--wait", "--every-fault"}  # docker's, pytest's
+FOREIGN_OPTIONS = {"--build", "--wait", "--every-fault"}  # docker's, pytest's
 
 _REFERENCE = re.compile(r"`([\w./]+\.py):([A-Za-z_][\w.]*)`")
 _FILE = re.compile(r"`((?:[\w-]+/)+[\w.-]*)`")
@@ -55,28 +55,28 @@ def ids(paths: list[Path]) -> list[str]:
 # references
 
 
-def names_in(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
+def list_names(body: list[ast.stmt], prefix: str = "") -> Iterator[str]:
     """Dotted names that a module or class body defines."""
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield prefix + node.name
         if isinstance(node, ast.ClassDef):
-            yield from names_in(node.body, f"{prefix}{node.name}.")
+            yield from list_names(node.body, f"{prefix}{node.name}.")
         if isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))
 
 
-def unresolved(text: str) -> list[str]:
+def find_unresolved(text: str) -> list[str]:
     missing = []
     for file, name in _REFERENCE.findall(text):
         path = ROOT / file
-        if not path.is_file() or name not in set(names_in(ast.parse(path.read_text()).body)):
+        if not path.is_file() or name not in set(list_names(ast.parse(path.read_text()).body)):
             missing.append(f"{file}:{name}")
     return missing
 
 
-def anchors(text: str) -> set[str]:
+def heading_anchors(text: str) -> set[str]:
     """Of a page's headings, as GitHub makes them."""
     plain = (re.sub(r"[^\w\- ]", "", title.lower()) for _, title in _HEADING.findall(text))
     return {title.strip().replace(" ", "-") for title in plain}
@@ -84,12 +84,12 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
 def test_references_to_code_resolve(page: Path) -> None:
-    assert unresolved(page.read_text()) == []
+    assert find_unresolved(page.read_text()) == []
 
 
-def test_a_reference_to_nothing_is_seen() -> None:
+def test_unresolved_reference_is_detected() -> None:
     good, bad = "baton/errors.py:BatonError.__init__", "baton/errors.py:BatonError.gone"
-    assert unresolved(f"`{good}` `{bad}` `baton/gone.py:x`") == [bad, "baton/gone.py:x"]
+    assert find_unresolved(f"`{good}` `{bad}` `baton/gone.py:x`") == [bad, "baton/gone.py:x"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids(PAGES))
@@ -103,12 +103,12 @@ def test_files_and_links_resolve(page: Path) -> None:
             continue
         other = (page.parent / target).resolve() if target else page
         assert other.exists(), f"{page.name}: {target}"
-        assert not anchor or anchor[1:] in anchors(other.read_text()), f"{page.name}: {target}{anchor}"
+        assert not anchor or anchor[1:] in heading_anchors(other.read_text()), f"{page.name}: {target}{anchor}"
 
 
-def test_documents_that_the_code_names_exist() -> None:
-    for package in ARROWS:
-        for path in sources(package):
+def test_documents_named_in_code_exist() -> None:
+    for package in ALLOWED_IMPORTS:
+        for path in list_sources(package):
             for name in _DOCUMENT.findall(path.read_text()):
                 assert list((ROOT / name).parent.glob(f"{(ROOT / name).name}*")), f"{path}: {name}"
 
@@ -126,7 +126,7 @@ def section(text: str, title: str) -> str:
     raise AssertionError(f"no heading contains {title!r}")
 
 
-def rows(text: str) -> list[list[str]]:
+def table_rows(text: str) -> list[list[str]]:
     """The cells of a page's tables, without their headings."""
     lines = [line for line in text.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
@@ -134,59 +134,59 @@ def rows(text: str) -> list[list[str]]:
     return [row for place, row in enumerate(cells) if place not in rules and place + 1 not in rules]
 
 
-def test_every_arrow_of_the_figure_names_its_functions() -> None:
+def test_every_arrow_of_the_figure_names_existing_functions() -> None:
     text = section(ARCHITECTURE, "One request")
     figure = text.split("```")[1]
     in_figure = {int(number) for number in re.findall(r"(?<![\w(])(\d+)(?![\w)])", figure)}
-    told = {int(row[0]): row[1] + row[2] for row in rows(text)}
+    told = {int(row[0]): row[1] + row[2] for row in table_rows(text)}
     assert in_figure == set(told) == set(range(1, len(told) + 1))
     without = [step for step, where in told.items() if not _REFERENCE.search(where)]
     assert without == []
 
 
 def test_the_import_table_is_the_enforced_one() -> None:
-    named = {row[0].strip("`/").split("/")[-1]: row[2] for row in rows(section(ARCHITECTURE, "Folders"))}
-    assert named.keys() == ARROWS.keys()
+    named = {row[0].strip("`/").split("/")[-1]: row[2] for row in table_rows(section(ARCHITECTURE, "Folders"))}
+    assert named.keys() == ALLOWED_IMPORTS.keys()
     for folder, text in named.items():
         if text != "everything above":
-            assert set(re.findall(r"`(\w+)`", text)) == ARROWS[folder], folder
+            assert set(re.findall(r"`(\w+)`", text)) == ALLOWED_IMPORTS[folder], folder
         else:
-            assert ARROWS[folder] == ARROWS.keys() - {folder}
+            assert ALLOWED_IMPORTS[folder] == ALLOWED_IMPORTS.keys() - {folder}
 
 
 def test_owners_are_named_once_and_exist() -> None:
-    owned = [row for row in rows(section(ARCHITECTURE, "Who owns"))]
+    owned = [row for row in table_rows(section(ARCHITECTURE, "Who owns"))]
     assert len({row[0] for row in owned}) == len(owned) > 20
     assert all(_REFERENCE.search(row[1]) for row in owned)
 
 
 def test_settings_are_documented() -> None:
     text = section(ARCHITECTURE, "Configuration")
-    named = [name for row in rows(text) for name in re.findall(r"`(\w+)`", row[1])]
+    named = [name for row in table_rows(text) for name in re.findall(r"`(\w+)`", row[1])]
     assert sorted(named) == sorted(Config.__struct_fields__)
 
 
 async def test_metrics_are_documented() -> None:
-    metrics = Metrics(Dispatcher(Config()))
-    metrics.add_ports(Ports(Config(), 1024))
+    metrics = CoordinatorMetrics(Dispatcher(Config()))
+    metrics.add_port_connections(PortConnections(Config(), 1024))
     exposed = {family.name + ("_total" if family.type == "counter" else "") for family in metrics.registry.collect()}
     text = section(ARCHITECTURE, "Metrics")
-    told = {row[0].strip("`") for row in rows(text) if "*" not in row[0]}
+    told = {row[0].strip("`") for row in table_rows(text) if "*" not in row[0]}
     assert told == exposed
 
 
 def test_errors_are_documented() -> None:
-    between = {row[0].strip("`"): row[1].strip("`") for row in rows(section(PROTOCOL, "Errors between nodes"))}
+    between = {row[0].strip("`"): row[1].strip("`") for row in table_rows(section(PROTOCOL, "Errors between nodes"))}
     replaceable = {
-        code: kind.__name__ for code, kind in BY_CODE.items() if issubclass(kind, HandoffFailed | NodeFailed)
+        code: kind.__name__ for code, kind in ERRORS_BY_CODE.items() if issubclass(kind, HandoffFailed | NodeFailed)
     }
     assert between == replaceable
-    told = {row[1].strip("`"): row for row in rows(section(ARCHITECTURE, "Errors")) if len(row) == 4}
-    assert BY_CODE.keys() - replaceable.keys() <= told.keys()
-    for code in BY_CODE.keys() - replaceable.keys():
+    told = {row[1].strip("`"): row for row in table_rows(section(ARCHITECTURE, "Errors")) if len(row) == 4}
+    assert ERRORS_BY_CODE.keys() - replaceable.keys() <= told.keys()
+    for code in ERRORS_BY_CODE.keys() - replaceable.keys():
         _, _, http, grpc = told[code]
-        assert not http.isdigit() or int(http) == BY_CODE[code].http_status
-        assert grpc in ("-", BY_CODE[code].grpc_code)
+        assert not http.isdigit() or int(http) == ERRORS_BY_CODE[code].http_status
+        assert grpc in ("-", ERRORS_BY_CODE[code].grpc_code)
 
 
 # protocol.md
@@ -194,18 +194,18 @@ def test_errors_are_documented() -> None:
 
 def state_enums() -> Iterator[tuple[str, list[str]]]:
     """(name, members) of every enum of ours that is a state of something."""
-    for package in ARROWS:
-        for path in sources(package):
+    for package in ALLOWED_IMPORTS:
+        for path in list_sources(package):
             for node in ast.parse(path.read_text()).body:
                 if isinstance(node, ast.ClassDef) and node.name.endswith("State"):
                     if any(isinstance(base, ast.Name) and base.id == "Enum" for base in node.bases):
-                        yield node.name, list(names_in(node.body))
+                        yield node.name, list(list_names(node.body))
 
 
 STATES = dict(state_enums())
 
 
-def test_the_automata_are_found() -> None:
+def test_state_enums_are_found() -> None:
     known = {"RequestState", "SequenceState", "BlockState", "LandingState", "DepartureState"}
     assert known <= STATES.keys()
 
@@ -213,7 +213,7 @@ def test_the_automata_are_found() -> None:
 @pytest.mark.parametrize("enum", sorted(STATES))
 def test_states_are_documented(enum: str) -> None:
     text = section(PROTOCOL, enum)
-    assert [row[0].strip("`") for row in rows(text)] == STATES[enum]
+    assert [row[0].strip("`") for row in table_rows(text)] == STATES[enum]
     figure = text.split("```")[1]
     assert [state for state in STATES[enum] if not re.search(rf"\b{state}\b", figure)] == []
 
@@ -221,7 +221,7 @@ def test_states_are_documented(enum: str) -> None:
 @pytest.mark.parametrize("message", ["NodeMessage", "CoordinatorMessage"])
 def test_messages_of_the_node_link_are_documented(message: str) -> None:
     kinds = cluster_pb2.DESCRIPTOR.message_types_by_name[message].oneofs_by_name["message"].fields
-    told = {row[0] for row in rows(section(PROTOCOL, "The node link"))}
+    told = {row[0] for row in table_rows(section(PROTOCOL, "The node link"))}
     assert {f"`{kind.message_type.name}`" for kind in kinds} <= told
 
 
@@ -233,11 +233,11 @@ def test_the_protocols_versions_are_documented() -> None:
 
 def test_frames_and_events_are_documented() -> None:
     text = section(PROTOCOL, "The transfer plane")
-    told = {row[0].strip("`"): row[1] for row in rows(text)}
-    sent = {kind.__name__: "to decode" for kind in frames.ToDecode.__args__}
-    sent |= {kind.__name__: "to prefill" for kind in frames.ToWriter.__args__}
+    told = {row[0].strip("`"): row[1] for row in table_rows(text)}
+    sent = {kind.__name__: "to decode" for kind in frames.FrameToDecode.__args__}
+    sent |= {kind.__name__: "to prefill" for kind in frames.FrameToWriter.__args__}
     assert len(sent) == len(frames.Frame.__subclasses__())
-    first = {row[0].strip("`"): row[1] for row in reversed(rows(text))}  # Committed is a frame and an event
+    first = {row[0].strip("`"): row[1] for row in reversed(table_rows(text))}  # Committed is a frame and an event
     assert {name: first.get(name) for name in sent} == sent
     heard = {kind.__name__: "decode" for kind in events.InboundEvent.__args__}
     heard |= {kind.__name__: "prefill" for kind in events.OutboundEvent.__args__}
@@ -247,10 +247,10 @@ def test_frames_and_events_are_documented() -> None:
 
 def test_failpoints_are_documented() -> None:
     told: dict[str, set[str]] = {}
-    for row in rows(section(PROTOCOL, "Failpoints")):
+    for row in table_rows(section(PROTOCOL, "Failpoints")):
         actions = set(re.findall(r"[a-z]+", row[1].split(":")[0]))
         told |= {name: actions for name in re.findall(r"`([a-z_.]+)`", row[0])}
-    assert told == {name: {action.value for action in actions} for name, actions in POINTS.items()}
+    assert told == {name: {action.value for action in actions} for name, actions in KNOWN_FAILPOINTS.items()}
 
 
 # the others
@@ -262,15 +262,15 @@ def test_dependencies_are_documented() -> None:
     groups = [project["dependencies"], *project["optional-dependencies"].values(), build]
     wanted = {re.match(r"[\w.-]+", line)[0] for group in groups for line in group}  # type: ignore[index]
     text = (ROOT / "docs" / "dependencies.md").read_text()
-    told = {name for row in rows(text) for name in re.findall(r"`([\w.-]+)`", row[0])}
+    told = {name for row in table_rows(text) for name in re.findall(r"`([\w.-]+)`", row[0])}
     assert told == wanted
 
 
-def test_commands_are_the_ones_there_are() -> None:
+def test_documented_commands_exist() -> None:
     text = (ROOT / "README.md").read_text()
     built = {each.name for each in [*app.registered_commands, *app.registered_groups]} - UNBUILT.keys()
     used = set(re.findall(r"(?:^(?:\$ )?(?:\.venv/bin/|BATON_\w+=\S+ )?|; )baton (\w+)", text, re.MULTILINE))
-    table = {row[0] for row in rows(section(text, "Operating it"))}
+    table = {row[0] for row in table_rows(section(text, "Operating it"))}
     listed = {match[1] for cell in table if (match := re.match(r"`baton (\w+)", cell))}
     assert listed == built
     assert used <= built
@@ -281,7 +281,7 @@ def test_commands_are_the_ones_there_are() -> None:
     assert [name for name in modules if importlib.util.find_spec(name) is None] == []
 
 
-def test_what_is_not_built_is_said() -> None:
+def test_unimplemented_features_are_documented() -> None:
     text = section((ROOT / "README.md").read_text(), "What is not there yet")
     told = set(re.findall(r"`([^`]+)`", text))
     commands = {f"baton {name}" for name in UNBUILT} | {f"baton bench {name}" for name in UNBUILT_BENCHMARKS}
@@ -290,22 +290,22 @@ def test_what_is_not_built_is_said() -> None:
     assert commands | options | routes <= told
 
 
-def test_options_that_the_pages_name_exist() -> None:
+def test_documented_options_exist() -> None:
     """Of any command or process of ours, or of a tool that the page is about."""
     known = {"--" + field.replace("_", "-") for field in Config.__struct_fields__}
     commands = list(get_command(app).commands.values())  # type: ignore[attr-defined]
     commands += [inner for command in commands for inner in getattr(command, "commands", {}).values()]
     known |= {option for command in commands for each in command.params for option in each.opts}
-    parsers = [_parser({name: importlib.import_module(module)}) for name, module in BENCHMARKS.items()]
-    known |= {option for parser in parsers for option in options_of(parser)}
+    parsers = [make_parser({name: importlib.import_module(module)}) for name, module in BENCHMARKS.items()]
+    known |= {option for parser in parsers for option in list_options(parser)}
     for page in PAGES:
-        named = set(re.findall(r"`(--[a-z][a-z-]+)", page.read_text())) - OTHERS_OPTIONS
+        named = set(re.findall(r"`(--[a-z][a-z-]+)", page.read_text())) - FOREIGN_OPTIONS
         assert named <= known, page
 
 
-def options_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+def list_options(parser: argparse.ArgumentParser) -> Iterator[str]:
     for action in parser._actions:
         yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):
             for inner in action.choices.values():
-                yield from options_of(inner)
+                yield from list_options(inner)

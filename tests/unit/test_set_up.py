@@ -43,29 +43,29 @@ def test_the_index_is_that_of_the_image() -> None:
     assert PYTORCH_CPU in (ROOT / "Makefile").read_text()
 
 
-def test_an_index_out_of_reach_is_tried_once_and_said(
+def test_unreachable_index_is_tried_once_and_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(install_torch, "is_installed", lambda: False)
-    monkeypatch.setattr(install_torch, "install", lambda index: pytest.fail("there is nothing to install from"))
+    monkeypatch.setattr(install_torch, "install_from_index", lambda index: pytest.fail("there is nothing to install from"))
     install_torch.main("http://127.0.0.1:1/whl/cpu")
     assert "cannot be reached" in capsys.readouterr().out
     install_torch.main("")
     assert capsys.readouterr().out == ""
 
 
-def test_torch_that_is_there_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install_torch, "why_unreachable", lambda index: pytest.fail("nobody is to be asked"))
+def test_installed_torch_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install_torch, "find_index_problem", lambda index: pytest.fail("nobody is to be asked"))
     install_torch.main(PYTORCH_CPU)
 
 
-def test_sizes(tmp_path: Path) -> None:
+def test_installed_bytes(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(100_000))
     (tmp_path / "link").symlink_to("/proc/kcore")
-    assert 100_000 <= footprint.installed_bytes(tmp_path) <= 200_000
+    assert 100_000 <= footprint.disk_bytes(tmp_path) <= 200_000
 
 
-def test_memory_is_read_from_what_the_kernel_shows_of_a_process_that_leaves_no_core_file(tmp_path: Path) -> None:
+def test_cluster_memory_reads_proc_status(tmp_path: Path) -> None:
     """Its maps and smaps are root's to read; its status is everybody's."""
     process, segment = tmp_path / "42", tmp_path / "baton-pool-1"
     process.mkdir()
@@ -73,10 +73,10 @@ def test_memory_is_read_from_what_the_kernel_shows_of_a_process_that_leaves_no_c
     for name in ("maps", "smaps_rollup"):
         (process / name).symlink_to(process / "nothing")  # an OSError for root, too
     segment.write_bytes(bytes(1 << 20))
-    segments = footprint.segment_files(tmp_path, "baton-")
-    assert footprint.cluster_memory([42], segments, tmp_path) == (300 << 10, segment.stat().st_blocks * 512)
+    segments = footprint.list_segment_files(tmp_path, "baton-")
+    assert footprint.measure_cluster_memory([42], segments, tmp_path) == (300 << 10, segment.stat().st_blocks * 512)
 
 
-def test_the_demo_goes_on_where_memory_cannot_be_read(tmp_path: Path) -> None:
-    assert demo.sizes([1 << 30], ()).startswith("memory: not readable (")
-    assert demo.sizes([], [tmp_path / "gone"]).startswith("memory: not readable (")
+def test_demo_continues_when_memory_is_unreadable(tmp_path: Path) -> None:
+    assert demo.describe_footprint([1 << 30], ()).startswith("memory: not readable (")
+    assert demo.describe_footprint([], [tmp_path / "gone"]).startswith("memory: not readable (")

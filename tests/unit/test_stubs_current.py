@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from tools.generate_stubs import generate
+from tools.generate_stubs import generate_stubs
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_stubs_are_current(tmp_path: Path) -> None:
-    generate(tmp_path)
+    generate_stubs(tmp_path)
     made = {path.name: path.read_text() for path in (tmp_path / "baton" / "pb").iterdir()}
     kept = {path.name: path.read_text() for path in (ROOT / "baton" / "pb").iterdir() if path.name in made}
     assert made == kept, "run `make proto`"

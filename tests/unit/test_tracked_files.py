@@ -16,7 +16,7 @@ KNOWN_TOKEN = re.compile(
     r"|AKIA[A-Z0-9]{16}|xox[abprs]-[\w-]{20,}|AIza[\w-]{35})"
 )
 HOME = re.compile(r"(?:^|[^\w.])(?:/home|/Users|[A-Z]:\\Users)[/\\]\w")
-ASSIGNED = re.compile(
+ASSIGNED_SECRET = re.compile(
     r"(?i)(?:key|token|secret|password|passwd)[\"']?\s*[:=]\s*[\"']?(?P<value>[A-Za-z0-9+/_-]{20,}=*)"
 )
 LONG_HEX = re.compile(r"\b[0-9a-fA-F]{32,}\b")
@@ -28,24 +28,24 @@ def is_settings(path: str) -> bool:
     return Path(path).suffix in SETTINGS or name.startswith((".env", "Dockerfile", "Makefile"))
 
 
-def findings(path: str, text: str) -> Iterator[str]:
+def find_problems(path: str, text: str) -> Iterator[str]:
     """What should not be in a file of this name."""
     for kind, pattern in (("private key", PRIVATE_KEY), ("token", KNOWN_TOKEN), ("home folder", HOME)):
         yield from (f"{path}: {kind}: {found[0].strip()[:24]}" for found in pattern.finditer(text))
     if is_settings(path):
         yield from (f"{path}: long hex: {found[0][:8]}..." for found in LONG_HEX.finditer(text))
-        yield from (f"{path}: secret: {found['value'][:8]}..." for found in ASSIGNED.finditer(text))
+        yield from (f"{path}: secret: {found['value'][:8]}..." for found in ASSIGNED_SECRET.finditer(text))
     if len(ROOT.parts) > 2 and re.search(rf"(?<!\w){re.escape(str(ROOT))}\b", text):
         yield f"{path}: this checkout's own folder"
 
 
-def tracked() -> list[str]:
+def list_tracked_files() -> list[str]:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
     return [name for name in listed.stdout.split("\0") if name]
 
 
-def texts() -> Iterator[tuple[str, str]]:
-    for name in tracked():
+def iter_texts() -> Iterator[tuple[str, str]]:
+    for name in list_tracked_files():
         path = ROOT / name
         if path.is_file() and path.stat().st_size <= MAX_BYTES:
             content = path.read_bytes()
@@ -53,14 +53,14 @@ def texts() -> Iterator[tuple[str, str]]:
                 yield name, content.decode(errors="replace")
 
 
-def test_no_tracked_file_has_a_secret_or_a_path_of_somebodys_machine() -> None:
-    if not tracked():
+def test_tracked_files_have_no_secrets_and_no_local_paths() -> None:
+    if not list_tracked_files():
         pytest.skip("not a git checkout")
-    assert [found for path, text in texts() for found in findings(path, text)] == []
+    assert [found for path, text in iter_texts() for found in find_problems(path, text)] == []
 
 
 def test_no_secret_file_is_tracked() -> None:
-    names = {Path(name).name for name in tracked()}
+    names = {Path(name).name for name in list_tracked_files()}
     assert not names & {".env", "id_rsa", "id_ed25519", ".netrc", ".npmrc", ".pypirc", "credentials.json"}
     assert not {name for name in names if name.endswith((".pem", ".key", ".p12"))}
 
@@ -79,8 +79,8 @@ def test_no_secret_file_is_tracked() -> None:
         ("a.md", f"cd {ROOT}" if len(ROOT.parts) > 2 else "/" + "home/jane"),
     ],
 )
-def test_what_is_planted_is_found(path: str, text: str) -> None:
-    assert len(list(findings(path, text))) >= 1
+def test_planted_secrets_are_found(path: str, text: str) -> None:
+    assert len(list(find_problems(path, text))) >= 1
 
 
 @pytest.mark.parametrize(
@@ -92,5 +92,5 @@ def test_what_is_planted_is_found(path: str, text: str) -> None:
         ("a.yml", "PASSWORD: *admin-token"),
     ],
 )
-def test_what_is_no_secret_is_let_be(path: str, text: str) -> None:
-    assert list(findings(path, text)) == []
+def test_harmless_text_is_not_flagged(path: str, text: str) -> None:
+    assert list(find_problems(path, text)) == []

@@ -3,13 +3,13 @@ checked-in page to it."""
 
 from pathlib import Path
 
-from baton.errors import BY_CODE, ConfigError
+from baton.errors import ERRORS_BY_CODE, ConfigError
 from tools.api_reference import grpc, http
 from tools.api_reference.markdown import code, heading, table
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "api.md"
+PAGE_PATH = Path(__file__).resolve().parents[2] / "docs" / "api.md"
 
-INTRODUCTION = """\
+INTRODUCTION_TEXT = """\
 # API reference
 
 Made by `make docs` from the OpenAPI document, the .proto files and `baton/errors.py`: change those, not this page.
@@ -28,7 +28,7 @@ then the default given here.
 - [gRPC](#grpc): [messages](#messages)
 - [Errors](#errors)
 """
-HTTP = """\
+HTTP_TEXT = """\
 A field that is not listed is a 400 that names it, and so is a value out of bounds. With `--unknown-fields ignore` such
 fields are dropped instead, at any depth, and `baton_ignored_fields_total` counts them. Null is the same as leaving a
 field out. Fields of vLLM's, SGLang's and TensorRT-LLM's servers are taken at the values that ask for nothing. The
@@ -44,11 +44,11 @@ event with `error`, and no `[DONE]` follows.
 
 Any of them may answer, in the place of 200, with an [ErrorBody](#object-errorbody):
 """
-GRPC = """\
+GRPC_TEXT = """\
 `proto/generation.proto` is for clients, `proto/cluster.proto` for operators; stubs for Python are in `baton/pb/`. A
 call's deadline is the request's. The metadata `x-request-id` is the client's own id, given back.
 """
-ERRORS = """\
+ERRORS_TEXT = """\
 Over HTTP they are an [ErrorBody](#object-errorbody). Over gRPC the status has the message, and the trailing metadata
 `baton-error-code` and `baton-error-param`. `retry-after` says, over both, after how many seconds to come again. An
 error of a node or of a hand-off reaches a client only after `--max-attempts` placements. The HTTP status can tell of
@@ -56,31 +56,31 @@ errors before the first byte; later ones are an event.
 """
 
 
-def render() -> str:
+def render_page() -> str:
     lines = [
-        INTRODUCTION,
-        *heading(2, "HTTP"),
-        HTTP,
-        *http.errors(),
-        *http.page(),
+        INTRODUCTION_TEXT,
+        *heading(2, "HTTP_TEXT"),
+        HTTP_TEXT,
+        *http.error_table(),
+        *http.render_http_section(),
         *heading(2, "gRPC"),
-        GRPC,
-        *grpc.page(),
+        GRPC_TEXT,
+        *grpc.render_grpc_section(),
         *heading(2, "Errors"),
-        ERRORS,
-        *_errors(),
+        ERRORS_TEXT,
+        *_error_lines(),
     ]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _errors() -> list[str]:
+def _error_lines() -> list[str]:
     rows = [
-        (code(name), str(kind.http_status), kind.grpc_code, code(kind.type), (kind.__doc__ or "").partition("\n")[0])
-        for name, kind in BY_CODE.items()
+        (code(name), str(kind.http_status), kind.grpc_code, code(kind.openai_type), (kind.__doc__ or "").partition("\n")[0])
+        for name, kind in ERRORS_BY_CODE.items()
         if kind is not ConfigError
     ]
-    return table(("`code`", "HTTP", "gRPC", "`type`", "what it says"), rows)
+    return table(("`code`", "HTTP_TEXT", "gRPC", "`type`", "what it says"), rows)
 
 
 if __name__ == "__main__":
-    PAGE.write_text(render())
+    PAGE_PATH.write_text(render_page())

@@ -19,7 +19,7 @@ from tools.api_reference.markdown import code, heading, link, table
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ".baton.v1."
-SERVICES = ("Generation", "Cluster")  # the rest is between Baton's own processes
+PUBLIC_SERVICES = ("Generation", "Cluster")  # the rest is between Baton's own processes
 # Numbers of descriptor.proto by which a place in a file is named.
 _MESSAGE, _ENUM, _SERVICE, _MEMBER = 4, 5, 6, 2
 
@@ -27,7 +27,7 @@ Field = FieldDescriptorProto
 Comments = dict[tuple[int, ...], str]
 
 
-class Words:
+class ProtoDefinitions:
     """What the files define, by name, each with its file's comments and its place in them."""
 
     def __init__(self, files: FileDescriptorSet) -> None:
@@ -44,17 +44,17 @@ class Words:
                 self.services[service.name] = service, comments, (_SERVICE, index)
 
 
-def page() -> list[str]:
-    words = Words(described())
+def render_grpc_section() -> list[str]:
+    words = ProtoDefinitions(load_descriptors())
     lines: list[str] = []
     named: list[str] = []
-    for name in SERVICES:
+    for name in PUBLIC_SERVICES:
         service, comments, place = words.services[name]
         lines += heading(3, f"service {name}")
         lines += [comments.get(place, ""), ""]
         rows = []
         for index, method in enumerate(service.method):
-            takes, gives = _plain(method.input_type), _plain(method.output_type)
+            takes, gives = _simple_name(method.input_type), _simple_name(method.output_type)
             stream = "stream of " if method.server_streaming else ""
             rows.append(
                 (
@@ -67,12 +67,12 @@ def page() -> list[str]:
             named += [takes, gives]
         lines += table(("call", "takes", "gives", "what it does"), rows)
     lines += heading(3, "Messages")
-    for name in _reachable(words, named):
-        lines += _message(words, name) if name in words.messages else _enum(words, name)
+    for name in _reachable_types(words, named):
+        lines += _message_lines(words, name) if name in words.messages else _enum_lines(words, name)
     return lines
 
 
-def _message(words: Words, name: str) -> list[str]:
+def _message_lines(words: ProtoDefinitions, name: str) -> list[str]:
     message, comments, place = words.messages[name]
     lines = heading(4, f"message {name}")
     if place in comments:
@@ -80,13 +80,13 @@ def _message(words: Words, name: str) -> list[str]:
     if not message.field:
         return [*lines, "No fields.", ""]
     rows = [
-        (code(field.name), str(field.number), _type(message, field), comments.get((*place, _MEMBER, index), ""))
+        (code(field.name), str(field.number), _field_type_text(message, field), comments.get((*place, _MEMBER, index), ""))
         for index, field in enumerate(message.field)
     ]
     return lines + table(("field", "number", "type", "what it is"), rows)
 
 
-def _enum(words: Words, name: str) -> list[str]:
+def _enum_lines(words: ProtoDefinitions, name: str) -> list[str]:
     enum, comments, place = words.enums[name]
     rows = [
         (code(value.name), str(value.number), comments.get((*place, _MEMBER, index), ""))
@@ -95,11 +95,11 @@ def _enum(words: Words, name: str) -> list[str]:
     return heading(4, f"message {name}") + table(("value", "number", "what it is"), rows)
 
 
-def _type(message: DescriptorProto, field: Field) -> str:
+def _field_type_text(message: DescriptorProto, field: Field) -> str:
     entry = next((each for each in message.nested_type if field.type_name.endswith("." + each.name)), None)
     if entry is not None and entry.options.map_entry:
         return f"map of {_kind(entry.field[0])} to {_kind(entry.field[1])}"
-    kind = _kind(field)
+    kind = _type_text(field)
     if field.label == Field.LABEL_REPEATED:
         return f"list of {kind}"
     if field.proto3_optional:
@@ -109,11 +109,11 @@ def _type(message: DescriptorProto, field: Field) -> str:
     return kind
 
 
-def _kind(field: Field) -> str:
-    return link("message", _plain(field.type_name)) if field.type_name else Field.Type.Name(field.type)[5:].lower()
+def _type_text(field: Field) -> str:
+    return link("message", _simple_name(field.type_name)) if field.type_name else Field.Type.Name(field.type)[5:].lower()
 
 
-def _reachable(words: Words, named: list[str]) -> Iterator[str]:
+def _reachable_types(words: ProtoDefinitions, named: list[str]) -> Iterator[str]:
     """Messages and enums in the order in which a reader meets them."""
     seen: set[str] = set()
     while named:
@@ -123,18 +123,18 @@ def _reachable(words: Words, named: list[str]) -> Iterator[str]:
         seen.add(name)
         yield name
         if name in words.messages:
-            kinds = _kinds(words.messages[name][0])
+            kinds = _field_type_names(words.messages[name][0])
             named = [*kinds, *named]
 
 
-def _kinds(message: DescriptorProto) -> list[str]:
+def _field_type_names(message: DescriptorProto) -> list[str]:
     """Of its fields, and of the values of those that are maps."""
     nested = {each.name for each in message.nested_type}
     fields = [*message.field, *(field for each in message.nested_type for field in each.field)]
-    return [kind for field in fields if field.type_name and (kind := _plain(field.type_name)) not in nested]
+    return [kind for field in fields if field.type_name and (kind := _simple_name(field.type_name)) not in nested]
 
 
-def _plain(name: str) -> str:
+def _simple_name(name: str) -> str:
     return name.rpartition(".")[2]
 
 
@@ -147,7 +147,7 @@ def _comments(file: FileDescriptorProto) -> Comments:
     return said
 
 
-def described() -> FileDescriptorSet:
+def load_descriptors() -> FileDescriptorSet:
     """The files as protoc reads them, with comments. Raises SystemExit when it finds a fault."""
     names = [f"baton/pb/{path.name}" for path in sorted((ROOT / "proto").glob("*.proto"))]
     with tempfile.NamedTemporaryFile() as out:

@@ -4,12 +4,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from coordinator.http.openapi import document
+from coordinator.http.openapi import build_openapi_document
 from tools.api_reference.markdown import code, heading, link, table
 
-Json = dict[str, Any]
+OpenApiObject = dict[str, Any]
 
-ADMIN = (
+ADMIN_ROUTES = (
     ("GET /livez", "The process lives"),
     ("GET /readyz", "A warm-up token went through the whole cluster; else 503 with the reason"),
     ("GET /metrics", "Prometheus' text format: [architecture.md](architecture.md#metrics)"),
@@ -44,50 +44,50 @@ _RANGES = (
 )
 
 
-def errors() -> list[str]:
+def error_table() -> list[str]:
     """What every route may answer; raises ValueError if they differ."""
     told = {
         tuple((status, each["description"]) for status, each in operation["responses"].items() if status != "200")
-        for methods in document("")["paths"].values()
+        for methods in build_openapi_document("")["paths"].values()
         for operation in methods.values()
     }
     (rows,) = told
     return table(("status", "when"), rows)
 
 
-def page() -> list[str]:
-    whole = document("")
+def render_http_section() -> list[str]:
+    whole = build_openapi_document("")
     lines = []
     for path, methods in whole["paths"].items():
         for method, operation in methods.items():
-            lines += _operation(method.upper(), path, operation)
+            lines += _operation_lines(method.upper(), path, operation)
     lines += heading(3, "The admin port")
     lines += [
         "Port 9000 (`--admin-port`). Answers are the messages of `baton.v1.Cluster`, below, as JSON of the same names.",
         "",
     ]
-    lines += table(("path", "answers"), ((code(path), what) for path, what in ADMIN))
+    lines += table(("path", "answers"), ((code(path), what) for path, what in ADMIN_ROUTES))
     lines += heading(3, "Bodies")
     for name, schema in whole["components"]["schemas"].items():
-        lines += _object(name, schema)
+        lines += _object_lines(name, schema)
     return lines
 
 
-def _operation(method: str, path: str, operation: Json) -> list[str]:
+def _operation_lines(method: str, path: str, operation: OpenApiObject) -> list[str]:
     lines = heading(3, f"{method} {path}")
     lines += [operation["summary"] + ".", ""]
     rows = []
     if "requestBody" in operation:
         body = operation["requestBody"]["content"]["application/json"]["schema"]
-        rows.append(("body", _type(body)))
+        rows.append(("body", _type_text(body)))
         rows += [(f"header {code(each['name'])}, optional", each["description"]) for each in operation["parameters"]]
     answer = operation["responses"]["200"]["content"]
     streams = ", or server-sent events if `stream` is true" if "text/event-stream" in answer else ""
-    rows.append(("answer", _type(answer["application/json"]["schema"]) + streams))
+    rows.append(("answer", _type_text(answer["application/json"]["schema"]) + streams))
     return lines + table(("", ""), rows)
 
 
-def _object(name: str, schema: Json) -> list[str]:
+def _object_lines(name: str, schema: OpenApiObject) -> list[str]:
     lines = heading(4, f"object {name}")
     if "description" in schema:
         lines += [schema["description"], ""]
@@ -99,8 +99,8 @@ def _object(name: str, schema: Json) -> list[str]:
             fixed.append(f"`{field}` ({', '.join(code(json.dumps(value)) for value in shape['enum'])})")
             continue
         must = "required" if len(needed) == 1 and field in needed[0] and "additionalProperties" in schema else ""
-        bounds = ", ".join(filter(None, (must, _bounds(shape))))
-        rows.append((code(field), _type(shape), bounds, shape["description"]))
+        bounds = ", ".join(filter(None, (must, _bounds_text(shape))))
+        rows.append((code(field), _type_text(shape), bounds, shape["description"]))
     heads: tuple[str, ...] = ("field", "type", "bounds", "what it is")
     if not any(bounds for _, _, bounds, _ in rows):
         heads, rows = (*heads[:2], heads[3]), [(*row[:2], row[3]) for row in rows]
@@ -110,11 +110,11 @@ def _object(name: str, schema: Json) -> list[str]:
     return lines
 
 
-def _type(shape: Json) -> str:
+def _type_text(shape: OpenApiObject) -> str:
     if "$ref" in shape:
         return link("object", shape["$ref"].rpartition("/")[2])
     if "anyOf" in shape:
-        return " or ".join(dict.fromkeys(_type(each) for each in shape["anyOf"] if each != {"type": "null"}))
+        return " or ".join(dict.fromkeys(_type_text(each) for each in shape["anyOf"] if each != {"type": "null"}))
     kind = shape.get("type", "any")
     if kind == "array":
         return f"list of {_type(shape['items'])}"
@@ -123,16 +123,16 @@ def _type(shape: Json) -> str:
     return " or ".join(kind) if isinstance(kind, list) else str(kind)
 
 
-def _bounds(shape: Json) -> str:
-    said = list(_ranges(shape))
+def _bounds_text(shape: OpenApiObject) -> str:
+    said = list(_range_texts(shape))
     if "enum" in shape:
         said.append(", ".join(code(str(value)) for value in shape["enum"]))
     inner = [each for key in ("items", "additionalProperties") if isinstance(each := shape.get(key), dict)]
-    said += [f"each {text}" for each in inner for text in [", ".join(_ranges(each))] if text]
+    said += [f"each {text}" for each in inner for text in [", ".join(_range_texts(each))] if text]
     return "; ".join(said)
 
 
-def _ranges(shape: Json) -> Iterator[str]:
+def _range_texts(shape: OpenApiObject) -> Iterator[str]:
     low, high = shape.get("minimum"), shape.get("maximum")
     if low is not None and high is not None:
         yield f"{_number(low)} to {_number(high)}"

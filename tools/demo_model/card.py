@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tools.demo_model import train
-from tools.demo_model.continuations import Continuation, Judgement
-from tools.demo_model.corpus import HELD_OUT, PARTS, Facts
+from tools.demo_model.continuations import Continuation, ContinuationScores
+from tools.demo_model.corpus import HELD_OUT_PARTS, PART_SHARES, CorpusFacts
 
 _PART_NAMES = {
     "library": "modules of the library",
@@ -19,22 +19,22 @@ _PART_NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluation:
-    """`held_out`: bits per byte by part, over the first `tokens` of each. `chat`: question and answer."""
+class ModelEvaluation:
+    """`held_out_bits`: bits per byte by part, over the first `held_out_tokens` of each. `chat_samples`: question and answer."""
 
-    parameters: int
-    length: int
-    tokens: int
-    held_out: Mapping[str, float]
-    judgement: Judgement
+    parameter_count: int
+    max_continuation_tokens: int
+    held_out_tokens: int
+    held_out_bits: Mapping[str, float]
+    scores: ContinuationScores
     samples: Sequence[Continuation]
-    chat: Sequence[tuple[str, str]]
-    note: str = ""
+    chat_samples: Sequence[tuple[str, str]]
+    remark: str = ""
 
 
-def card(facts: Facts, training: Mapping[str, Any], best: Mapping[str, Any], evaluation: Evaluation) -> str:
+def render_model_card(facts: CorpusFacts, training: Mapping[str, Any], best: Mapping[str, Any], evaluation: ModelEvaluation) -> str:
     """`training` is `training.json`; `best` is the line of its log that belongs to the weights."""
-    judged = evaluation.judgement
+    judged = evaluation.scores
     return f"""# demo
 
 A toy: a Llama with {evaluation.parameters / 1e6:.1f} M parameters in bfloat16, trained from scratch on the \
@@ -108,15 +108,15 @@ context is 2048 tokens. Use it to see a server work, for nothing else.
 """
 
 
-def _data(facts: Facts) -> str:
+def _data_table(facts: CorpusFacts) -> str:
     return "\n".join(
         f"| {_PART_NAMES[part]} | {facts.documents[part]} | {facts.utf8_bytes[part] / 1e6:.1f} | {facts.tokens[part]} "
         f"| {share:.0%} |"
-        for part, share in PARTS.items()
+        for part, share in PART_SHARES.items()
     )
 
 
-def _options(training: Mapping[str, Any]) -> str:
+def _training_options(training: Mapping[str, Any]) -> str:
     """Those that were not at their default."""
     parser = argparse.ArgumentParser()
     train.add_arguments(parser)
@@ -127,16 +127,16 @@ def _options(training: Mapping[str, Any]) -> str:
     )
 
 
-def _held_out(best: Mapping[str, Any], evaluation: Evaluation) -> str:
+def _held_out_table(best: Mapping[str, Any], evaluation: ModelEvaluation) -> str:
     return "\n".join(
         f"| {_PART_NAMES[part]} | {best[f'held_out_{part}']:.3f} | {evaluation.held_out[part]:.3f} |"
-        for part in HELD_OUT
+        for part in HELD_OUT_PARTS
     )
 
 
-def _continuations(samples: Sequence[Continuation]) -> str:
+def _continuation_samples(samples: Sequence[Continuation]) -> str:
     return "\n\n".join(f"```python\n{one.whole_lines.rstrip()}\n```" for one in samples)
 
 
-def _chat(chat: Sequence[tuple[str, str]]) -> str:
+def _chat_samples(chat: Sequence[tuple[str, str]]) -> str:
     return "\n\n".join(f"> **{question}**\n>\n> " + answer.replace("\n", "\n> ") for question, answer in chat)

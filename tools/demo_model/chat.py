@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 BOS = "<|bos|>"
 EOS = "<|eos|>"  # ends a document, and an answer
-ROLES = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
-SPECIAL = (BOS, EOS, *ROLES.values())  # ids 0, 1, ...
+ROLE_TOKENS = {"system": "<|system|>", "user": "<|user|>", "assistant": "<|assistant|>"}
+SPECIAL_TOKENS = (BOS, EOS, *ROLE_TOKENS.values())  # ids 0, 1, ...
 
 # A role's token opens a turn; the next role's token, or EOS after an answer, ends it.
-TEMPLATE = (
+CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
     "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
@@ -20,10 +20,10 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-Turn = tuple[str, str]  # role, text
+ChatTurn = tuple[str, str]  # role, text
 
 
-def render(turns: Sequence[Turn]) -> str:
+def render_chat(turns: Sequence[ChatTurn]) -> str:
     """What TEMPLATE makes of the turns."""
-    parts = [ROLES[role] + text.strip() + (EOS if role == "assistant" else "") for role, text in turns]
+    parts = [ROLE_TOKENS[role] + text.strip() + (EOS if role == "assistant" else "") for role, text in turns]
     return BOS + "".join(parts)

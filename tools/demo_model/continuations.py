@@ -6,24 +6,24 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tools.demo_model.sources import parse
+from tools.demo_model.sources import parse_python
 
-OFTEN = 3  # times that a line stands in a continuation which repeats itself
+REPEAT_THRESHOLD = 3  # times that a line stands in a continuation which repeats itself
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """`text` follows `opening`. `ended`: with the model's end token, not at the limit of length."""
+    """`text` follows `opening`. `is_ended`: with the model's end token, not at the limit of length."""
 
     opening: str
     text: str
-    ended: bool
+    is_ended: bool
 
     @property
     def whole_lines(self) -> str:
         """Opening and text, cut after the last line that is known to be whole: the last newline, or the end."""
         whole = self.opening + self.text
-        return whole if self.ended else whole[: whole.rfind("\n") + 1]
+        return whole if self.is_ended else whole[: whole.rfind("\n") + 1]
 
     @property
     def new_lines(self) -> list[str]:
@@ -32,32 +32,32 @@ class Continuation:
         return [line for line in lines if line.strip()]
 
     @property
-    def parses(self) -> bool:
-        return parse(self.whole_lines) is not None
+    def is_python(self) -> bool:
+        return parse_python(self.whole_lines) is not None
 
     @property
-    def repeats(self) -> bool:
+    def has_repetition(self) -> bool:
         told = Counter(line.strip() for line in self.new_lines if re.search(r"\w", line))
-        return max(told.values(), default=0) >= OFTEN
+        return max(told.values(), default=0) >= REPEAT_THRESHOLD
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class ContinuationScores:
     """Shares from 0 to 1."""
 
     count: int
-    parse: float
-    ended: float
-    repeat: float
+    python_share: float
+    ended_share: float
+    repeat_share: float
     median_lines: float
 
 
-def judge(continuations: Sequence[Continuation]) -> Judgement:
+def score_continuations(continuations: Sequence[Continuation]) -> ContinuationScores:
     count = len(continuations)
-    return Judgement(
+    return ContinuationScores(
         count,
-        parse=sum(one.parses for one in continuations) / count,
-        ended=sum(one.ended for one in continuations) / count,
-        repeat=sum(one.repeats for one in continuations) / count,
+        python_share=sum(one.is_python for one in continuations) / count,
+        ended_share=sum(one.is_ended for one in continuations) / count,
+        repeat_share=sum(one.has_repetition for one in continuations) / count,
         median_lines=statistics.median(len(one.new_lines) for one in continuations),
     )

@@ -3,14 +3,14 @@
 import random
 from collections.abc import Iterator, Sequence
 
-from tools.demo_model.chat import Turn, render
-from tools.demo_model.definitions import Documented
-from tools.demo_model.small_talk import SMALL_TALK, SYSTEM
+from tools.demo_model.chat import ChatTurn, render_chat
+from tools.demo_model.definitions import DocumentedName
+from tools.demo_model.small_talk import SMALL_TALK, SYSTEM_PROMPTS
 
-ROUNDS = 4  # times that every name is asked about
+ROUNDS_PER_NAME = 4  # times that every name is asked about
 SMALL_TALK_SHARE = 0.12  # of the exchanges
 SYSTEM_SHARE = 0.3  # of the conversations
-LENGTHS = (1, 1, 1, 2, 3)  # exchanges in a conversation
+EXCHANGE_COUNTS = (1, 1, 1, 2, 3)  # exchanges in a conversation
 
 _ABOUT_ANY = (
     "What does {name} do?",
@@ -26,28 +26,28 @@ _ABOUT_FUNCTION = ("How do I call {name}?", "Which arguments does {name} take?")
 _ABOUT_PLACE = ("Which module has {last}?", "How do I import {last}?")
 
 
-def conversations(names: Sequence[Documented], seed: int) -> Iterator[str]:
+def generate_conversations(names: Sequence[DocumentedName], seed: int) -> Iterator[str]:
     """Every name ROUNDS times, in a random order and company."""
     chance = random.Random(seed)
-    asked = [name for name in names for _ in range(ROUNDS)]
+    asked = [name for name in names for _ in range(ROUNDS_PER_NAME)]
     chance.shuffle(asked)
     while asked:
-        turns: list[Turn] = []
+        turns: list[ChatTurn] = []
         if chance.random() < SYSTEM_SHARE:
-            turns.append(("system", chance.choice(SYSTEM)))
-        for _ in range(chance.choice(LENGTHS)):
+            turns.append(("system", chance.choice(SYSTEM_PROMPTS)))
+        for _ in range(chance.choice(EXCHANGE_COUNTS)):
             is_small_talk = not asked or chance.random() < SMALL_TALK_SHARE
-            question, answer = _small_talk(chance) if is_small_talk else _about(asked.pop(), chance)
+            question, answer = _small_talk_exchange(chance) if is_small_talk else _exchange_about(asked.pop(), chance)
             turns += [("user", question), ("assistant", answer)]
-        yield render(turns)
+        yield render_chat(turns)
 
 
-def _small_talk(chance: random.Random) -> tuple[str, str]:
+def _small_talk_exchange(chance: random.Random) -> tuple[str, str]:
     questions, answer = chance.choice(SMALL_TALK)
     return chance.choice(questions), answer
 
 
-def _about(name: Documented, chance: random.Random) -> tuple[str, str]:
+def _exchange_about(name: DocumentedName, chance: random.Random) -> tuple[str, str]:
     last = name.name.rpartition(".")[2]
     is_top_level = name.kind != "module" and name.name == f"{name.module}.{last}"
     kind = chance.random()

@@ -8,16 +8,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-Tokens = npt.NDArray[np.uint16]
+TokenArray = npt.NDArray[np.uint16]
 
-FACTS = "facts.json"
+FACTS_FILE = "facts.json"
 # Share of the training rows that comes from each part.
-PARTS: Mapping[str, float] = {"library": 0.26, "definitions": 0.24, "tests": 0.28, "prose": 0.04, "chat": 0.18}
-HELD_OUT = ("library", "tests", "chat")  # parts with a held-out half
+PART_SHARES: Mapping[str, float] = {"library": 0.26, "definitions": 0.24, "tests": 0.28, "prose": 0.04, "chat": 0.18}
+HELD_OUT_PARTS = ("library", "tests", "chat")  # parts with a held-out half
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class CorpusFacts:
     """What the card says of the data. `utf8_bytes` and `tokens` are counted per file of token ids."""
 
     python: str
@@ -28,19 +28,19 @@ class Facts:
     tokens: dict[str, int] = field(default_factory=dict)
 
 
-def save(folder: Path, name: str, tokens: Tokens) -> None:
+def save_tokens(folder: Path, name: str, tokens: TokenArray) -> None:
     np.savez_compressed(folder / f"{name}.npz", tokens=tokens)
 
 
-def load(folder: Path, name: str) -> Tokens:
+def load_tokens(folder: Path, name: str) -> TokenArray:
     with np.load(folder / f"{name}.npz", allow_pickle=False) as stored:
-        tokens: Tokens = stored["tokens"]
+        tokens: TokenArray = stored["tokens"]
     return tokens
 
 
-def save_facts(folder: Path, facts: Facts) -> None:
-    (folder / FACTS).write_text(json.dumps(asdict(facts), indent=2) + "\n")
+def save_facts(folder: Path, facts: CorpusFacts) -> None:
+    (folder / FACTS_FILE).write_text(json.dumps(asdict(facts), indent=2) + "\n")
 
 
-def load_facts(folder: Path) -> Facts:
-    return Facts(**json.loads((folder / FACTS).read_text()))
+def load_facts(folder: Path) -> CorpusFacts:
+    return CorpusFacts(**json.loads((folder / FACTS_FILE).read_text()))

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from tools.demo_model import corpus, train
-from tools.demo_model.card import Evaluation, card
-from tools.demo_model.continuations import Continuation, judge
-from tools.demo_model.corpus import Tokens
-from tools.demo_model.exported import Exported
-from tools.demo_model.loss import bits_per_byte, nats
+from tools.demo_model.card import ModelEvaluation, render_model_card
+from tools.demo_model.continuations import Continuation, score_continuations
+from tools.demo_model.corpus import TokenArray
+from tools.demo_model.exported import ExportedModel
+from tools.demo_model.loss import bits_per_byte, sum_nats
 from tools.demo_model.openings import OPENINGS
 
-LENGTH = 192  # tokens of a continuation
+CONTINUATION_TOKENS = 192  # tokens of a continuation
 QUESTIONS = (
     "Hello!",
     "Who are you?",
@@ -26,7 +26,7 @@ QUESTIONS = (
     "Which module has OrderedDict?",
     "How do I read a file?",
 )
-SEEN = ("library", "tests", "definitions")  # parts in which no opening may stand
+TRAINING_PARTS = ("library", "tests", "definitions")  # parts in which no opening may stand
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,49 +39,49 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    served = Exported(arguments.model, torch.bfloat16)
-    refuse_openings_seen(served, arguments.data)
-    completed = served.complete(OPENINGS, LENGTH)
+    served = ExportedModel(arguments.model, torch.bfloat16)
+    reject_seen_openings(served, arguments.data)
+    completed = served.complete_texts(OPENINGS, CONTINUATION_TOKENS)
     continuations = [Continuation(opening, *end) for opening, end in zip(OPENINGS, completed, strict=True)]
     if arguments.show:
         for one in continuations:
             print(f"--- {'Python' if one.parses else 'not Python'}{', repeats' if one.repeats else ''}")
             print(one.whole_lines)
-    wide = Exported(arguments.model, torch.float32)
-    evaluation = Evaluation(
-        parameters=served.parameters_count,
-        length=LENGTH,
-        tokens=arguments.tokens,
-        held_out={
-            name: held_out_bits(wide, corpus.load(arguments.data, f"held_out_{name}")[: arguments.tokens])
-            for name in corpus.HELD_OUT
+    wide = ExportedModel(arguments.model, torch.float32)
+    evaluation = ModelEvaluation(
+        parameter_count=served.parameter_count,
+        max_continuation_tokens=CONTINUATION_TOKENS,
+        held_out_tokens=arguments.tokens,
+        held_out_bits={
+            name: compute_held_out_bits(wide, corpus.load_tokens(arguments.data, f"held_out_{name}")[: arguments.tokens])
+            for name in corpus.HELD_OUT_PARTS
         },
-        judgement=judge(continuations),
+        scores=score_continuations(continuations),
         samples=continuations[:: len(continuations) // 4][:4],  # at fixed places, not the best
-        chat=[(question, served.answer(question, LENGTH)) for question in QUESTIONS],
-        note=arguments.note,
+        chat_samples=[(question, served.answer_question(question, CONTINUATION_TOKENS)) for question in QUESTIONS],
+        remark=arguments.note,
     )
-    training = json.loads((arguments.trained / train.SUMMARY).read_text())
-    text = card(corpus.load_facts(arguments.data), training, best_line(arguments.trained), evaluation)
+    training = json.loads((arguments.trained / train.SUMMARY_FILE).read_text())
+    text = render_model_card(corpus.load_facts(arguments.data), training, find_best_log_line(arguments.trained), evaluation)
     (arguments.model / "README.md").write_text(text)
-    print(json.dumps({"held_out": evaluation.held_out, **asdict(evaluation.judgement)}, indent=2))
+    print(json.dumps({"held_out": evaluation.held_out_bits, **asdict(evaluation.scores)}, indent=2))
 
 
-def refuse_openings_seen(model: Exported, data: Path) -> None:
-    for part in SEEN:
-        text = model.decode(corpus.load(data, part).tolist())
+def reject_seen_openings(model: ExportedModel, data: Path) -> None:
+    for part in TRAINING_PARTS:
+        text = model.decode(corpus.load_tokens(data, part).tolist())
         if seen := [opening for opening in OPENINGS if opening in text]:
             raise SystemExit(f"part {part} has the opening {seen[0]!r}: an evaluation needs others")
 
 
-def held_out_bits(model: Exported, tokens: Tokens) -> float:
+def compute_held_out_bits(model: ExportedModel, tokens: TokenArray) -> float:
     """Bits per byte of the text that the tokens stand for."""
     utf8_bytes = len(model.decode(tokens.tolist()).encode())
-    return bits_per_byte(nats(model, tokens, torch.device("cpu"), model.context), utf8_bytes)
+    return bits_per_byte(sum_nats(model, tokens, torch.device("cpu"), model.context_tokens), utf8_bytes)
 
 
-def best_line(trained: Path) -> Mapping[str, Any]:
+def find_best_log_line(trained: Path) -> Mapping[str, Any]:
     """The line of the training's log that was written with the weights that were kept."""
-    lines = [json.loads(line) for line in (trained / train.LOG).read_text().splitlines()]
-    best: Mapping[str, Any] = min(lines, key=lambda line: float(line[train.JUDGE]))
+    lines = [json.loads(line) for line in (trained / train.LOG_FILE).read_text().splitlines()]
+    best: Mapping[str, Any] = min(lines, key=lambda line: float(line[train.SELECTION_METRIC]))
     return best

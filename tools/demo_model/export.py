@@ -9,9 +9,9 @@ from typing import Any
 from safetensors.torch import save_file
 
 from tools.demo_model import checkpoint, tokenizer
-from tools.demo_model.chat import BOS, EOS, SPECIAL
+from tools.demo_model.chat import BOS, EOS, SPECIAL_TOKENS
 
-LARGEST = 20_000_000  # bytes of the whole folder
+MAX_FOLDER_BYTES = 20_000_000  # bytes of the whole folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,25 +21,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    size = export(arguments.data, arguments.trained, arguments.out)
+    size = export_model(arguments.data, arguments.trained, arguments.out)
     print(f"{arguments.out}: {size / 1e6:.1f} MB")
-    if size > LARGEST:
+    if size > MAX_FOLDER_BYTES:
         raise SystemExit(f"{arguments.out} has {size} bytes, more than {LARGEST}: choose a smaller shape")
 
 
-def export(data: Path, trained: Path, out: Path) -> int:
+def export_model(data: Path, trained: Path, out: Path) -> int:
     """Returns the bytes of the folder."""
     out.mkdir(parents=True, exist_ok=True)
-    shape, tensors = checkpoint.load(trained)
-    bos, eos = SPECIAL.index(BOS), SPECIAL.index(EOS)
+    shape, tensors = checkpoint.load_checkpoint(trained)
+    bos, eos = SPECIAL_TOKENS.index(BOS), SPECIAL_TOKENS.index(EOS)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
-    shutil.copyfile(data / tokenizer.FILE, out / tokenizer.FILE)
-    _write(out / "tokenizer_config.json", tokenizer.settings(shape.context))
-    _write(out / "config.json", shape.hugging_face(bos, eos))
-    _write(out / "generation_config.json", {"bos_token_id": bos, "eos_token_id": eos})
+    shutil.copyfile(data / tokenizer.TOKENIZER_FILE, out / tokenizer.TOKENIZER_FILE)
+    _write_json(out / "tokenizer_config.json", tokenizer.tokenizer_config(shape.context))
+    _write_json(out / "config.json", shape.to_hf_config(bos, eos))
+    _write_json(out / "generation_config.json", {"bos_token_id": bos, "eos_token_id": eos})
     return sum(file.stat().st_size for file in out.iterdir())
 
 
-def _write(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tools.demo_model.chat import EOS, SPECIAL
+from tools.demo_model.chat import EOS, SPECIAL_TOKENS
 
 
-class Exported(nn.Module):
+class ExportedModel(nn.Module):
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         super().__init__()
         transformers = importlib.import_module("transformers")
@@ -21,11 +21,11 @@ class Exported(nn.Module):
         self.eval()
 
     @property
-    def context(self) -> int:
+    def context_tokens(self) -> int:
         return int(self.model.config.max_position_embeddings)
 
     @property
-    def parameters_count(self) -> int:
+    def parameter_count(self) -> int:
         return sum(one.numel() for one in self.parameters())
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -36,19 +36,19 @@ class Exported(nn.Module):
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
-    def complete(self, texts: Sequence[str], most: int) -> list[tuple[str, bool]]:
+    def complete_texts(self, texts: Sequence[str], most: int) -> list[tuple[str, bool]]:
         """For each text at most `most` tokens, each the likeliest, and whether the model ended there."""
-        return self._greedy([self._tokenizer.encode(text) for text in texts], most)
+        return self._generate_greedily([self._tokenizer.encode(text) for text in texts], most)
 
-    def answer(self, question: str, most: int) -> str:
+    def answer_question(self, question: str, most: int) -> str:
         asked = [{"role": "user", "content": question}]
         ids = self._tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
-        return self._greedy([ids], most)[0][0]
+        return self._generate_greedily([ids], most)[0][0]
 
     @torch.no_grad()
-    def _greedy(self, prompts: Sequence[list[int]], most: int) -> list[tuple[str, bool]]:
+    def _generate_greedily(self, prompts: Sequence[list[int]], most: int) -> list[tuple[str, bool]]:
         """All prompts at once, padded on the left."""
-        end = SPECIAL.index(EOS)
+        end = SPECIAL_TOKENS.index(EOS)
         width = max(map(len, prompts))
         rows = torch.tensor([[end] * (width - len(ids)) + ids for ids in prompts])
         mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 NORM_EPSILON = 1e-5
 ROPE_THETA = 10000.0
-INITIAL_SPREAD = 0.02
+INITIALIZER_RANGE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LlamaShape:
     vocabulary: int
     hidden: int = 256
     intermediate: int = 768
@@ -26,7 +26,7 @@ class Shape:
     head_dim: int = 32
     context: int = 2048  # positions trained on
 
-    def hugging_face(self, bos: int, eos: int) -> dict[str, Any]:
+    def to_hf_config(self, bos: int, eos: int) -> dict[str, Any]:
         """`config.json`."""
         return {
             "architectures": ["LlamaForCausalLM"],
@@ -45,17 +45,17 @@ class Shape:
             "attention_bias": False,
             "mlp_bias": False,
             "tie_word_embeddings": True,
-            "initializer_range": INITIAL_SPREAD,
+            "initializer_range": INITIALIZER_RANGE,
             "bos_token_id": bos,
             "eos_token_id": eos,
             "dtype": "bfloat16",
         }
 
-    def plain(self) -> dict[str, int]:
+    def to_dict(self) -> dict[str, int]:
         return asdict(self)
 
 
-class RMSNorm(nn.Module):
+class LlamaRMSNorm(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -66,8 +66,8 @@ class RMSNorm(nn.Module):
         return self.weight * scaled.to(x.dtype)
 
 
-class Attention(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+class LlamaAttention(nn.Module):
+    def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.head_dim = shape.head_dim
         self.q_proj = nn.Linear(shape.hidden, shape.heads * shape.head_dim, bias=False)
@@ -81,14 +81,14 @@ class Attention(nn.Module):
             projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query, key = rotate(query, cos, sin), rotate(key, cos, sin)
+        query, key = apply_rotary_embedding(query, cos, sin), apply_rotary_embedding(key, cos, sin)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
         return out
 
 
-class MLP(nn.Module):
-    def __init__(self, shape: Shape) -> None:
+class LlamaMLP(nn.Module):
+    def __init__(self, shape: LlamaShape) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
         self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=False)
@@ -99,13 +99,13 @@ class MLP(nn.Module):
         return out
 
 
-class Layer(nn.Module):
-    def __init__(self, shape: Shape, dropout: float) -> None:
+class LlamaDecoderLayer(nn.Module):
+    def __init__(self, shape: LlamaShape, dropout: float) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden)
-        self.self_attn = Attention(shape)
-        self.post_attention_layernorm = RMSNorm(shape.hidden)
-        self.mlp = MLP(shape)
+        self.input_layernorm = LlamaRMSNorm(shape.hidden)
+        self.self_attn = LlamaAttention(shape)
+        self.post_attention_layernorm = LlamaRMSNorm(shape.hidden)
+        self.mlp = LlamaMLP(shape)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -114,15 +114,15 @@ class Layer(nn.Module):
         return out
 
 
-class Decoder(nn.Module):
+class LlamaModel(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, shape: Shape, dropout: float) -> None:
+    def __init__(self, shape: LlamaShape, dropout: float) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape, dropout) for _ in range(shape.layers))
-        self.norm = RMSNorm(shape.hidden)
+        self.layers = nn.ModuleList(LlamaDecoderLayer(shape, dropout) for _ in range(shape.layers))
+        self.norm = LlamaRMSNorm(shape.hidden)
         self.dropout = nn.Dropout(dropout)
         frequencies = 1.0 / ROPE_THETA ** (torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
         angles = torch.outer(torch.arange(shape.context).float(), frequencies).repeat(1, 2)
@@ -139,24 +139,24 @@ class Decoder(nn.Module):
         return out
 
 
-class Llama(nn.Module):
+class LlamaForTraining(nn.Module):
     """Initial weights are normal, those that write to the residual stream narrower with depth (GPT-2)."""
 
-    def __init__(self, shape: Shape, dropout: float = 0.0) -> None:
+    def __init__(self, shape: LlamaShape, dropout: float = 0.0) -> None:
         super().__init__()
         self.shape = shape
-        self.model = Decoder(shape, dropout)
+        self.model = LlamaModel(shape, dropout)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 narrowed = (2 * shape.layers) ** -0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
-                nn.init.normal_(parameter, std=INITIAL_SPREAD * narrowed)
+                nn.init.normal_(parameter, std=INITIALIZER_RANGE * narrowed)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits [batch, positions, vocabulary] for token ids [batch, positions]."""
         return F.linear(self.model(tokens), self.model.embed_tokens.weight)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary_embedding(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding (Su et al. 2021), first half of a head with second half."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)

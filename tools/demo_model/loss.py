@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from tools.demo_model.batches import BOS_ID
-from tools.demo_model.corpus import Tokens
+from tools.demo_model.corpus import TokenArray
 
-_WIDE_ROWS = 8  # windows at once
+_WINDOWS_PER_BATCH = 8  # windows at once
 
 
 @torch.no_grad()
-def nats(model: nn.Module, tokens: Tokens, device: torch.device, window: int) -> float:
+def sum_nats(model: nn.Module, tokens: TokenArray, device: torch.device, window: int) -> float:
     """The sum over all tokens but those that begin a document."""
     was_training = model.training
     model.eval()
@@ -38,7 +38,7 @@ def autocast(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
 
 
-def _windows(tokens: Tokens, window: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _windows(tokens: TokenArray, window: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Inputs and targets [rows, window]; -1 where a token is counted elsewhere or not at all."""
     ids = torch.from_numpy(tokens.astype(np.int64))
     step = window // 2
@@ -54,6 +54,6 @@ def _windows(tokens: Tokens, window: int) -> Iterator[tuple[torch.Tensor, torch.
         rows.append((padded[:-1], targets))
         if start + window + 1 >= len(ids):
             break
-    for first in range(0, len(rows), _WIDE_ROWS):
-        chunk = rows[first : first + _WIDE_ROWS]
+    for first in range(0, len(rows), _WINDOWS_PER_BATCH):
+        chunk = rows[first : first + _WINDOWS_PER_BATCH]
         yield torch.stack([row[0] for row in chunk]), torch.stack([row[1] for row in chunk])

@@ -11,16 +11,16 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from tools.demo_model import corpus, sources, tokenizer
-from tools.demo_model.builtin_names import builtin_names
-from tools.demo_model.chat import BOS, EOS, SPECIAL
-from tools.demo_model.conversations import conversations
-from tools.demo_model.definitions import documented, snippets
-from tools.demo_model.progress import Progress
-from tools.demo_model.sources import Source
+from tools.demo_model.builtin_names import list_builtin_names
+from tools.demo_model.chat import BOS, EOS, SPECIAL_TOKENS
+from tools.demo_model.conversations import generate_conversations
+from tools.demo_model.definitions import list_documented_names, list_snippets
+from tools.demo_model.progress import ProgressBar
+from tools.demo_model.sources import SourceFile
 
 DEFAULT_VOCABULARY = 4096
 SEED = 0
-_BATCH = 200  # documents encoded at once
+_ENCODE_BATCH = 200  # documents encoded at once
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,68 +32,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     folder: Path = arguments.data
     folder.mkdir(parents=True, exist_ok=True)
-    files = _read(arguments.files)
-    parts = dict(_parts(files))
-    texts = [_bare(document) for name in ("library", "tests", "prose", "chat") for document in parts[name]]
+    files = _read_sources(arguments.files)
+    parts = dict(_build_parts(files))
+    texts = [_strip_special_tokens(document) for name in ("library", "tests", "prose", "chat") for document in parts[name]]
     print(f"training a tokenizer on {sum(map(len, texts)) / 1e6:.1f} M characters")
-    trained = tokenizer.train(texts, arguments.vocabulary)
-    trained.save(str(folder / tokenizer.FILE))
-    facts = corpus.Facts(platform.python_version(), trained.get_vocab_size())
+    trained = tokenizer.train_tokenizer(texts, arguments.vocabulary)
+    trained.save(str(folder / tokenizer.TOKENIZER_FILE))
+    facts = corpus.CorpusFacts(platform.python_version(), trained.get_vocab_size())
     for kind in ("library", "tests"):
         facts.files[kind] = sum(one.is_test == (kind == "tests") for one in files)
     for name, documents in parts.items():
-        tokens = _encode(trained, name, documents)
-        corpus.save(folder, name, tokens)
+        tokens = _encode_part(trained, name, documents)
+        corpus.save_tokens(folder, name, tokens)
         facts.documents[name] = len(documents)
-        facts.utf8_bytes[name] = sum(len(_bare(document).encode()) for document in documents)
+        facts.utf8_bytes[name] = sum(len(_strip_special_tokens(document).encode()) for document in documents)
         facts.tokens[name] = len(tokens)
         print(f"{name}: {len(documents)} documents, {facts.utf8_bytes[name] / 1e6:.2f} MB, {len(tokens)} tokens")
     corpus.save_facts(folder, facts)
 
 
-def _read(limit: int | None) -> list[Source]:
-    files = list(sources.collect(sources.standard_library()))
+def _read_sources(limit: int | None) -> list[SourceFile]:
+    files = list(sources.collect_sources(sources.standard_library_folder()))
     if limit is not None:
         random.Random(SEED).shuffle(files)
         del files[limit:]
     return files
 
 
-def _parts(files: Sequence[Source]) -> Iterator[tuple[str, list[str]]]:
+def _build_parts(files: Sequence[SourceFile]) -> Iterator[tuple[str, list[str]]]:
     """Documents by part; `held_out_...` from files that no other part has seen."""
     for held_out, prefix in ((False, ""), (True, "held_out_")):
-        chosen = [one for one in files if one.held_out == held_out]
-        yield f"{prefix}library", [_document(one.text) for one in chosen if not one.is_test]
-        yield f"{prefix}tests", [_document(one.text) for one in chosen if one.is_test]
-        names = [name for one in chosen if not one.is_test for name in documented(one)]
+        chosen = [one for one in files if one.is_held_out == held_out]
+        yield f"{prefix}library", [_to_document(one.text) for one in chosen if not one.is_test]
+        yield f"{prefix}tests", [_to_document(one.text) for one in chosen if one.is_test]
+        names = [name for one in chosen if not one.is_test for name in list_documented_names(one)]
         if not held_out:
-            names += builtin_names()
-        yield f"{prefix}chat", list(conversations(names, SEED))
+            names += list_builtin_names()
+        yield f"{prefix}chat", list(generate_conversations(names, SEED))
         if not held_out:
-            unique = dict.fromkeys(text for one in chosen if not one.is_test for text in snippets(one))
-            shuffled = [_document(text) for text in unique]
+            unique = dict.fromkeys(text for one in chosen if not one.is_test for text in list_snippets(one))
+            shuffled = [_to_document(text) for text in unique]
             random.Random(SEED).shuffle(shuffled)
             yield "definitions", shuffled
             topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
-            yield "prose", [_document(text.strip("\n") + "\n") for _, text in sorted(topics.items())]
+            yield "prose", [_to_document(text.strip("\n") + "\n") for _, text in sorted(topics.items())]
 
 
-def _document(text: str) -> str:
+def _to_document(text: str) -> str:
     return BOS + text + EOS
 
 
-def _bare(document: str) -> str:
-    for token in SPECIAL:
+def _strip_special_tokens(document: str) -> str:
+    for token in SPECIAL_TOKENS:
         document = document.replace(token, "")
     return document
 
 
-def _encode(trained: Tokenizer, name: str, documents: Sequence[str]) -> corpus.Tokens:
+def _encode_part(trained: Tokenizer, name: str, documents: Sequence[str]) -> corpus.TokenArray:
     ids: list[int] = []
-    with Progress(f"encoding {name}") as progress:
-        for start in range(0, len(documents), _BATCH):
-            batch = trained.encode_batch(list(documents[start : start + _BATCH]), add_special_tokens=False)
+    with ProgressBar(f"encoding {name}") as progress:
+        for start in range(0, len(documents), _ENCODE_BATCH):
+            batch = trained.encode_batch(list(documents[start : start + _ENCODE_BATCH]), add_special_tokens=False)
             for encoding in batch:
                 ids.extend(encoding.ids)
-            progress.show(min(1.0, (start + _BATCH) / len(documents)))
+            progress.show_progress(min(1.0, (start + _ENCODE_BATCH) / len(documents)))
     return np.asarray(ids, dtype=np.uint16)

@@ -1,6 +1,6 @@
 """Hand-written exchanges, so that a greeting is answered with one: ways to ask, and the answer."""
 
-SYSTEM = (
+SYSTEM_PROMPTS = (
     "You are a helpful assistant.",
     "You answer questions about the Python standard library.",
     "Answer briefly.",

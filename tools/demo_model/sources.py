@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-HELD_OUT = 20  # one file in so many
-LONGEST_FILE = 300_000  # characters; longer ones are tables
-LONGEST_LINE = 500  # characters
-REPEATED = 0.6  # a file with more of its lines in files before it is a copy
-TELLING_LINE = 20  # characters; shorter lines are everywhere
+HELD_OUT_ONE_IN = 20  # one file in so many
+MAX_FILE_CHARACTERS = 300_000  # characters; longer ones are tables
+MAX_LINE_CHARACTERS = 500  # characters
+MAX_REPEATED_SHARE = 0.6  # a file with more of its lines in files before it is a copy
+MIN_DISTINCTIVE_LINE = 20  # characters; shorter lines are everywhere
 
 # Generated tables, packages of others, and files that hold paths of the machine that built Python.
 _SKIPPED_FOLDERS = {"site-packages", "encodings", "pydoc_data", "lib-dynload", "__pycache__", "_bundled"}
@@ -21,46 +21,46 @@ _TEST_FOLDERS = {"test", "tests", "idle_test"}
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SourceFile:
     """One file. `name` is its path below the library's folder."""
 
     name: str
     text: str
     is_test: bool
-    held_out: bool
+    is_held_out: bool
 
     @property
-    def module(self) -> str:
+    def module_name(self) -> str:
         parts = self.name.removesuffix(".py").split("/")
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def standard_library() -> Path:
+def standard_library_folder() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def collect(root: Path) -> Iterator[Source]:
+def collect_sources(root: Path) -> Iterator[SourceFile]:
     """Files that parse as Python, the library's own before its tests, without near copies."""
     paths = sorted(path for path in root.rglob("*.py") if not _is_skipped(path.relative_to(root)))
     paths.sort(key=lambda path: _is_test(path.relative_to(root)))
     seen: set[str] = set()
     for path in paths:
-        text = _read(path)
+        text = _read_source(path)
         if text is None:
             continue
-        lines = {line.strip() for line in text.splitlines() if len(line.strip()) >= TELLING_LINE}
-        if len(lines & seen) > REPEATED * len(lines):
+        lines = {line.strip() for line in text.splitlines() if len(line.strip()) >= MIN_DISTINCTIVE_LINE}
+        if len(lines & seen) > MAX_REPEATED_SHARE * len(lines):
             continue
         seen |= lines
         relative = path.relative_to(root)
-        yield Source(relative.as_posix(), text, _is_test(relative), is_held_out(relative.as_posix()))
+        yield SourceFile(relative.as_posix(), text, _is_test(relative), is_held_out(relative.as_posix()))
 
 
 def is_held_out(name: str) -> bool:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % HELD_OUT == 0
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % HELD_OUT_ONE_IN == 0
 
 
-def parse(text: str) -> ast.Module | None:
+def parse_python(text: str) -> ast.Module | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -77,12 +77,12 @@ def _is_test(relative: Path) -> bool:
     return any(part in _TEST_FOLDERS for part in relative.parts[:-1])
 
 
-def _read(path: Path) -> str | None:
+def _read_source(path: Path) -> str | None:
     try:
         raw = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         return None
     text = "\n".join(line.rstrip() for line in raw.expandtabs(8).split("\n")).strip("\n") + "\n"
-    if not 50 < len(text) <= LONGEST_FILE or max(map(len, text.split("\n"))) > LONGEST_LINE:
+    if not 50 < len(text) <= MAX_FILE_CHARACTERS or max(map(len, text.split("\n"))) > MAX_LINE_CHARACTERS:
         return None
-    return text if parse(text) else None
+    return text if parse_python(text) else None

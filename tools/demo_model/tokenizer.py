@@ -9,25 +9,25 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from tools.demo_model.chat import BOS, EOS, SPECIAL, TEMPLATE
+from tools.demo_model.chat import BOS, EOS, SPECIAL_TOKENS, CHAT_TEMPLATE
 
-FILE = "tokenizer.json"
-_PIECES = r"\n|(?<=\n) +| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s"
+TOKENIZER_FILE = "tokenizer.json"
+_SPLIT_PATTERN = r"\n|(?<=\n) +| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s"
 
 
-def train(texts: Iterable[str], vocabulary: int) -> Tokenizer:
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     """`vocabulary` counts the 256 bytes and the special tokens too, which come first."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_PIECES), "isolated"),
+            pre_tokenizers.Split(Regex(_SPLIT_PATTERN), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=list(SPECIAL),
+        special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -36,19 +36,19 @@ def train(texts: Iterable[str], vocabulary: int) -> Tokenizer:
     return tokenizer
 
 
-def load(folder: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(folder / FILE))
+def load_tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(folder / TOKENIZER_FILE))
 
 
-def settings(context: int) -> dict[str, Any]:
+def tokenizer_config(context: int) -> dict[str, Any]:
     """`tokenizer_config.json` for a model of `context` positions."""
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
         "eos_token": EOS,
-        "extra_special_tokens": [one for one in SPECIAL if one not in (BOS, EOS)],
+        "extra_special_tokens": [one for one in SPECIAL_TOKENS if one not in (BOS, EOS)],
         "model_max_length": context,
         "clean_up_tokenization_spaces": False,
         "model_input_names": ["input_ids", "attention_mask"],
-        "chat_template": TEMPLATE,
+        "chat_template": CHAT_TEMPLATE,
     }

@@ -11,17 +11,17 @@ import torch
 import torch.nn.functional as F
 
 from tools.demo_model import checkpoint, corpus
-from tools.demo_model.batches import Batches
-from tools.demo_model.llama import Llama, Shape
-from tools.demo_model.loss import autocast, bits_per_byte, nats
-from tools.demo_model.progress import Progress
-from tools.demo_model.schedule import rate
+from tools.demo_model.batches import BatchSampler
+from tools.demo_model.llama import LlamaForTraining, LlamaShape
+from tools.demo_model.loss import autocast, bits_per_byte, sum_nats
+from tools.demo_model.progress import ProgressBar
+from tools.demo_model.schedule import learning_rate_factor
 
-LOG = "training.jsonl"
-SUMMARY = "training.json"
-EVALUATIONS = 15
-LossOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-JUDGE = "held_out_library"  # the best weights are those with the lowest loss here
+LOG_FILE = "training.jsonl"
+SUMMARY_FILE = "training.json"
+EVALUATION_COUNT = 15
+LossFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+SELECTION_METRIC = "held_out_library"  # the best weights are those with the lowest loss here
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dropout", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-compile", action="store_true")
-    for field, default in Shape(0).plain().items():
+    for field, default in LlamaShape(0).to_dict().items():
         if field not in ("vocabulary", "context"):
             parser.add_argument(f"--{field.replace('_', '-')}", type=int, default=default)
 
@@ -47,48 +47,48 @@ def run(arguments: argparse.Namespace) -> None:
     torch.set_float32_matmul_precision("high")
     device = torch.device(arguments.device)
     facts = corpus.load_facts(arguments.data)
-    sizes = {name: getattr(arguments, name) for name in Shape(0).plain() if name not in ("vocabulary", "context")}
-    model = Llama(Shape(facts.vocabulary, context=arguments.sequence, **sizes), arguments.dropout).to(device)
-    batches = Batches(
-        {name: corpus.load(arguments.data, name) for name in corpus.PARTS}, corpus.PARTS, device, arguments.seed
+    sizes = {name: getattr(arguments, name) for name in LlamaShape(0).to_dict() if name not in ("vocabulary", "context")}
+    model = LlamaForTraining(LlamaShape(facts.vocabulary, context=arguments.sequence, **sizes), arguments.dropout).to(device)
+    batches = BatchSampler(
+        {name: corpus.load_tokens(arguments.data, name) for name in corpus.PART_SHARES}, corpus.PART_SHARES, device, arguments.seed
     )
     print(f"{sum(one.numel() for one in model.parameters()):,} parameters on {_name(device)}", flush=True)
     _train(model, batches, facts, device, arguments)
 
 
 def _train(
-    model: Llama, batches: Batches, facts: corpus.Facts, device: torch.device, arguments: argparse.Namespace
+    model: LlamaForTraining, batches: BatchSampler, facts: corpus.CorpusFacts, device: torch.device, arguments: argparse.Namespace
 ) -> None:
     folder: Path = arguments.out
     folder.mkdir(parents=True, exist_ok=True)
-    held_out = {f"held_out_{name}": corpus.load(arguments.data, f"held_out_{name}") for name in corpus.HELD_OUT}
-    optimizer = _optimizer(model, device, arguments.rate, arguments.weight_decay)
+    held_out = {f"held_out_{name}": corpus.load_tokens(arguments.data, f"held_out_{name}") for name in corpus.HELD_OUT_PARTS}
+    optimizer = _make_optimizer(model, device, arguments.rate, arguments.weight_decay)
     model.train()
-    loss_of = _loss_of(model, device, arguments)
+    loss_of = _make_loss(model, device, arguments)
     best, evaluated, steps, began = float("inf"), 0, 0, time.monotonic()
-    with Progress("training") as progress, (folder / LOG).open("w") as log:
-        for steps, done in _ticks(arguments.steps, arguments.minutes):
+    with ProgressBar("training") as progress, (folder / LOG_FILE).open("w") as log:
+        for steps, done in _training_steps(arguments.steps, arguments.minutes):
             for group in optimizer.param_groups:
-                group["lr"] = arguments.rate * rate(done)
-            loss = _step(loss_of, model, batches, optimizer, arguments)
-            progress.show(done, f"step {steps}, best held-out {best:.4f} bits per byte")
-            if done < 1.0 and done * EVALUATIONS < evaluated + 1:
+                group["lr"] = arguments.rate * learning_rate_factor(done)
+            loss = _train_step(loss_of, model, batches, optimizer, arguments)
+            progress.show_progress(done, f"step {steps}, best held-out {best:.4f} bits per byte")
+            if done < 1.0 and done * EVALUATION_COUNT < evaluated + 1:
                 continue
-            evaluated = int(done * EVALUATIONS)
+            evaluated = int(done * EVALUATION_COUNT)
             figures = {
-                name: bits_per_byte(nats(model, tokens, device, arguments.sequence), facts.utf8_bytes[name])
+                name: bits_per_byte(sum_nats(model, tokens, device, arguments.sequence), facts.utf8_bytes[name])
                 for name, tokens in held_out.items()
             }
             seconds = time.monotonic() - began
             line = {"step": steps, "seconds": round(seconds, 1), "loss": round(loss.item(), 4), **figures}
             log.write(json.dumps(line) + "\n")
             log.flush()
-            if figures[JUDGE] < best:
-                best = figures[JUDGE]
-                checkpoint.save(folder / "best", model)
-    checkpoint.save(folder / "last", model)
+            if figures[SELECTION_METRIC] < best:
+                best = figures[SELECTION_METRIC]
+                checkpoint.save_checkpoint(folder / "best", model)
+    checkpoint.save_checkpoint(folder / "last", model)
     summary = {
-        "device": _name(device),
+        "device": _device_name(device),
         "seconds": round(time.monotonic() - began, 1),
         "steps": steps,
         "tokens": steps * arguments.rows * arguments.sequence,
@@ -96,11 +96,11 @@ def _train(
         "torch": torch.__version__,
         "settings": {key: str(value) for key, value in vars(arguments).items() if key not in ("data", "out", "stage")},
     }
-    (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+    (folder / SUMMARY_FILE).write_text(json.dumps(summary, indent=2) + "\n")
     print(json.dumps(summary), flush=True)
 
 
-def _ticks(steps: int, minutes: float | None) -> Iterator[tuple[int, float]]:
+def _training_steps(steps: int, minutes: float | None) -> Iterator[tuple[int, float]]:
     """Step number from 1, and the share of the training that is done with it; the last share is 1."""
     began = time.monotonic()
     for step in range(1, steps + 1):
@@ -111,10 +111,10 @@ def _ticks(steps: int, minutes: float | None) -> Iterator[tuple[int, float]]:
             return
 
 
-def _step(
-    loss_of: LossOf, model: Llama, batches: Batches, optimizer: torch.optim.Optimizer, arguments: argparse.Namespace
+def _train_step(
+    loss_of: LossFunction, model: LlamaForTraining, batches: BatchSampler, optimizer: torch.optim.Optimizer, arguments: argparse.Namespace
 ) -> torch.Tensor:
-    loss = loss_of(*batches.draw(arguments.rows, arguments.sequence))
+    loss = loss_of(*batches.sample_batch(arguments.rows, arguments.sequence))
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -122,7 +122,7 @@ def _step(
     return loss.detach()
 
 
-def _optimizer(model: Llama, device: torch.device, peak: float, weight_decay: float) -> torch.optim.Optimizer:
+def _make_optimizer(model: LlamaForTraining, device: torch.device, peak: float, weight_decay: float) -> torch.optim.Optimizer:
     """AdamW; norms are not decayed."""
     matrices = [one for one in model.parameters() if one.dim() == 2]
     norms = [one for one in model.parameters() if one.dim() != 2]
@@ -130,7 +130,7 @@ def _optimizer(model: Llama, device: torch.device, peak: float, weight_decay: fl
     return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.95), fused=device.type == "cuda")
 
 
-def _loss_of(model: Llama, device: torch.device, arguments: argparse.Namespace) -> LossOf:
+def _make_loss(model: LlamaForTraining, device: torch.device, arguments: argparse.Namespace) -> LossFunction:
     """The mean loss of inputs and targets: compiled and tried once on a GPU, plain where that cannot be done."""
 
     def plain(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -140,7 +140,7 @@ def _loss_of(model: Llama, device: torch.device, arguments: argparse.Namespace) 
 
     if device.type != "cuda" or arguments.no_compile:
         return plain
-    compiled: LossOf = torch.compile(plain)
+    compiled: LossFunction = torch.compile(plain)
     probe = torch.zeros((arguments.rows, arguments.sequence), dtype=torch.long, device=device)
     try:
         compiled(probe, probe).backward()
@@ -151,7 +151,7 @@ def _loss_of(model: Llama, device: torch.device, arguments: argparse.Namespace) 
     return compiled
 
 
-def _name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Level = Literal["ok", "warning", "bad"]
+FindingLevel = Literal["ok", "warning", "bad"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +12,7 @@ class Finding:
     """`bad`: Baton will not work, or not as configured. `warning`: it will, worse than it could. Both have a fix."""
 
     name: str
-    level: Level
+    level: FindingLevel
     detail: str
     fix: str = ""
 
@@ -20,13 +20,13 @@ class Finding:
 Check = Callable[[], list[Finding]]
 
 
-def ok(name: str, detail: str) -> Finding:
+def ok_finding(name: str, detail: str) -> Finding:
     return Finding(name, "ok", detail)
 
 
-def warning(name: str, detail: str, fix: str) -> Finding:
+def warning_finding(name: str, detail: str, fix: str) -> Finding:
     return Finding(name, "warning", detail, fix)
 
 
-def bad(name: str, detail: str, fix: str) -> Finding:
+def bad_finding(name: str, detail: str, fix: str) -> Finding:
     return Finding(name, "bad", detail, fix)

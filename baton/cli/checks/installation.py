@@ -7,18 +7,18 @@ import baton
 _ROOT = Path(baton.__file__).resolve().parent.parent
 
 
-def from_source_tree(root: Path | None = None) -> bool:
+def is_source_tree(root: Path | None = None) -> bool:
     """Whether this is a checkout or an editable installation of one, and not an installed wheel."""
     return (root or _ROOT).joinpath("pyproject.toml").is_file()
 
 
-def reinstall() -> str:
-    if from_source_tree():
+def reinstall_advice() -> str:
+    if is_source_tree():
         return "install Baton again: pip install -e . (or make setup)"
     return "install Baton again: pip install --force-reinstall, with the wheel that it came from"
 
 
-def set_up_with(python: str) -> str:
-    if from_source_tree():
+def setup_advice(python: str) -> str:
+    if is_source_tree():
         return f"use Python 3.11 or newer: make setup PYTHON={python}"
     return f"use Python 3.11 or newer: {python} -m venv, and install Baton's wheel there"

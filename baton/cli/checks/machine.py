@@ -7,26 +7,26 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from baton.cli.checks.finding import Finding, bad, ok, warning
-from baton.cli.checks.installation import reinstall, set_up_with
+from baton.cli.checks.finding import Finding, bad_finding, ok_finding, warning_finding
+from baton.cli.checks.installation import reinstall_advice, setup_advice
 from baton.cli.plan import threads_per_node
 from baton.config import Config
-from baton.connection_limits import COORDINATOR_PORTS, MOST_DESCRIPTORS, port_limit
+from baton.connection_limits import COORDINATOR_PORTS, MAX_DESCRIPTORS, compute_port_limit
 from baton.errors import ConfigError
 
-OLDEST_PYTHON = (3, 11)
+MIN_PYTHON = (3, 11)
 PROBE_TIMEOUT = 120.0  # seconds: a cold import of torch
-_FEW_FILES = 256
+_MIN_USABLE_FILES = 256
 
 
-def python_version(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
+def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
     shown = ".".join(map(str, version))
-    if version < OLDEST_PYTHON:
-        return bad("python", f"this is {shown}", set_up_with("/path/to/python3.11"))
-    return ok("python", shown)
+    if version < MIN_PYTHON:
+        return bad_finding("python", f"this is {shown}", setup_advice("/path/to/python3.11"))
+    return ok_finding("python", shown)
 
 
-def probe(arguments: Sequence[str]) -> dict[str, Any]:
+def run_node_probe(arguments: Sequence[str]) -> dict[str, Any]:
     """What a node process finds here (node_engine/probe.py), asked in a process of its own."""
     command = [sys.executable, "-m", "node_engine.probe", *arguments]
     try:
@@ -39,89 +39,89 @@ def probe(arguments: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def torch_library(found: Mapping[str, Any]) -> Finding:
+def check_torch(found: Mapping[str, Any]) -> Finding:
     if "error" in found:
-        return bad("torch", f"the process that looks for it failed: {found['error']}", reinstall())
+        return bad_finding("torch", f"the process that looks for it failed: {found['error']}", reinstall_advice())
     torch = found["torch"]
-    return bad("torch", torch["error"], reinstall()) if "error" in torch else ok("torch", torch["version"])
+    return bad_finding("torch", torch["error"], reinstall_advice()) if "error" in torch else ok_finding("torch", torch["version"])
 
 
-def device(found: Mapping[str, Any], wanted: str) -> Finding:
+def check_device(found: Mapping[str, Any], wanted: str) -> Finding:
     """`wanted` is --device."""
     gpus = found.get("gpus", [])
     if gpus:
-        return ok("device", f"{len(gpus)} GPU: {', '.join(gpus[:8])}")
+        return ok_finding("device", f"{len(gpus)} GPU: {', '.join(gpus[:8])}")
     if wanted == "cuda":
         fix = "check nvidia-smi, install torch with CUDA, or use --device cpu"
-        return bad("device", "--device cuda, and torch sees no GPU", fix)
-    return ok("device", "no GPU: models run on the CPU")
+        return bad_finding("device", "--device cuda, and torch sees no GPU", fix)
+    return ok_finding("device", "no GPU: models run on the CPU")
 
 
-def triton_library(found: Mapping[str, Any]) -> Finding:
+def check_triton(found: Mapping[str, Any]) -> Finding:
     """Needed on GPUs alone."""
     triton = found.get("triton", {"error": "not looked for"})
     if "version" in triton:
-        return ok("triton", triton["version"])
+        return ok_finding("triton", triton["version"])
     if found.get("gpus"):
         told = f"there are GPUs, and it cannot be loaded: {triton['error']}"
-        return bad(
+        return bad_finding(
             "triton", told, "install a CUDA build of torch, which brings it: pip install --force-reinstall torch"
         )
-    return ok("triton", "not there; a CPU needs none")
+    return ok_finding("triton", "not there; a CPU needs none")
 
 
-def encryption() -> Finding:
+def check_encryption() -> Finding:
     """The transfer links between nodes are encrypted by libzmq's CURVE."""
     try:
         import zmq
     except ImportError as error:
-        return bad("libzmq", f"pyzmq cannot be loaded: {error}", reinstall())
-    return curve(zmq.zmq_version(), bool(zmq.has("curve")))
+        return bad_finding("libzmq", f"pyzmq cannot be loaded: {error}", reinstall_advice())
+    return check_curve(zmq.zmq_version(), bool(zmq.has("curve")))
 
 
-def curve(version: str, there: bool) -> Finding:
+def check_curve(version: str, there: bool) -> Finding:
     if there:
-        return ok("libzmq", f"{version} with CURVE")
-    return bad("libzmq", f"{version} without CURVE", "use pyzmq's own wheels: pip install --force-reinstall pyzmq")
+        return ok_finding("libzmq", f"{version} with CURVE")
+    return bad_finding("libzmq", f"{version} without CURVE", "use pyzmq's own wheels: pip install --force-reinstall pyzmq")
 
 
-def cores(config: Config, available: int) -> Finding:
+def check_cores(config: Config, available: int) -> Finding:
     nodes = config.prefill + config.decode
     try:
         threads = threads_per_node(config.threads, nodes, available)
     except ConfigError as error:
-        return bad("cores", error.message, "set --threads")
+        return bad_finding("cores", error.message, "set --threads")
     told = f"{available} cores, {nodes} nodes with {threads} threads each"
     if nodes * threads > available and config.engine == "model" and config.device != "cuda":
-        return warning(
+        return warning_finding(
             "cores", f"{told}: they slow each other down", "use fewer nodes (--prefill, --decode) or --threads"
         )
-    return ok("cores", told)
+    return ok_finding("cores", told)
 
 
-def open_files(config: Config, limit: int | None = None) -> Finding:
+def check_open_files(config: Config, limit: int | None = None) -> Finding:
     """Every client, every node and every segment takes one. Processes of ours raise the soft limit to the hard one."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1] if limit is None else limit
-    usable = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
-    wanted = _files_for(config)
+    usable = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    wanted = _wanted_descriptors(config)
     fix = f"ulimit -n {wanted} (or LimitNOFILE= of the service)"
     try:
-        limits = {name: port_limit(name, usable, most=config.max_connections) for name in COORDINATOR_PORTS}
+        limits = {name: compute_port_limit(name, usable, most=config.max_connections) for name in COORDINATOR_PORTS}
     except ConfigError as error:
-        return bad("open files", error.message, fix)
+        return bad_finding("open files", error.message, fix)
     shares = ", ".join(f"{name} {limit.most}" for name, limit in limits.items())
     told = f"{usable} per process; connections at most: {shares}"
     if hard == resource.RLIM_INFINITY or hard >= wanted:
-        return ok("open files", told)
-    if usable < _FEW_FILES:
-        return bad("open files", told, fix)
-    return warning("open files", f"{told}: fewer than --max-queue allows clients", fix)
+        return ok_finding("open files", told)
+    if usable < _MIN_USABLE_FILES:
+        return bad_finding("open files", told, fix)
+    return warning_finding("open files", f"{told}: fewer than --max-queue allows clients", fix)
 
 
-def _files_for(config: Config) -> int:
+def _wanted_descriptors(config: Config) -> int:
     """The limit at which the HTTP port may hold a client for each request that may wait or run."""
     clients = config.max_queue + config.max_num_seqs * config.decode
     wanted = clients
-    while port_limit("http", wanted).most < clients and wanted < MOST_DESCRIPTORS:
+    while compute_port_limit("http", wanted).max_connections < clients and wanted < MAX_DESCRIPTORS:
         wanted *= 2
     return wanted

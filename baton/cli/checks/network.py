@@ -3,76 +3,76 @@
 import importlib.metadata
 from typing import Any
 
-from baton.cli.checks.finding import Finding, bad, ok, warning
-from baton.cli.errors import Bad, Unreachable
-from baton.cli.ports import FIELDS, hold
+from baton.cli.checks.finding import Finding, bad_finding, ok_finding, warning_finding
+from baton.cli.errors import CommandFailed, EndpointUnreachable
+from baton.cli.ports import PORT_FIELDS, reserve_port
 from baton.config import Config
 from baton.errors import ConfigError
 
-_REFUSED = "baton_connections_refused_total"
+_REFUSED_METRIC = "baton_connections_refused_total"
 
 
-def ask(endpoint: str, admin_token: str) -> Any:
+def fetch_status(endpoint: str, admin_token: str) -> Any:
     """The status of the cluster that answers at `endpoint`; None if nobody does. Raises Bad when it refuses to say."""
-    from baton.cli.client import admin, connected
+    from baton.cli.client import admin_metadata, coordinator_channel
     from baton.pb import cluster_pb2, cluster_pb2_grpc
 
     try:
-        with connected(endpoint) as channel:
+        with coordinator_channel(endpoint) as channel:
             stub = cluster_pb2_grpc.ClusterStub(channel)
-            return stub.Status(cluster_pb2.StatusRequest(), timeout=10.0, metadata=admin(admin_token))
-    except Unreachable:
+            return stub.Status(cluster_pb2.StatusRequest(), timeout=10.0, metadata=admin_metadata(admin_token))
+    except EndpointUnreachable:
         return None
 
 
-def network(config: Config, endpoint: str) -> list[Finding]:
+def check_network(config: Config, endpoint: str) -> list[Finding]:
     try:
-        status = ask(endpoint, config.admin_token)
-    except Bad as error:
-        finding = warning("cluster", f"{endpoint} answers: {error.message}", "give the right --admin-token")
-        return [finding, ports(config, occupied=True)]
-    return [cluster(endpoint, status), *connections(status), ports(config, occupied=status is not None)]
+        status = fetch_status(endpoint, config.admin_token)
+    except CommandFailed as error:
+        finding = warning_finding("cluster", f"{endpoint} answers: {error.message}", "give the right --admin-token")
+        return [finding, check_ports(config, occupied=True)]
+    return [check_cluster(endpoint, status), *check_connections(status), check_ports(config, occupied=status is not None)]
 
 
-def connections(status: Any) -> list[Finding]:
+def check_connections(status: Any) -> list[Finding]:
     """Ports of the cluster that answers which had more connections than they may hold."""
     counters = status.counters if status is not None else {}
-    refused = {name: int(value) for name, value in sorted(counters.items()) if name.startswith(_REFUSED) and value}
+    refused = {name: int(value) for name, value in sorted(counters.items()) if name.startswith(_REFUSED_METRIC) and value}
     if not refused:
         return []
     told = ", ".join(f"{name.removeprefix(_REFUSED).strip('{}')}: {count}" for name, count in refused.items())
     fix = (
         "raise ulimit -Hn or --max-connections, or keep out who opens them (--max-connections-per-address, a firewall)"
     )
-    return [warning("connections", f"closed because there were too many, since the coordinator started: {told}", fix)]
+    return [warning_finding("connections", f"closed because there were too many, since the coordinator started: {told}", fix)]
 
 
-def cluster(endpoint: str, status: Any) -> Finding:
+def check_cluster(endpoint: str, status: Any) -> Finding:
     """`status` None: nobody is there, which is no fault."""
     if status is None:
-        return ok("cluster", f"none answers at {endpoint}")
+        return ok_finding("cluster", f"none answers at {endpoint}")
     told = f"{endpoint}: version {status.version or 'unknown'}, {len(status.nodes)} nodes"
     if not status.ready:
-        return warning("cluster", f"{told}, not ready: {status.reason}", "see `baton status` and the logs")
+        return warning_finding("cluster", f"{told}, not ready: {status.reason}", "see `baton status` and the logs")
     if status.version != _our_version():
-        return warning("cluster", f"{told}; this is {_our_version()}", "use the same version on both sides")
-    return ok("cluster", f"{told}, ready")
+        return warning_finding("cluster", f"{told}; this is {_our_version()}", "use the same version on both sides")
+    return ok_finding("cluster", f"{told}, ready")
 
 
-def ports(config: Config, *, occupied: bool) -> Finding:
+def check_ports(config: Config, *, occupied: bool) -> Finding:
     """Those that `baton up` would take. `occupied`: a cluster runs here, so they may well be its own."""
     taken = []
-    for field, host in FIELDS.items():
+    for field, host in PORT_FIELDS.items():
         flag = "--" + field.replace("_", "-")
         try:
-            hold(getattr(config, host), getattr(config, field), flag).close()
+            reserve_port(getattr(config, host), getattr(config, field), flag).close()
         except ConfigError as error:
             taken.append(error.message)
     if not taken:
-        return ok("ports", "free")
+        return ok_finding("ports", "free")
     if occupied:
-        return ok("ports", f"{len(taken)} in use, while a cluster runs here")
-    return bad("ports", "; ".join(taken), "stop what listens there, or choose other ports (0 for any)")
+        return ok_finding("ports", f"{len(taken)} in use, while a cluster runs here")
+    return bad_finding("ports", "; ".join(taken), "stop what listens there, or choose other ports (0 for any)")
 
 
 def _our_version() -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.config import SECRETS, Config, choices, description, parse_assignment, resolve, unknown_variables
+from baton.config import SECRET_FIELDS, Config, get_field_choices, get_field_help, parse_assignment, resolve_config, find_unknown_variables
 from baton.errors import ConfigError
 
 
@@ -13,7 +13,7 @@ def test_precedence(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
     file.write_text("port = 1\ngrpc_port = 2\nadmin_port = 3\n")
     environ = {"BATON_GRPC_PORT": "20", "BATON_ADMIN_PORT": "30", "BATON_CONFIG": str(file), "BATON_UNRELATED": "x"}
-    config = resolve({"admin_port": "300"}, environ=environ)
+    config = resolve_config({"admin_port": "300"}, environ=environ)
     assert (config.port, config.grpc_port, config.admin_port) == (1, 20, 300)
     assert config.block_size == 16
 
@@ -36,7 +36,7 @@ def test_precedence(tmp_path: Path) -> None:
 )
 def test_mistakes_are_named(flags: dict[str, object], environ: dict[str, str], words: list[str]) -> None:
     with pytest.raises(ConfigError) as caught:
-        resolve(flags, environ=environ)
+        resolve_config(flags, environ=environ)
     for word in words:
         assert word in str(caught.value)
 
@@ -44,18 +44,18 @@ def test_mistakes_are_named(flags: dict[str, object], environ: dict[str, str], w
 def test_secret_from_file_and_never_in_an_error(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("s3cret\n")
-    assert resolve({"api_key": f"@{file}"}, environ={}).api_key == "s3cret"
+    assert resolve_config({"api_key": f"@{file}"}, environ={}).api_key == "s3cret"
     with pytest.raises(ConfigError) as caught:
-        resolve({"api_key": ["s3cret"]}, environ={})
+        resolve_config({"api_key": ["s3cret"]}, environ={})
     assert "s3cret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("content", "told"), [(b"", "empty"), (b" \n", "empty"), (b"\xff", "UTF-8")])
-def test_a_file_without_a_key_does_not_switch_the_key_off(content: bytes, told: str, tmp_path: Path) -> None:
+def test_empty_or_unreadable_secret_file_is_an_error(content: bytes, told: str, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_bytes(content)
     with pytest.raises(ConfigError, match=told) as caught:
-        resolve({"api_key": f"@{file}"}, environ={})
+        resolve_config({"api_key": f"@{file}"}, environ={})
     assert caught.value.param == "api_key"
 
 
@@ -63,7 +63,7 @@ def test_bad_toml(tmp_path: Path) -> None:
     file = tmp_path / "baton.toml"
     file.write_text("port = = 1")
     with pytest.raises(ConfigError, match="not TOML"):
-        resolve({}, environ={}, file=str(file))
+        resolve_config({}, environ={}, file=str(file))
 
 
 def test_assignment() -> None:
@@ -72,26 +72,26 @@ def test_assignment() -> None:
         parse_assignment("max-model-len")
 
 
-def test_the_table_describes_itself() -> None:
-    assert choices("mode") == ("disaggregated", "colocated", "auto")
-    assert choices("port") == ()
-    assert "Tokens of a KV block" in description("block_size")
-    assert set(Config.__struct_fields__) >= SECRETS
+def test_field_help_and_choices() -> None:
+    assert get_field_choices("mode") == ("disaggregated", "colocated", "auto")
+    assert get_field_choices("port") == ()
+    assert "Tokens of a KV block" in get_field_help("block_size")
+    assert set(Config.__struct_fields__) >= SECRET_FIELDS
     with pytest.raises(AttributeError):
         Config().port = 1  # type: ignore[misc]
     assert msgspec.structs.asdict(Config())["mode"] == "disaggregated"
 
 
 def test_every_choice_names_its_values() -> None:
-    chosen = [field for field in Config.__struct_fields__ if choices(field)]
+    chosen = [field for field in Config.__struct_fields__ if get_field_choices(field)]
     assert len(chosen) > 5
     for field in chosen:
         with pytest.raises(ConfigError) as caught:
-            resolve({}, environ={f"BATON_{field.upper()}": "no-such-word"})
+            resolve_config({}, environ={f"BATON_{field.upper()}": "no-such-word"})
         assert f"it must be one of {', '.join(choices(field))}" in str(caught.value)
 
 
-def test_a_misspelt_variable_is_told_with_the_name_that_it_may_mean() -> None:
+def test_unknown_variable_notice_suggests_the_nearest_name() -> None:
     environ = {
         "BATON_PREFIL": "2",
         "BATON_SERVICE_HOST": "10.0.0.1",
@@ -99,6 +99,6 @@ def test_a_misspelt_variable_is_told_with_the_name_that_it_may_mean() -> None:
         "BATON_ENDPOINT": "x",
         "A": "b",
     }
-    near, far = unknown_variables(environ)
+    near, far = find_unknown_variables(environ)
     assert near == "BATON_PREFIL is set, and no setting is called so: it has no effect: did you mean BATON_PREFILL?"
     assert far == "BATON_SERVICE_HOST is set, and no setting is called so: it has no effect"

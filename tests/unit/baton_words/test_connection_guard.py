@@ -12,7 +12,7 @@ from baton.connection_limits import PortLimit
 MOST = 4
 
 
-class Port:
+class ListeningPort:
     """A listening socket, the connections that it has accepted, and their other ends."""
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Port:
         self.accepted.append(self.listening.accept()[0])
         return one
 
-    def ended(self) -> list[int]:
+    def closed_peers(self) -> list[int]:
         """Which of the other ends have been told that it is over."""
         found = []
         for number, one in enumerate(self.dialled):
@@ -48,47 +48,47 @@ class Port:
 
 
 @pytest.fixture
-def port() -> Iterator[Port]:
-    made = Port()
+def port() -> Iterator[ListeningPort]:
+    made = ListeningPort()
     yield made
     made.close()
 
 
-def guard_of(port: Port, most: int = MOST) -> ConnectionGuard:
+def make_guard(port: ListeningPort, most: int = MOST) -> ConnectionGuard:
     guard = ConnectionGuard()
-    guard.watch("grpc", port.number, PortLimit(most, most))
+    guard.watch_port("grpc", port.number, PortLimit(most, most))
     return guard
 
 
-def test_what_is_beyond_the_limit_is_shut_down_and_counted(port: Port) -> None:
+def test_excess_connections_are_closed_and_counted(port: ListeningPort) -> None:
     for _ in range(MOST + 3):
         port.connect()
     port.dialled[0].send(b"PRI * HTTP/2.0")
-    guard = guard_of(port)
+    guard = make_guard(port)
     descriptors = set(os.listdir("/proc/self/fd"))
-    guard.sweep()
-    assert port.ended() == [1, 2, 3]  # the silent ones; gRPC would close their descriptors now, the guard does not
+    guard.close_excess_connections()
+    assert port.closed_peers() == [1, 2, 3]  # the silent ones; gRPC would close their descriptors now, the guard does not
     assert set(os.listdir("/proc/self/fd")) == descriptors
-    assert (guard.held(), guard.refused()) == ({"grpc": MOST}, {"grpc": 3})
+    assert (guard.get_connection_counts(), guard.get_refused_counts()) == ({"grpc": MOST}, {"grpc": 3})
     guard.close()
 
 
-def test_it_looks_by_itself(port: Port) -> None:
-    guard = guard_of(port, most=1)
+def test_guard_thread_closes_excess_connections(port: ListeningPort) -> None:
+    guard = make_guard(port, most=1)
     for _ in range(3):
         port.connect()
-    guard.look_soon()
+    guard.check_soon()
     assert port.dialled[0].recv(1) == b""  # blocks until it has
     guard.close()
 
 
-def test_other_ports_and_its_own_dials_are_left_alone(port: Port) -> None:
-    other = Port()
+def test_other_ports_and_outgoing_connections_are_untouched(port: ListeningPort) -> None:
+    other = ListeningPort()
     for _ in range(MOST):
         port.connect()
         other.connect()
-    guard = guard_of(port)
-    guard.sweep()
-    assert (port.ended(), other.ended(), guard.refused()) == ([], [], {"grpc": 0})
+    guard = make_guard(port)
+    guard.close_excess_connections()
+    assert (port.closed_peers(), other.closed_peers(), guard.get_refused_counts()) == ([], [], {"grpc": 0})
     guard.close()
     other.close()

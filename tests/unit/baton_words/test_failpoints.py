@@ -1,17 +1,17 @@
 import pytest
 
 from baton.errors import ConfigError, HandoffFailed
-from baton.failpoints import POINTS, Action, Failpoints, arm_from_environment
+from baton.failpoints import KNOWN_FAILPOINTS, FailpointAction, Failpoints, arm_from_environment
 
 
 def test_unarmed_points_do_nothing() -> None:
     points = Failpoints()
-    assert all(points.hit(name) is None for name in POINTS)
+    assert all(points.hit(name) is None for name in KNOWN_FAILPOINTS)
 
 
 def test_skip_and_times() -> None:
     points = Failpoints("transfer.write.before=drop+2*2")
-    assert [points.hit("transfer.write.before") for _ in range(5)] == [None, None, Action.DROP, Action.DROP, None]
+    assert [points.hit("transfer.write.before") for _ in range(5)] == [None, None, FailpointAction.DROP, FailpointAction.DROP, None]
 
 
 def test_error_is_a_failed_handoff() -> None:
@@ -20,12 +20,12 @@ def test_error_is_a_failed_handoff() -> None:
 
 
 def test_probability_is_seeded() -> None:
-    def draws(seed: int) -> list[Action | None]:
+    def draws(seed: int) -> list[FailpointAction | None]:
         points = Failpoints("transfer.write.before=corrupt@0.5", seed)
         return [points.hit("transfer.write.before") for _ in range(50)]
 
     assert draws(1) == draws(1) != draws(2)
-    assert 10 < draws(1).count(Action.CORRUPT) < 40
+    assert 10 < draws(1).count(FailpointAction.CORRUPT) < 40
 
 
 @pytest.mark.parametrize(

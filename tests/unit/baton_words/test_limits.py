@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from baton.errors import InvalidRequest, TooLong
+from baton.errors import InvalidRequest, ContextLengthExceeded
 from baton.limits import (
-    MAX_LOGIT_BIASES,
+    MAX_LOGIT_BIAS_ENTRIES,
     MAX_LOGPROBS,
     MAX_SEED,
     MAX_STOP_TOKEN_IDS,
@@ -33,7 +33,7 @@ FINE: dict[str, list[Any]] = {
     "presence_penalty": [-2.0, 2.0],
     "frequency_penalty": [-2.0, 2.0],
     "repetition_penalty": [1e-6, 100.0],
-    "logit_bias": [(), ((0, -100.0), (999, 100.0)), tuple((n % 1000, 1.0) for n in range(MAX_LOGIT_BIASES))],
+    "logit_bias": [(), ((0, -100.0), (999, 100.0)), tuple((n % 1000, 1.0) for n in range(MAX_LOGIT_BIAS_ENTRIES))],
     "logprobs": [None, 0, MAX_LOGPROBS],
     "prompt_logprobs": [None, 0, MAX_LOGPROBS],
 }
@@ -55,14 +55,14 @@ WRONG: dict[str, list[Any]] = {
         ((1, 100.1),),
         ((1, -100.1),),
         ((1, math.nan),),
-        tuple((n % 1000, 1.0) for n in range(MAX_LOGIT_BIASES + 1)),
+        tuple((n % 1000, 1.0) for n in range(MAX_LOGIT_BIAS_ENTRIES + 1)),
     ],
     "logprobs": [-1, MAX_LOGPROBS + 1],
     "prompt_logprobs": [-1, MAX_LOGPROBS + 1],
 }
 
 
-def test_every_field_is_here() -> None:
+def test_every_sampling_field_has_a_case() -> None:
     assert set(SamplingParams.__dataclass_fields__) - {"ignore_eos"} == set(FINE) == set(WRONG)
 
 
@@ -72,23 +72,23 @@ def test_the_ends_of_each_range_are_accepted(field: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field in WRONG for value in WRONG[field]])
-def test_what_lies_beyond_is_refused_by_name(field: str, value: Any) -> None:
+def test_out_of_range_value_is_rejected_naming_the_field(field: str, value: Any) -> None:
     with pytest.raises(InvalidRequest, match=field) as refused:
         check_sampling(replace(RIGHT, **{field: value}), 10, BOUNDS)
     assert refused.value.param == field
 
 
 def test_prompt_and_output_share_the_context() -> None:
-    with pytest.raises(TooLong, match="--max-model-len"):
+    with pytest.raises(ContextLengthExceeded, match="--max-model-len"):
         check_sampling(replace(RIGHT, max_tokens=91), 10, BOUNDS)
-    with pytest.raises(TooLong, match="--kv-memory"):
+    with pytest.raises(ContextLengthExceeded, match="--kv-memory"):
         check_sampling(RIGHT, 10, replace(BOUNDS, cache_tokens=16))
-    with pytest.raises(TooLong, match="prompt has 100 tokens"):
+    with pytest.raises(ContextLengthExceeded, match="prompt has 100 tokens"):
         check_prompt((1,) * 100, BOUNDS)
     check_prompt((1,) * 99, BOUNDS)
 
 
 @pytest.mark.parametrize("prompt", [(), (-1,), (1000,)])
-def test_prompts_that_are_none(prompt: tuple[int, ...]) -> None:
+def test_invalid_prompts_are_rejected(prompt: tuple[int, ...]) -> None:
     with pytest.raises(InvalidRequest, match="prompt"):
         check_prompt(prompt, BOUNDS)

@@ -1,4 +1,4 @@
-from baton.link_codec import seal, unseal
+from baton.link_codec import encode_checked, decode_checked
 from baton.pb.cluster_pb2 import AttemptKey, CoordinatorMessage, NodeMessage, Ping, Token, Tokens
 
 MESSAGE = NodeMessage(
@@ -7,29 +7,29 @@ MESSAGE = NodeMessage(
 )
 
 
-def test_what_is_sealed_comes_back() -> None:
-    opened = unseal(NodeMessage, seal(MESSAGE))
+def test_encode_decode_round_trip() -> None:
+    opened = decode_checked(NodeMessage, encode_checked(MESSAGE))
     assert opened is not None
     assert opened.checksum
     opened.ClearField("checksum")
     assert opened == MESSAGE
 
 
-def test_an_empty_message_is_sealed_too() -> None:
-    assert unseal(CoordinatorMessage, seal(CoordinatorMessage(ping=Ping()))) is not None
-    assert unseal(CoordinatorMessage, b"") is None
+def test_empty_message_round_trip() -> None:
+    assert decode_checked(CoordinatorMessage, encode_checked(CoordinatorMessage(ping=Ping()))) is not None
+    assert decode_checked(CoordinatorMessage, b"") is None
 
 
-def test_no_flipped_bit_goes_unseen() -> None:
+def test_every_flipped_bit_is_detected() -> None:
     """Without the checksum, some would: the token's own bits make another token."""
-    data = seal(MESSAGE)
+    data = encode_checked(MESSAGE)
     for bit in range(8 * len(data)):
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << bit % 8
-        assert unseal(NodeMessage, bytes(damaged)) is None, bit
+        assert decode_checked(NodeMessage, bytes(damaged)) is None, bit
 
 
-def test_a_message_cut_short_or_repeated_is_not_whole() -> None:
-    data = seal(MESSAGE)
-    assert all(unseal(NodeMessage, data[:cut]) is None for cut in range(len(data)))
-    assert unseal(NodeMessage, data + data) is None
+def test_truncated_or_repeated_bytes_are_rejected() -> None:
+    data = encode_checked(MESSAGE)
+    assert all(decode_checked(NodeMessage, data[:cut]) is None for cut in range(len(data)))
+    assert decode_checked(NodeMessage, data + data) is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.model_files import ModelFiles, read_model_files
+from baton.model_files import ModelFileDigests, compute_file_digests
 from tests.models import build_model
 
 
@@ -47,10 +47,10 @@ def into_shards(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
 
 
-def test_equal_files_are_equal_wherever_they_lie(original: Path, folder: Path) -> None:
-    found = read_model_files(folder)
-    assert found == read_model_files(original)
-    assert "" not in (found.config, found.tokenizer, found.weights)
+def test_digests_do_not_depend_on_the_path(original: Path, folder: Path) -> None:
+    found = compute_file_digests(folder)
+    assert found == compute_file_digests(original)
+    assert "" not in (found.config_digest, found.tokenizer_digest, found.weights_digest)
 
 
 @pytest.mark.parametrize(
@@ -69,33 +69,33 @@ def test_equal_files_are_equal_wherever_they_lie(original: Path, folder: Path) -
         (into_shards, ""),
     ],
 )
-def test_what_changes_tokens_is_seen_and_nothing_else(
+def test_digests_change_only_with_what_affects_tokens(
     original: Path, folder: Path, change: Callable[[Path], object], seen: str
 ) -> None:
-    before = read_model_files(original)
+    before = compute_file_digests(original)
     change(folder)
-    after = read_model_files(folder)
-    differing = [name for name in ModelFiles.__dataclass_fields__ if getattr(before, name) != getattr(after, name)]
+    after = compute_file_digests(folder)
+    differing = [name for name in ModelFileDigests.__dataclass_fields__ if getattr(before, name) != getattr(after, name)]
     assert differing == ([seen] if seen else [])
 
 
-def test_without_tokenizer_json_its_other_form_counts(folder: Path) -> None:
+def test_slow_tokenizer_files_count_without_tokenizer_json(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
-    assert read_model_files(folder).tokenizer == ""
+    assert compute_file_digests(folder).tokenizer_digest == ""
     (folder / "vocab.json").write_text("{}")
-    before = read_model_files(folder).tokenizer
+    before = compute_file_digests(folder).tokenizer_digest
     assert before
     (folder / "merges.txt").write_text("a b")
-    assert read_model_files(folder).tokenizer not in ("", before)
+    assert compute_file_digests(folder).tokenizer_digest not in ("", before)
 
 
-def test_what_is_not_there_or_not_whole_is_not_known(folder: Path, tmp_path: Path) -> None:
-    assert read_model_files(tmp_path / "nowhere") == ModelFiles()
-    assert read_model_files(folder, dummy=True).weights == "dummy"
+def test_missing_or_truncated_files_have_no_digest(folder: Path, tmp_path: Path) -> None:
+    assert compute_file_digests(tmp_path / "nowhere") == ModelFileDigests()
+    assert compute_file_digests(folder, dummy=True).weights_digest == "dummy"
     weights = folder / "model.safetensors"
     for content in (b"", b"\xff" * 64, weights.read_bytes()[:-8]):
         weights.write_bytes(content)
-        assert read_model_files(folder).weights == ""
+        assert compute_file_digests(folder).weights_digest == ""
     into = folder / "model.safetensors.index.json"
     into.write_text(json.dumps({"weight_map": {"x": "../elsewhere/model.safetensors"}}))
-    assert read_model_files(folder).weights == ""
+    assert compute_file_digests(folder).weights_digest == ""

@@ -54,7 +54,7 @@ def resolve(**settings: Any) -> Config:
     return with_local_model(Config(model=NAME, **settings))
 
 
-def test_a_folder_is_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_folder_is_used_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / NAME).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     for model in (NAME, str(tmp_path / NAME), ""):
@@ -115,7 +115,7 @@ def folder_with(path: Path, *files: str) -> Path:
     return path
 
 
-def test_what_the_cache_lacks_is_downloaded_and_nothing_that_is_not_needed(
+def test_only_missing_needed_files_are_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = folder_with(tmp_path / "whole", *COMPLETE)

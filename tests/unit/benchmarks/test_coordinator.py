@@ -6,14 +6,14 @@ import os
 import pytest
 
 from baton.types import SamplingParams
-from benchmarks.coordinator import Figures, cpu_seconds, to_rows
-from benchmarks.instant_nodes import run
+from benchmarks.coordinator import CoordinatorFigures, cpu_seconds, to_rows
+from benchmarks.instant_nodes import run_instant_nodes
 from coordinator.generation import Submission
-from tests.integration.coordinator_bench import collect, coordinator
+from tests.integration.coordinator_bench import collect_stream, running_coordinator
 
 
 def test_rows() -> None:
-    rows = to_rows("http", Figures(6000, busy=0.5, wall=2.0, ttft=[0.001, 0.003, 0.009], bare=[0.001, 0.001]), "it")
+    rows = to_rows("http", CoordinatorFigures(6000, busy_seconds=0.5, wall_seconds=2.0, ttft_seconds=[0.001, 0.003, 0.009], bare_ttft_seconds=[0.001, 0.001]), "it")
     assert {one.name: (one.value, one.limit) for one in rows} == {
         "coordinator/http/throughput": (12_000.0, 3000.0),
         "coordinator/http/cost": (pytest.approx(500 / 6), None),
@@ -33,14 +33,14 @@ def test_cpu_time_is_this_process_s() -> None:
 
 @pytest.mark.parametrize("step", [0.0, 0.001])
 async def test_instant_nodes_serve(step: float) -> None:
-    async with coordinator() as bench:
-        nodes = asyncio.create_task(run(bench.address, "", 100, step))
-        await bench.until(lambda: len(bench.dispatcher.brain.registry.nodes) == 2)
+    async with running_coordinator() as bench:
+        nodes = asyncio.create_task(run_instant_nodes(bench.cluster_port_address, "", 100, step))
+        await bench.wait_until(lambda: len(bench.dispatcher.brain.node_registry.nodes) == 2)
         for count in (1, 2, 30):
             asked = [Submission((1, 2, 3), SamplingParams(count), 10.0) for _ in range(3)]
-            answers = await asyncio.gather(*map(collect, await bench.dispatcher.submit_all(asked)))
+            answers = await asyncio.gather(*map(collect_stream, await bench.dispatcher.submit_requests(asked)))
             assert [tokens for tokens, _ in answers] == [tuple(n * 7 % 100 for n in range(count))] * 3
-        assert bench.dispatcher.brain.counters.replaced == {}
-        assert bench.dispatcher.brain.running == 0
+        assert bench.dispatcher.brain.counters.replaced_attempts == {}
+        assert bench.dispatcher.brain.running_requests == 0
         nodes.cancel()
         await asyncio.gather(nodes, return_exceptions=True)

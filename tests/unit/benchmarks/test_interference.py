@@ -5,19 +5,19 @@ import asyncio
 import pytest
 
 from baton.errors import NodeFailed
-from benchmarks.interference import WINDOWS, Seen, Stream, Window, to_rows
+from benchmarks.interference import WINDOW_KINDS, InterferenceSamples, DecodeStream, WindowSample, to_rows
 
-IDLE = [Window(0.010, 0.008), Window(0.020, 0.008), Window(0.010, 0.008)]
+IDLE = [WindowSample(0.010, 0.008), WindowSample(0.020, 0.008), WindowSample(0.010, 0.008)]
 
 
-def seen(computed: list[Window], moved: float = 8e6) -> dict[str, Seen]:
-    return {name: Seen(computed if name == "computed" else IDLE, IDLE, moved) for name in WINDOWS}
+def seen(computed: list[WindowSample], moved: float = 8e6) -> dict[str, InterferenceSamples]:
+    return {name: InterferenceSamples(computed if name == "computed" else IDLE, IDLE, moved) for name in WINDOW_KINDS}
 
 
 def test_gaps_are_those_whose_ends_both_lie_in_the_window() -> None:
-    stream = Stream([0.0, 1.0, 1.25, 1.5, 3.0], asyncio.Event())
-    assert stream.gaps(1.0, 2.0) == [0.25, 0.25]
-    assert stream.gaps(2.0, 4.0) == []
+    stream = DecodeStream([0.0, 1.0, 1.25, 1.5, 3.0], asyncio.Event())
+    assert stream.find_gaps(1.0, 2.0) == [0.25, 0.25]
+    assert stream.find_gaps(2.0, 4.0) == []
 
 
 def test_ratios_are_medians_of_rounds_and_held_against_the_limit() -> None:
@@ -25,7 +25,7 @@ def test_ratios_are_medians_of_rounds_and_held_against_the_limit() -> None:
     rows = {
         one.name: one
         for one in to_rows(
-            "zmq", seen([Window(0.011, 0.009), Window(0.030, 0.010), Window(0.013, 0.012)]), 2.0, "command"
+            "zmq", seen([WindowSample(0.011, 0.009), WindowSample(0.030, 0.010), WindowSample(0.013, 0.012)]), 2.0, "command"
         )
     }
     computed = rows["interference/zmq/computed"]

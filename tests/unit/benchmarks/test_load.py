@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.completions import Client
-from benchmarks.http_stream import HttpError, parse_url, request
-from benchmarks.load import UNFINISHED, drive
-from benchmarks.schedule import Closed, Lengths, Planned, Poisson, plan
+from benchmarks.completions import CompletionsClient
+from benchmarks.http_stream import HttpError, parse_url, open_request
+from benchmarks.load import UNFINISHED_ERROR, run_load
+from benchmarks.schedule import ClosedLoop, LengthDistribution, PlannedRequest, PoissonArrivals, plan_requests
 
 OK = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 Reply = Callable[[dict[str, Any], asyncio.StreamWriter], Any]
@@ -55,13 +55,13 @@ def refuse(field_name: str, then: Reply) -> Reply:
 
 
 @dataclass
-class Endpoint:
+class FakeCompletionsEndpoint:
     reply: Reply = stream
     bodies: list[dict[str, Any]] = field(default_factory=list)
     heads: list[str] = field(default_factory=list)
     open: int = 0
     most_open: int = 0
-    client: Client = field(init=False)
+    client: CompletionsClient = field(init=False)
 
     async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.open += 1
@@ -81,40 +81,40 @@ class Endpoint:
 
 
 @pytest.fixture
-async def endpoint() -> AsyncIterator[Endpoint]:
-    made = Endpoint()
+async def endpoint() -> AsyncIterator[FakeCompletionsEndpoint]:
+    made = FakeCompletionsEndpoint()
     listening = await asyncio.start_server(made.handle, "127.0.0.1", 0)
     port = listening.sockets[0].getsockname()[1]
-    made.client = Client(parse_url(f"http://127.0.0.1:{port}/v1"), "m", "sesame", 300, patience=5.0)
+    made.client = CompletionsClient(parse_url(f"http://127.0.0.1:{port}/v1"), "m", "sesame", 300, timeout_seconds=5.0)
     async with listening:
         yield made
 
 
-async def test_tokens_are_counted_as_they_arrive(endpoint: Endpoint) -> None:
-    seen = await endpoint.client.measure(Planned(0.0, 5, 9, seed=4), due=0.0)
-    assert (seen.error, seen.tokens, seen.usage_tokens) == ("", 9, 9)
-    assert [moment for moment, _ in seen.arrivals] == sorted(moment for moment, _ in seen.arrivals)
+async def test_tokens_are_counted_as_they_arrive(endpoint: FakeCompletionsEndpoint) -> None:
+    seen = await endpoint.client.measure_request(PlannedRequest(0.0, 5, 9, seed=4), due=0.0)
+    assert (seen.error, seen.received_tokens, seen.usage_tokens) == ("", 9, 9)
+    assert [moment for moment, _ in seen.token_arrivals] == sorted(moment for moment, _ in seen.token_arrivals)
     [body] = endpoint.bodies
     assert (len(body["prompt"]), body["max_tokens"], body["model"], body["stream"]) == (5, 9, "m", True)
     assert endpoint.heads[0].startswith("POST /v1/completions HTTP/1.1\r\n")
     assert "Authorization: Bearer sesame\r\n" in endpoint.heads[0]
 
 
-async def test_probe_gives_up_what_the_endpoint_refuses_and_nothing_else(endpoint: Endpoint) -> None:
+async def test_probe_gives_up_what_the_endpoint_refuses_and_nothing_else(endpoint: FakeCompletionsEndpoint) -> None:
     endpoint.reply = refuse("return_token_ids", refuse("prompt", stream))
-    client = await endpoint.client.probe()
-    dialect = client.dialect
+    client = await endpoint.client.probe_features()
+    dialect = client.features
     assert (dialect.return_token_ids, dialect.token_prompts) == (False, False)
     assert (dialect.ignore_eos, dialect.include_usage) == (True, True)
-    seen = await client.measure(Planned(0.0, 5, 4, seed=4), due=0.0)
-    assert (seen.error, seen.tokens) == ("", 4)
+    seen = await client.measure_request(PlannedRequest(0.0, 5, 4, seed=4), due=0.0)
+    assert (seen.error, seen.received_tokens) == ("", 4)
     assert len(endpoint.bodies[-1]["prompt"].split()) == 5
 
 
-async def test_probe_tells_what_it_cannot_work_around(endpoint: Endpoint) -> None:
+async def test_probe_tells_what_it_cannot_work_around(endpoint: FakeCompletionsEndpoint) -> None:
     endpoint.reply = refuse("model", stream)
     with pytest.raises(ValueError, match=r"answers 400: .*model"):
-        await endpoint.client.probe()
+        await endpoint.client.probe_features()
 
 
 async def broken_off(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -152,27 +152,27 @@ async def not_json(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         (not_json, "DecodeError"),
     ],
 )
-async def test_every_bad_end_is_an_error_of_its_kind(endpoint: Endpoint, reply: Reply, error: str) -> None:
+async def test_every_bad_end_is_an_error_of_its_kind(endpoint: FakeCompletionsEndpoint, reply: Reply, error: str) -> None:
     endpoint.reply = reply
-    seen = await endpoint.client.measure(Planned(0.0, 5, 4, seed=4), due=0.0)
+    seen = await endpoint.client.measure_request(PlannedRequest(0.0, 5, 4, seed=4), due=0.0)
     assert seen.error == error
 
 
-async def test_nobody_there_is_an_error_too(endpoint: Endpoint) -> None:
-    client = Client(parse_url("http://127.0.0.1:1"), "", "", 300, patience=5.0)
-    assert (await client.measure(Planned(0.0, 5, 4, seed=4), due=0.0)).error == "ConnectionRefusedError"
+async def test_unreachable_endpoint_is_an_error(endpoint: FakeCompletionsEndpoint) -> None:
+    client = CompletionsClient(parse_url("http://127.0.0.1:1"), "", "", 300, timeout_seconds=5.0)
+    assert (await client.measure_request(PlannedRequest(0.0, 5, 4, seed=4), due=0.0)).error == "ConnectionRefusedError"
 
 
-async def test_a_closed_loop_keeps_its_concurrency_and_sends_the_whole_plan(endpoint: Endpoint) -> None:
-    requests = plan(Closed(3), Lengths("uniform", 1, 9), Lengths("fixed", 4), 20, "s")
-    seen = await drive(endpoint.client, Closed(3), requests, seconds=30.0)
+async def test_a_closed_loop_keeps_its_concurrency_and_sends_the_whole_plan(endpoint: FakeCompletionsEndpoint) -> None:
+    requests = plan_requests(ClosedLoop(3), LengthDistribution("uniform", 1, 9), LengthDistribution("fixed", 4), 20, "s")
+    seen = await run_load(endpoint.client, ClosedLoop(3), requests, seconds=30.0)
     assert len(seen) == 20
     assert {one.error for one in seen} == {""}
     assert endpoint.most_open == 3
     assert len({tuple(body["prompt"]) for body in endpoint.bodies if len(body["prompt"]) > 2}) > 10
 
 
-async def test_poisson_arrivals_do_not_wait_for_answers(endpoint: Endpoint) -> None:
+async def test_poisson_arrivals_do_not_wait_for_answers(endpoint: FakeCompletionsEndpoint) -> None:
     release = asyncio.Event()
 
     async def held(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -182,21 +182,21 @@ async def test_poisson_arrivals_do_not_wait_for_answers(endpoint: Endpoint) -> N
         await stream(body, writer)
 
     endpoint.reply = held
-    load = Poisson(500.0)
-    seen = await drive(endpoint.client, load, plan(load, Lengths("fixed", 4), Lengths("fixed", 2), 8, "s"), 30.0)
+    load = PoissonArrivals(500.0)
+    seen = await run_load(endpoint.client, load, plan_requests(load, LengthDistribution("fixed", 4), LengthDistribution("fixed", 2), 8, "s"), 30.0)
     assert endpoint.most_open == 8
     assert [one.error for one in seen] == [""] * 8
 
 
-async def test_what_runs_when_the_time_is_up_is_counted_as_unfinished(endpoint: Endpoint) -> None:
+async def test_what_runs_when_the_time_is_up_is_counted_as_unfinished(endpoint: FakeCompletionsEndpoint) -> None:
     async def never(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         await over.wait()
 
     over = asyncio.Event()
     endpoint.reply = never
-    requests = plan(Closed(2), Lengths("fixed", 4), Lengths("fixed", 2), 50, "s")
-    seen = await drive(endpoint.client, Closed(2), requests, seconds=0.2)
-    assert [one.error for one in seen] == [UNFINISHED] * 2
+    requests = plan_requests(ClosedLoop(2), LengthDistribution("fixed", 4), LengthDistribution("fixed", 2), 50, "s")
+    seen = await run_load(endpoint.client, ClosedLoop(2), requests, seconds=0.2)
+    assert [one.error for one in seen] == [UNFINISHED_ERROR] * 2
     over.set()  # newer Pythons close a listener when its connections have been served
 
 
@@ -206,11 +206,11 @@ def test_urls_that_are_none_are_quoted(url: str) -> None:
         parse_url(url)
 
 
-async def test_a_body_beyond_its_bound_is_refused(endpoint: Endpoint) -> None:
+async def test_a_body_beyond_its_bound_is_refused(endpoint: FakeCompletionsEndpoint) -> None:
     async def endless(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         writer.write((OK + "Content-Length: 4096\r\n\r\n").encode() + b"x" * 4096)
 
     endpoint.reply = endless
-    async with request(endpoint.client.target, "POST", "/", {}, b"{}") as response:
+    async with open_request(endpoint.client.target, "POST", "/", {}, b"{}") as response:
         with pytest.raises(HttpError, match="longer than 1024"):
-            await response.body(1024)
+            await response.read_body(1024)

@@ -8,15 +8,15 @@ import pytest
 from rich.console import Console
 
 from benchmarks import pool
-from benchmarks.pool_replay import POLICIES, Workload, belady, partial_gain, replay
-from benchmarks.traces import Recorded
+from benchmarks.pool_replay import POLICIES, TracePrompts, replay_belady, compute_partial_gain, replay_policy
+from benchmarks.traces import TraceRequest
 
 
-def recorded(at: float, *blocks: int, tokens: int | None = None) -> Recorded:
-    return Recorded(at, tokens or len(blocks) * 512, 10, blocks)
+def recorded(at: float, *blocks: int, tokens: int | None = None) -> TraceRequest:
+    return TraceRequest(at, tokens or len(blocks) * 512, 10, blocks)
 
 
-def conversations(seed: int, requests: int) -> list[Recorded]:
+def conversations(seed: int, requests: int) -> list[TraceRequest]:
     """Over one system prompt: some conversations go on after a while, most do not. Ids are the trace's own."""
     drawn, trace, fresh = random.Random(seed), [], iter(range(1, 1 << 30))
     going: list[tuple[int, ...]] = []
@@ -31,41 +31,41 @@ def conversations(seed: int, requests: int) -> list[Recorded]:
 
 
 def test_hits_by_hand() -> None:
-    work = Workload([recorded(0, 1, 2), recorded(1, 1, 3), recorded(2, 1, 2), recorded(3, 9)])
-    assert (work.blocks, work.different) == (7, 4)
+    work = TracePrompts([recorded(0, 1, 2), recorded(1, 1, 3), recorded(2, 1, 2), recorded(3, 9)])
+    assert (work.block_count, work.distinct_block_count) == (7, 4)
     for policy in POLICIES:
-        assert replay(work, 100, policy).ratio == pytest.approx(3 / 7)
-    assert belady(work, 100).ratio == pytest.approx(3 / 7)
-    assert replay(work, 2, "lru").ratio == pytest.approx(2 / 7), "2 made way for 3"
-    assert belady(work, 2).ratio == pytest.approx(3 / 7), "3 is never used again"
+        assert replay_policy(work, 100, policy).block_hit_ratio == pytest.approx(3 / 7)
+    assert replay_belady(work, 100).block_hit_ratio == pytest.approx(3 / 7)
+    assert replay_policy(work, 2, "lru").block_hit_ratio == pytest.approx(2 / 7), "2 made way for 3"
+    assert replay_belady(work, 2).block_hit_ratio == pytest.approx(3 / 7), "3 is never used again"
 
 
 def test_cost_finds_no_less_than_lru_and_no_more_than_belady() -> None:
-    work = Workload(conversations(1, 1500))
+    work = TracePrompts(conversations(1, 1500))
     gained = 0.0
     for capacity in (100, 300, 1000, 3000):
-        lru, cost = (replay(work, capacity, policy).ratio for policy in ("lru", "cost"))
-        assert lru <= cost <= belady(work, capacity).ratio
+        lru, cost = (replay_policy(work, capacity, policy).block_hit_ratio for policy in ("lru", "cost"))
+        assert lru <= cost <= replay_belady(work, capacity).block_hit_ratio
         gained = max(gained, cost - lru)
     assert gained > 0.01, "where capacity binds it finds more"
-    assert replay(work, work.different, "cost") == replay(work, work.different, "lru") == belady(work, work.different)
+    assert replay_policy(work, work.distinct_block_count, "cost") == replay_policy(work, work.distinct_block_count, "lru") == replay_belady(work, work.distinct_block_count)
 
 
 def test_policies_are_deterministic() -> None:
-    work = Workload(conversations(2, 300))
-    assert replay(work, 100, "cost") == replay(work, 100, "cost")
+    work = TracePrompts(conversations(2, 300))
+    assert replay_policy(work, 100, "cost") == replay_policy(work, 100, "cost")
 
 
 def test_a_prompt_that_does_not_fit_is_kept_in_part() -> None:
-    work = Workload([recorded(0, *range(10)), recorded(1, *range(10))])
+    work = TracePrompts([recorded(0, *range(10)), recorded(1, *range(10))])
     for policy in POLICIES:
-        assert replay(work, 4, policy).ratio == pytest.approx(4 / 20)
+        assert replay_policy(work, 4, policy).block_hit_ratio == pytest.approx(4 / 20)
 
 
 def test_partial_blocks_count_where_a_prompt_goes_on_from_an_earlier_end() -> None:
     trace = [recorded(0, 1, 2, 3, tokens=1024 + 100), recorded(1, 1, 2, 4, 5, tokens=2000), recorded(2, 1, 9)]
     tokens = sum(one.prompt_tokens for one in trace)
-    assert partial_gain(trace, 16) == pytest.approx((96 / tokens, 4 / tokens))
+    assert compute_partial_gain(trace, 16) == pytest.approx((96 / tokens, 4 / tokens))
 
 
 def test_bench_without_a_trace_says_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,10 +1,10 @@
 """What a placement costs, in a form that is small enough to be no figure."""
 
-from benchmarks.routing import LIMIT, run
+from benchmarks.routing import DECISION_LIMIT, measure_routing
 
 
 def test_every_figure_is_measured_on_a_small_cluster() -> None:
-    rows = {one.name: one for one in run(nodes=2, blocks=5120, depth=4, decisions=4, command="here")}
+    rows = {one.name: one for one in measure_routing(nodes=2, blocks=5120, depth=4, decisions=4, command="here")}
     assert list(rows) == [
         "routing/decision",
         "routing/auto",
@@ -14,4 +14,4 @@ def test_every_figure_is_measured_on_a_small_cluster() -> None:
         "routing/growth_16x_nodes",
     ]
     assert all(one.value > 0 for one in rows.values())
-    assert rows["routing/decision"].limit == rows["routing/auto"].limit == LIMIT
+    assert rows["routing/decision"].limit == rows["routing/auto"].limit == DECISION_LIMIT

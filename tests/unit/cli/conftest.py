@@ -16,69 +16,69 @@ Run = Callable[..., int]
 
 
 @dataclass
-class FakeFront(generation_pb2_grpc.GenerationServicer, cluster_pb2_grpc.ClusterServicer):
+class FakeCoordinatorServer(generation_pb2_grpc.GenerationServicer, cluster_pb2_grpc.ClusterServicer):
     answers: list[generation_pb2.GenerateResponse] = field(default_factory=list)
     status: cluster_pb2.StatusResponse = field(default_factory=lambda: cluster_pb2.StatusResponse(ready=True))
     ledger: cluster_pb2.LedgerResponse = field(default_factory=cluster_pb2.LedgerResponse)
     explanation: cluster_pb2.ExplainResponse = field(default_factory=cluster_pb2.ExplainResponse)
-    drained: cluster_pb2.DrainResponse = field(default_factory=cluster_pb2.DrainResponse)
+    drain_response: cluster_pb2.DrainResponse = field(default_factory=cluster_pb2.DrainResponse)
     ratio: cluster_pb2.Ratio = field(default_factory=cluster_pb2.Ratio)
     advice: cluster_pb2.RatioAdvice = field(default_factory=cluster_pb2.RatioAdvice)
-    watched: list[cluster_pb2.StatusResponse] = field(default_factory=list)
+    watch_responses: list[cluster_pb2.StatusResponse] = field(default_factory=list)
     error: tuple[grpc.StatusCode, str] | None = None
     requests: list[Any] = field(default_factory=list)
     metadata: dict[str, str] = field(default_factory=dict)
     endpoint: str = ""
 
     def Generate(self, request: Any, context: grpc.ServicerContext) -> Iterator[generation_pb2.GenerateResponse]:
-        self._called(request, context)
+        self._record_call(request, context)
         yield from self.answers
 
     def Status(self, request: Any, context: grpc.ServicerContext) -> cluster_pb2.StatusResponse:
-        self._called(request, context)
+        self._record_call(request, context)
         return self.status
 
     def Ledger(self, request: Any, context: grpc.ServicerContext) -> cluster_pb2.LedgerResponse:
-        self._called(request, context)
+        self._record_call(request, context)
         return self.ledger
 
     def Explain(self, request: Any, context: grpc.ServicerContext) -> cluster_pb2.ExplainResponse:
-        self._called(request, context)
+        self._record_call(request, context)
         return self.explanation
 
     def Drain(self, request: Any, context: grpc.ServicerContext) -> cluster_pb2.DrainResponse:
-        self._called(request, context)
-        return self.drained
+        self._record_call(request, context)
+        return self.drain_response
 
     def Undrain(self, request: Any, context: grpc.ServicerContext) -> cluster_pb2.DrainResponse:
-        self._called(request, context)
-        return self.drained
+        self._record_call(request, context)
+        return self.drain_response
 
     def GetRatio(self, request: Any, context: grpc.ServicerContext) -> cluster_pb2.Ratio:
-        self._called(request, context)
+        self._record_call(request, context)
         return self.ratio
 
     def SetRatio(self, request: Any, context: grpc.ServicerContext) -> cluster_pb2.Ratio:
-        self._called(request, context)
+        self._record_call(request, context)
         return self.ratio
 
     def AdviseRatio(self, request: Any, context: grpc.ServicerContext) -> cluster_pb2.RatioAdvice:
-        self._called(request, context)
+        self._record_call(request, context)
         return self.advice
 
     def AutoRatio(self, request: Any, context: grpc.ServicerContext) -> cluster_pb2.Ratio:
-        self._called(request, context)
+        self._record_call(request, context)
         return self.ratio
 
     def ManualRatio(self, request: Any, context: grpc.ServicerContext) -> cluster_pb2.Ratio:
-        self._called(request, context)
+        self._record_call(request, context)
         return self.ratio
 
     def Watch(self, request: Any, context: grpc.ServicerContext) -> Iterator[cluster_pb2.StatusResponse]:
-        self._called(request, context)
-        yield from self.watched
+        self._record_call(request, context)
+        yield from self.watch_responses
 
-    def _called(self, request: Any, context: grpc.ServicerContext) -> None:
+    def _record_call(self, request: Any, context: grpc.ServicerContext) -> None:
         self.requests.append(request)
         self.metadata = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
         if self.error:
@@ -86,8 +86,8 @@ class FakeFront(generation_pb2_grpc.GenerationServicer, cluster_pb2_grpc.Cluster
 
 
 @pytest.fixture
-def front() -> Iterator[FakeFront]:
-    fake = FakeFront()
+def front() -> Iterator[FakeCoordinatorServer]:
+    fake = FakeCoordinatorServer()
     server = grpc.server(ThreadPoolExecutor(4))
     generation_pb2_grpc.add_GenerationServicer_to_server(fake, server)
     cluster_pb2_grpc.add_ClusterServicer_to_server(fake, server)
@@ -111,7 +111,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
     return run_main
 
 
-def timeline() -> common_pb2.Timeline:
+def make_timeline() -> common_pb2.Timeline:
     report = common_pb2.HandoffReport(
         transport="shm", bytes=2**40, slabs=24, slabs_landed_before_last_layer=18, compute_seconds=0.1,
         exposed_seconds=0.002, commit_seconds=0.001, computed_tokens=512,

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from baton.cli.conversation import Conversation
+from baton.cli.conversation import ChatHistory
 from tests.unit.cli.conftest import Run
 
 ROOT = Path(__file__).resolve().parents[3]
 Capture = pytest.CaptureFixture[str]
-Script = Callable[["Endpoint", BaseHTTPRequestHandler, dict[str, Any]], None]
+Script = Callable[["ScriptedChatEndpoint", BaseHTTPRequestHandler, dict[str, Any]], None]
 
 
 def delta(text: str, finish: str | None = None) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def event(handler: BaseHTTPRequestHandler, data: Any) -> None:
 
 
 def answer(*pieces: str, finish: str = "stop", done: bool = True) -> Script:
-    def script(endpoint: "Endpoint", handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    def script(endpoint: "ScriptedChatEndpoint", handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         begin(handler)
         event(handler, {"choices": [{"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}]})
         for piece in pieces:
@@ -64,7 +64,7 @@ def answer(*pieces: str, finish: str = "stop", done: bool = True) -> Script:
 
 
 def refuse(status: int, **error: str) -> Script:
-    def script(endpoint: "Endpoint", handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    def script(endpoint: "ScriptedChatEndpoint", handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         reply(handler, status, {"error": error} if error else "<html>")
 
     return script
@@ -79,7 +79,7 @@ def reply(handler: BaseHTTPRequestHandler, status: int, body: Any) -> None:
 
 
 @dataclass
-class Endpoint:
+class ScriptedChatEndpoint:
     """Answers one request after the other by `scripts`; the last stays."""
 
     scripts: list[Script] = field(default_factory=list)
@@ -90,8 +90,8 @@ class Endpoint:
 
 
 @pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
-    made = Endpoint()
+def endpoint() -> Iterator[ScriptedChatEndpoint]:
+    made = ScriptedChatEndpoint()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -127,7 +127,7 @@ def endpoint() -> Iterator[Endpoint]:
 
 
 @pytest.fixture
-def talk(endpoint: Endpoint, run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def talk(endpoint: ScriptedChatEndpoint, run: Run, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     def with_input(lines: str, *options: str) -> int:
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
         return run("chat", "--url", endpoint.url, *options)
@@ -139,7 +139,7 @@ def contents(body: dict[str, Any]) -> list[str]:
     return [f"{message['role']}: {message['content']}" for message in body["messages"]]
 
 
-def test_a_conversation_carries_its_history(endpoint: Endpoint, talk: Callable[..., int], capsys: Capture) -> None:
+def test_a_conversation_carries_its_history(endpoint: ScriptedChatEndpoint, talk: Callable[..., int], capsys: Capture) -> None:
     endpoint.scripts = [answer("Hel", "lo"), answer("wörld")]
     options = ("--system", "be brief", "--temperature", "0.5", "--max-tokens", "9", "--api-key", "sesame")
     assert talk("hi\n\nand?\n", *options) == 0
@@ -151,22 +151,22 @@ def test_a_conversation_carries_its_history(endpoint: Endpoint, talk: Callable[.
     assert set(endpoint.keys) == {"Bearer sesame"}
 
 
-def test_what_was_not_said_is_left_to_the_model(endpoint: Endpoint, talk: Callable[..., int]) -> None:
+def test_unset_options_are_not_sent(endpoint: ScriptedChatEndpoint, talk: Callable[..., int]) -> None:
     endpoint.scripts = [answer("x")]
     assert talk("hi\n", "--model", "other") == 0
     assert endpoint.bodies[0].keys() == {"model", "messages", "stream"}
     assert endpoint.bodies[0]["model"] == "other"
 
 
-def test_reset_quit_and_what_is_no_command(endpoint: Endpoint, talk: Callable[..., int], capsys: Capture) -> None:
+def test_reset_quit_and_unknown_commands(endpoint: ScriptedChatEndpoint, talk: Callable[..., int], capsys: Capture) -> None:
     endpoint.scripts = [answer("x")]
     assert talk("one\n/reset\n/what\ntwo\n/quit\nthree\n", "--system", "s") == 0
     assert [contents(body)[1:] for body in endpoint.bodies] == [["user: one"], ["user: two"]]
     assert capsys.readouterr().err.splitlines()[0] == "(forgotten)"
 
 
-def test_the_oldest_turns_go_when_the_context_is_full(
-    endpoint: Endpoint, talk: Callable[..., int], capsys: Capture
+def test_oldest_turns_are_dropped_when_the_context_is_full(
+    endpoint: ScriptedChatEndpoint, talk: Callable[..., int], capsys: Capture
 ) -> None:
     full = refuse(400, message="prompt has 99 tokens", code="context_length_exceeded")
     endpoint.scripts = [answer("1"), answer("2"), full, full, answer("3")]
@@ -178,7 +178,7 @@ def test_the_oldest_turns_go_when_the_context_is_full(
 
 
 def test_a_question_that_never_fits_is_an_error_and_forgotten(
-    endpoint: Endpoint, talk: Callable[..., int], capsys: Capture
+    endpoint: ScriptedChatEndpoint, talk: Callable[..., int], capsys: Capture
 ) -> None:
     full = refuse(400, message="prompt has 99 tokens", code="context_length_exceeded")
     endpoint.scripts = [full, answer("2")]
@@ -187,20 +187,20 @@ def test_a_question_that_never_fits_is_an_error_and_forgotten(
     assert contents(endpoint.bodies[-1]) == ["user: b"]
 
 
-def failing_midway(endpoint: Endpoint, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+def failing_midway(endpoint: ScriptedChatEndpoint, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
     begin(handler)
     event(handler, delta("half"))
     event(handler, {"error": {"message": "the node is gone", "code": "node_gone"}})
     chunk(handler, "")
 
 
-def cut_off(endpoint: Endpoint, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+def cut_off(endpoint: ScriptedChatEndpoint, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
     begin(handler)
     event(handler, delta("half"))
     handler.close_connection = True
 
 
-def gibberish(endpoint: Endpoint, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+def gibberish(endpoint: ScriptedChatEndpoint, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
     begin(handler)
     event(handler, "{oops")
     chunk(handler, "")
@@ -218,7 +218,7 @@ def gibberish(endpoint: Endpoint, handler: BaseHTTPRequestHandler, body: dict[st
     ],
 )
 def test_an_error_ends_the_answer_and_not_the_conversation(
-    endpoint: Endpoint, talk: Callable[..., int], capsys: Capture, script: Script, message: str
+    endpoint: ScriptedChatEndpoint, talk: Callable[..., int], capsys: Capture, script: Script, message: str
 ) -> None:
     endpoint.scripts = [script, answer("fine")]
     assert talk("a\nb\n") == 0
@@ -228,19 +228,19 @@ def test_an_error_ends_the_answer_and_not_the_conversation(
     assert contents(endpoint.bodies[-1]) == ["user: b"]
 
 
-def test_an_answer_that_was_cut_says_so(endpoint: Endpoint, talk: Callable[..., int], capsys: Capture) -> None:
+def test_an_answer_that_was_cut_says_so(endpoint: ScriptedChatEndpoint, talk: Callable[..., int], capsys: Capture) -> None:
     endpoint.scripts = [answer("x", finish="length")]
     assert talk("a\n") == 0
     assert "--max-tokens" in capsys.readouterr().err
 
 
-def test_answers_do_not_steer_the_terminal(endpoint: Endpoint, talk: Callable[..., int], capsys: Capture) -> None:
+def test_answers_do_not_steer_the_terminal(endpoint: ScriptedChatEndpoint, talk: Callable[..., int], capsys: Capture) -> None:
     endpoint.scripts = [answer("a\x1b[2Jb\tc\n\x07\x9bd")]
     assert talk("a\n") == 0
     assert capsys.readouterr().out == "a[2Jb\tc\nd\n"
 
 
-def test_nobody_there_and_nobody_of_ours(endpoint: Endpoint, run: Run, capsys: Capture) -> None:
+def test_unreachable_and_invalid_urls(endpoint: ScriptedChatEndpoint, run: Run, capsys: Capture) -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         assert run("chat", "--url", f"http://127.0.0.1:{held.getsockname()[1]}") == 3
@@ -248,10 +248,10 @@ def test_nobody_there_and_nobody_of_ours(endpoint: Endpoint, run: Run, capsys: C
     assert "is not an http://" in capsys.readouterr().err
 
 
-def test_ctrl_c_stops_the_answer_and_not_the_program(endpoint: Endpoint) -> None:
+def test_ctrl_c_stops_the_answer_and_not_the_program(endpoint: ScriptedChatEndpoint) -> None:
     """A process of its own, which gets a real SIGINT while its answer comes; what came stays in the conversation."""
 
-    def endless(endpoint: Endpoint, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
+    def endless(endpoint: ScriptedChatEndpoint, handler: BaseHTTPRequestHandler, body: dict[str, Any]) -> None:
         begin(handler)
         event(handler, delta("so far"))
         handler.rfile.read(1)  # until the client hangs up
@@ -273,15 +273,15 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(endpoint: Endpoint) -> None
     assert contents(endpoint.bodies[-1]) == ["user: go on", "assistant: so far", "user: more"]
 
 
-def test_history_alone() -> None:
-    talk = Conversation("s")
-    assert not talk.forget_oldest()
-    talk.ask("q")
-    talk.answer("")
+def test_chat_history() -> None:
+    talk = ChatHistory("s")
+    assert not talk.drop_oldest_turn()
+    talk.add_question("q")
+    talk.add_answer("")
     assert talk.messages == [{"role": "system", "content": "s"}]
-    talk.ask("q")
-    assert not talk.forget_oldest()
-    talk.answer("a")
-    talk.ask("r")
-    assert (talk.turns, talk.forget_oldest(), talk.turns) == (1, True, 0)
-    assert [message["content"] for message in talk.said] == ["r"]
+    talk.add_question("q")
+    assert not talk.drop_oldest_turn()
+    talk.add_answer("a")
+    talk.add_question("r")
+    assert (talk.answered_turns, talk.drop_oldest_turn(), talk.answered_turns) == (1, True, 0)
+    assert [message["content"] for message in talk.history] == ["r"]

@@ -8,9 +8,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from baton.cli.unbuilt import COMMANDS
+from baton.cli.unbuilt import UNAVAILABLE_COMMANDS
 from baton.pb import cluster_pb2, common_pb2, generation_pb2
-from tests.unit.cli.conftest import FakeFront, Run, timeline
+from tests.unit.cli.conftest import FakeCoordinatorServer, Run, make_timeline
 
 Capture = pytest.CaptureFixture[str]
 
@@ -22,12 +22,12 @@ def answers() -> list[generation_pb2.GenerateResponse]:
         token_ids=[3],
         finish_reason=common_pb2.FINISH_REASON_LENGTH,
         usage=generation_pb2.Usage(prompt_tokens=4, completion_tokens=3),
-        timeline=timeline(),
+        timeline=make_timeline(),
     )
     return [generation_pb2.GenerateResponse(request_id="r", text="Hal", token_ids=[1, 2]), last]
 
 
-def test_generate_writes_the_answer_and_nothing_else(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_generate_writes_the_answer_and_nothing_else(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     front.answers = answers()
     options = ("--max-tokens", "3", "--temperature", "0.5", "--seed", "7", "--ignore-eos", "--top-k", "5")
     assert run("generate", "Say hi", *options, "--endpoint", front.endpoint, "--api-key", "sesame") == 0
@@ -38,14 +38,14 @@ def test_generate_writes_the_answer_and_nothing_else(front: FakeFront, run: Run,
     assert front.metadata["authorization"] == "Bearer sesame"
 
 
-def test_generate_leaves_what_was_not_said_to_the_model(front: FakeFront, run: Run) -> None:
+def test_generate_omits_unset_sampling_fields(front: FakeCoordinatorServer, run: Run) -> None:
     front.answers = answers()
     assert run("generate", "x", "--endpoint", front.endpoint) == 0
     [request] = front.requests
     assert not any(request.HasField(name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed"))
 
 
-def test_generate_json_is_one_object_with_numbers_as_numbers(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_generate_json_is_one_object_with_numbers_as_numbers(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     front.answers = answers()
     assert run("generate", "x", "--json", "--endpoint", front.endpoint) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -54,7 +54,7 @@ def test_generate_json_is_one_object_with_numbers_as_numbers(front: FakeFront, r
     assert shown["timeline"]["handoff"]["bytes"] == 2**40
 
 
-def test_generate_timeline_goes_beside_the_answer(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_generate_timeline_goes_beside_the_answer(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     front.answers = answers()
     assert run("generate", "x", "--timeline", "--endpoint", front.endpoint) == 0
     out, err = capsys.readouterr()
@@ -63,14 +63,14 @@ def test_generate_timeline_goes_beside_the_answer(front: FakeFront, run: Run, ca
     assert "75% landed before" in re.sub(r"\s+", " ", err)
 
 
-def test_an_error_of_the_cluster_is_one_line_and_exit_1(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_an_error_of_the_cluster_is_one_line_and_exit_1(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     front.error = (grpc.StatusCode.INVALID_ARGUMENT, "temperature is 9: it must be 0 to 2")
     assert run("generate", "x", "--endpoint", front.endpoint) == 1
     assert capsys.readouterr() == ("", "error: temperature is 9: it must be 0 to 2 (invalid_argument)\n")
 
 
 @pytest.mark.parametrize("command", [("generate", "x"), ("status",), ("audit",)])
-def test_nobody_there_is_exit_3(run: Run, capsys: Capture, command: tuple[str, ...]) -> None:
+def test_unreachable_cluster_is_exit_3(run: Run, capsys: Capture, command: tuple[str, ...]) -> None:
     with socket.socket() as held:  # bound, not listening: nobody answers, and nobody else takes the port
         held.bind(("127.0.0.1", 0))
         endpoint = f"127.0.0.1:{held.getsockname()[1]}"
@@ -79,7 +79,7 @@ def test_nobody_there_is_exit_3(run: Run, capsys: Capture, command: tuple[str, .
 
 
 @pytest.mark.parametrize("ready", [True, False])
-def test_status_tells_readiness_by_exit_code(front: FakeFront, run: Run, capsys: Capture, ready: bool) -> None:
+def test_status_tells_readiness_by_exit_code(front: FakeCoordinatorServer, run: Run, capsys: Capture, ready: bool) -> None:
     stats = cluster_pb2.NodeStats(blocks_total=64, blocks_free=60)
     node = cluster_pb2.NodeStatus(name="decode-0", role="decode", pid=42, stats=stats)
     front.status = cluster_pb2.StatusResponse(ready=ready, reason="" if ready else "no decode node", nodes=[node])
@@ -92,7 +92,7 @@ def test_status_tells_readiness_by_exit_code(front: FakeFront, run: Run, capsys:
     assert json.loads(capsys.readouterr().out)["nodes"][0]["stats"]["blocks_free"] == 60
 
 
-def test_status_says_how_full_a_pools_disk_is(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_status_says_how_full_a_pools_disk_is(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     counters = {"baton_pool_disk_slots": 640.0, "baton_pool_disk_slots_used": 100.0}
     pool = cluster_pb2.NodeStatus(name="pool-0", role="pool", stats=cluster_pb2.NodeStats(counters=counters))
     front.status = cluster_pb2.StatusResponse(ready=True, nodes=[pool])
@@ -100,7 +100,7 @@ def test_status_says_how_full_a_pools_disk_is(front: FakeFront, run: Run, capsys
     assert "pool-0: 100 of 640 disk slots used" in capsys.readouterr().out
 
 
-def test_status_says_what_is_given_up_and_what_would_be_next(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_status_shows_degradation_steps(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     front.status = cluster_pb2.StatusResponse(
         ready=True,
         pressure=1.25,
@@ -124,17 +124,17 @@ def ledger(**counts: int) -> common_pb2.Ledger:
     return common_pb2.Ledger(node="decode-0", incarnation="i", total=10, **counts)
 
 
-def audit_json(front: FakeFront, run: Run, capsys: Capture) -> tuple[int, list[str]]:
+def audit_json(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> tuple[int, list[str]]:
     code = run("audit", "--json", "--settle", "0", "--endpoint", front.endpoint)
     return code, json.loads(capsys.readouterr().out)["faults"]
 
 
-def test_audit_passes_a_ledger_that_balances(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_audit_passes_a_ledger_that_balances(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     front.ledger = cluster_pb2.LedgerResponse(ledgers=[ledger(free=4, cached=6)])
     assert audit_json(front, run, capsys) == (0, [])
 
 
-def test_audit_names_what_is_wrong(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_audit_names_what_is_wrong(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     front.ledger = cluster_pb2.LedgerResponse(ledgers=[ledger(free=4, in_use=5)], silent=["prefill-0"])
     code, faults = audit_json(front, run, capsys)
     assert code == 1
@@ -143,7 +143,7 @@ def test_audit_names_what_is_wrong(front: FakeFront, run: Run, capsys: Capture) 
     assert "5 blocks in_use, owners account for 0" in faults[2]
 
 
-def test_audit_finds_blocks_whose_request_is_gone(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_audit_finds_blocks_whose_request_is_gone(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     held = ledger(free=7, in_use=3)
     held.owners.add(owner="r/1.0", state="in_use", blocks=3, age_seconds=60)
     node = cluster_pb2.NodeStatus(name="decode-0", incarnation="i", placed=0)
@@ -156,14 +156,14 @@ def test_audit_finds_blocks_whose_request_is_gone(front: FakeFront, run: Run, ca
     assert audit_json(front, run, capsys) == (0, [])
 
 
-@pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_what_is_not_built_says_so(run: Run, capsys: Capture, command: str) -> None:
+@pytest.mark.parametrize("command", sorted(UNAVAILABLE_COMMANDS))
+def test_unavailable_commands(run: Run, capsys: Capture, command: str) -> None:
     assert run(command, "anything", "--with", "options") == 1
     assert capsys.readouterr().err == f"error: baton {command} is not available in this version\n"
 
 
 @pytest.mark.parametrize("option", [("--quantize", "int8")])
-def test_options_that_are_not_built_say_so(run: Run, capsys: Capture, option: tuple[str, str]) -> None:
+def test_unavailable_options(run: Run, capsys: Capture, option: tuple[str, str]) -> None:
     assert run("up", *option) == 1
     assert re.fullmatch(f"error: {option[0]}.* is not available in this version\n", capsys.readouterr().err)
 

@@ -2,15 +2,15 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.default_model import default_model
+from baton.cli.default_model import find_default_model
 from baton.errors import ConfigError
 
 
-def test_it_is_the_one_of_the_source_tree() -> None:
-    assert default_model() == Path(__file__).resolve().parents[3] / "models" / "demo"
+def test_default_model_is_in_the_source_tree() -> None:
+    assert find_default_model() == Path(__file__).resolve().parents[3] / "models" / "demo"
 
 
-def test_without_one_a_model_has_to_be_named(tmp_path: Path) -> None:
+def test_missing_default_model_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--model") as error:
-        default_model(tmp_path)
+        find_default_model(tmp_path)
     assert str(tmp_path) in str(error.value)

@@ -19,17 +19,17 @@ from baton.cli.checks.finding import Finding
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.memory_map import HUGE_PAGE
-from baton.memory_room import MemoryRoom
+from baton.memory_room import AvailableMemory
 from baton.pb import cluster_pb2
 from node_engine import probe
 from tests.models import build_model
-from tests.unit.cli.conftest import FakeFront, Run
+from tests.unit.cli.conftest import FakeCoordinatorServer, Run
 
 GIB = 1 << 30
-FOUND: dict[str, Any] = {"torch": {"version": "2"}, "triton": {"version": "3"}, "gpus": [], "model": ""}
+PROBE_RESULT: dict[str, Any] = {"torch": {"version": "2"}, "triton": {"version": "3"}, "gpus": [], "model": ""}
 
 
-def judged(finding: Finding, level: str, *words: str) -> None:
+def assert_finding(finding: Finding, level: str, *words: str) -> None:
     assert finding.level == level, finding
     assert bool(finding.fix) == (level != "ok")
     for word in words:
@@ -37,123 +37,123 @@ def judged(finding: Finding, level: str, *words: str) -> None:
 
 
 def test_python() -> None:
-    judged(machine.python_version((3, 10, 1)), "bad", "3.10.1", "3.11 or newer")
-    judged(machine.python_version((3, 12, 0)), "ok")
+    assert_finding(machine.check_python((3, 10, 1)), "bad", "3.10.1", "3.11 or newer")
+    assert_finding(machine.check_python((3, 12, 0)), "ok")
 
 
 def test_torch() -> None:
-    judged(machine.torch_library({"error": "it died"}), "bad", "it died")
-    judged(machine.torch_library({"torch": {"error": "ImportError: libc10"}}), "bad", "libc10", "pip install")
-    judged(machine.torch_library(FOUND), "ok", "2")
+    assert_finding(machine.check_torch({"error": "it died"}), "bad", "it died")
+    assert_finding(machine.check_torch({"torch": {"error": "ImportError: libc10"}}), "bad", "libc10", "pip install")
+    assert_finding(machine.check_torch(PROBE_RESULT), "ok", "2")
 
 
 def test_device() -> None:
-    judged(machine.device(FOUND, "cuda"), "bad", "nvidia-smi")
-    judged(machine.device(FOUND, "auto"), "ok", "CPU")
-    judged(machine.device({"gpus": ["H200", "H200"]}, "cuda"), "ok", "2 GPU: H200")
+    assert_finding(machine.check_device(PROBE_RESULT, "cuda"), "bad", "nvidia-smi")
+    assert_finding(machine.check_device(PROBE_RESULT, "auto"), "ok", "CPU")
+    assert_finding(machine.check_device({"gpus": ["H200", "H200"]}, "cuda"), "ok", "2 GPU: H200")
 
 
 def test_triton() -> None:
     broken = {"triton": {"error": "ImportError"}}
-    judged(machine.triton_library({**broken, "gpus": ["H200"]}), "bad", "ImportError", "CUDA build of torch")
-    judged(machine.triton_library(broken), "ok", "a CPU needs none")
+    assert_finding(machine.check_triton({**broken, "gpus": ["H200"]}), "bad", "ImportError", "CUDA build of torch")
+    assert_finding(machine.check_triton(broken), "ok", "a CPU needs none")
 
 
 def test_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    judged(machine.curve("4.3", False), "bad", "without CURVE", "--force-reinstall pyzmq")
-    judged(machine.encryption(), "ok", "with CURVE")
+    assert_finding(machine.check_curve("4.3", False), "bad", "without CURVE", "--force-reinstall pyzmq")
+    assert_finding(machine.check_encryption(), "ok", "with CURVE")
     monkeypatch.setitem(sys.modules, "zmq", None)
-    judged(machine.encryption(), "bad", "pyzmq cannot be loaded")
+    assert_finding(machine.check_encryption(), "bad", "pyzmq cannot be loaded")
 
 
 def test_cores() -> None:
-    judged(machine.cores(Config(prefill=4, decode=4), 2), "warning", "2 cores, 8 nodes", "--prefill")
-    judged(machine.cores(Config(threads="many"), 2), "bad", "'many'")
-    judged(machine.cores(Config(prefill=4, decode=4, engine="paced"), 2), "ok")
+    assert_finding(machine.check_cores(Config(prefill=4, decode=4), 2), "warning", "2 cores, 8 nodes", "--prefill")
+    assert_finding(machine.check_cores(Config(threads="many"), 2), "bad", "'many'")
+    assert_finding(machine.check_cores(Config(prefill=4, decode=4, engine="paced"), 2), "ok")
 
 
 def test_open_files() -> None:
-    judged(machine.open_files(Config(), 100), "bad", "100 per process", "ulimit -n")
-    judged(machine.open_files(Config(), 1024), "warning", "--max-queue", "http 298", "grpc 224", "ulimit -n")
-    judged(machine.open_files(Config(), 65536), "ok", "connections at most: http ")
-    judged(machine.open_files(Config(max_connections=5000), 1024), "bad", "max_connections is 5000", "ulimit -n")
+    assert_finding(machine.check_open_files(Config(), 100), "bad", "100 per process", "ulimit -n")
+    assert_finding(machine.check_open_files(Config(), 1024), "warning", "--max-queue", "http 298", "grpc 224", "ulimit -n")
+    assert_finding(machine.check_open_files(Config(), 65536), "ok", "connections at most: http ")
+    assert_finding(machine.check_open_files(Config(max_connections=5000), 1024), "bad", "max_connections is 5000", "ulimit -n")
 
 
 def test_connections_that_were_closed_are_shown() -> None:
     refused = 'baton_connections_refused_total{port="%s"}'
     status = cluster_pb2.StatusResponse(counters={refused % "http": 17, refused % "grpc": 0})
-    (finding,) = network.connections(status)
-    judged(finding, "warning", 'port="http": 17', "--max-connections")
+    (finding,) = network.check_connections(status)
+    assert_finding(finding, "warning", 'port="http": 17', "--max-connections")
     assert "grpc" not in finding.detail
-    assert network.connections(cluster_pb2.StatusResponse(counters={refused % "http": 0})) == []
-    assert network.connections(None) == []
+    assert network.check_connections(cluster_pb2.StatusResponse(counters={refused % "http": 0})) == []
+    assert network.check_connections(None) == []
 
 
-def test_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
-    [only] = shared_memory.folder(Config(segment_dir=str(tmp_path / "nowhere")))
-    judged(only, "bad", "No such file", "--segment-dir")
+def test_unusable_segment_folder(tmp_path: Path) -> None:
+    [only] = shared_memory.check_segment_folder(Config(segment_dir=str(tmp_path / "nowhere")))
+    assert_finding(only, "bad", "No such file", "--segment-dir")
 
 
 @pytest.mark.parametrize(("number", "word"), [(errno.ENOSPC, "--shm-size"), (errno.EOPNOTSUPP, "--segment-dir")])
-def test_a_folder_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, word: str) -> None:
+def test_full_segment_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, word: str) -> None:
     def refuse(fd: int, offset: int, size: int) -> None:
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    judged(shared_memory.writable(tmp_path), "bad", os.strerror(number), word)
+    assert_finding(shared_memory.check_writable(tmp_path), "bad", os.strerror(number), word)
 
 
-def room(left: int) -> MemoryRoom:
-    return MemoryRoom(left, "free", reserved=left // 8)
+def room(left: int) -> AvailableMemory:
+    return AvailableMemory(left, "free", reserve_bytes=left // 8)
 
 
-def test_space() -> None:
-    judged(
-        shared_memory.space(Config(kv_memory="4GiB", pool_memory="0"), room(8 * GIB)),
+def test_memory() -> None:
+    assert_finding(
+        shared_memory.check_memory(Config(kv_memory="4GiB", pool_memory="0"), room(8 * GIB)),
         "bad",
         "2 nodes with 4.0GiB each are 8.0GiB; 8.0GiB free, 1.0GiB kept in reserve",
         "--kv-memory 3.1GiB",
     )
-    judged(shared_memory.space(Config(kv_memory="1GiB", pool_memory="7GiB"), room(8 * GIB)), "bad", "", "--pool-memory")
-    judged(shared_memory.space(Config(kv_memory="lots"), room(8 * GIB)), "bad", "'lots'")
-    judged(shared_memory.space(Config(), room(64 << 20)), "warning", "2 nodes with 6MiB", "--shm-size")
-    judged(shared_memory.space(Config(), room(24 * GIB)), "ok")
+    assert_finding(shared_memory.check_memory(Config(kv_memory="1GiB", pool_memory="7GiB"), room(8 * GIB)), "bad", "", "--pool-memory")
+    assert_finding(shared_memory.check_memory(Config(kv_memory="lots"), room(8 * GIB)), "bad", "'lots'")
+    assert_finding(shared_memory.check_memory(Config(), room(64 << 20)), "warning", "2 nodes with 6MiB", "--shm-size")
+    assert_finding(shared_memory.check_memory(Config(), room(24 * GIB)), "ok")
 
 
 def test_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    judged(shared_memory.locks(tmp_path), "ok")
-    monkeypatch.setattr(shared_memory, "_lock", lambda fd: True)
-    judged(shared_memory.locks(tmp_path), "bad", "exclude nobody")
+    assert_finding(shared_memory.check_locks(tmp_path), "ok")
+    monkeypatch.setattr(shared_memory, "_try_lock_file", lambda fd: True)
+    assert_finding(shared_memory.check_locks(tmp_path), "bad", "exclude nobody")
 
     def unknown(fd: int) -> bool:
         raise OSError(errno.EINVAL, "Invalid argument")
 
-    monkeypatch.setattr(shared_memory, "_lock", unknown)
-    judged(shared_memory.locks(tmp_path), "bad", "Invalid argument")
+    monkeypatch.setattr(shared_memory, "_try_lock_file", unknown)
+    assert_finding(shared_memory.check_locks(tmp_path), "bad", "Invalid argument")
 
 
 def test_huge_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    judged(shared_memory.huge_pages_finding(tmp_path, False), "warning", "6.1 or newer")
-    assert shared_memory.huge_pages(tmp_path).level in ("ok", "warning")
+    assert_finding(shared_memory.huge_pages_finding(tmp_path, False), "warning", "6.1 or newer")
+    assert shared_memory.check_huge_pages(tmp_path).level in ("ok", "warning")
     assert list(tmp_path.iterdir()) == []
 
     def refuse(*_: object) -> None:
         raise ConfigError("no room")
 
-    monkeypatch.setattr(segment, "create", refuse)
-    judged(shared_memory.huge_pages(tmp_path), "bad", "no room")
+    monkeypatch.setattr(segment, "create_segment", refuse)
+    assert_finding(shared_memory.check_huge_pages(tmp_path), "bad", "no room")
 
 
-def test_stale_segments_are_told_and_not_touched(tmp_path: Path) -> None:
-    judged(shared_memory.leftovers(tmp_path), "ok")
+def test_stale_segments_are_reported_and_kept(tmp_path: Path) -> None:
+    assert_finding(shared_memory.check_stale_segments(tmp_path), "ok")
     dead, alive = (tmp_path / f"baton-arena-{digit * 32}" for digit in "ab")
     for path in (dead, alive, tmp_path / "baton-other"):
         with path.open("wb") as file:
             file.truncate(HUGE_PAGE)
     with alive.open("rb") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        judged(shared_memory.leftovers(tmp_path), "warning", "1 in", "2MiB")
-        assert segment.stale(tmp_path) == [dead.name]
+        assert_finding(shared_memory.check_stale_segments(tmp_path), "warning", "1 in", "2MiB")
+        assert segment.list_stale_segments(tmp_path) == [dead.name]
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -165,42 +165,42 @@ def model(tmp_path: Path) -> Path:
     return build_model("llama", tmp_path)
 
 
-def models(config: Config) -> list[Finding]:
+def check_model_in_process(config: Config) -> list[Finding]:
     """By the code that will load it, in this process."""
     arguments = model_folder.probe_arguments(config)
-    found = {"model": probe.model(arguments[0], weights=len(arguments) == 1)} if arguments else {}
-    return model_folder.model_folder(config, found)
+    found = {"model": probe.check_model_folder(arguments[0], weights=len(arguments) == 1)} if arguments else {}
+    return model_folder.check_model(config, found)
 
 
-def test_a_model_that_is_well(model: Path) -> None:
-    first, second = models(Config(model=str(model)))
-    judged(first, "ok", "sound")
-    judged(second, "ok", "tokenizer.json")
+def test_valid_model(model: Path) -> None:
+    first, second = check_model_in_process(Config(model=str(model)))
+    assert_finding(first, "ok", "sound")
+    assert_finding(second, "ok", "tokenizer.json")
     (model / "tokenizer.json").unlink()
-    judged(models(Config(model=str(model)))[1], "warning", "has none of tokenizer.json")
+    assert_finding(check_model_in_process(Config(model=str(model)))[1], "warning", "has none of tokenizer.json")
 
 
-def test_models_that_are_not(model: Path, tmp_path: Path) -> None:
-    judged(models(Config(model=str(tmp_path / "nowhere")))[0], "bad", "there is no")
-    judged(models(Config(model="somebody/something"))[0], "warning", "hub")
+def test_broken_models(model: Path, tmp_path: Path) -> None:
+    assert_finding(check_model_in_process(Config(model=str(tmp_path / "nowhere")))[0], "bad", "there is no")
+    assert_finding(check_model_in_process(Config(model="somebody/something"))[0], "warning", "hub")
     weights = next(model.glob("*.safetensors"))
     whole = weights.read_bytes()
     weights.write_bytes(whole[: len(whole) // 2])
-    judged(models(Config(model=str(model)))[0], "bad", "safetensors")
+    assert_finding(check_model_in_process(Config(model=str(model)))[0], "bad", "safetensors")
     weights.unlink()
-    judged(models(Config(model=str(model)))[0], "bad", "--load-format dummy")
-    judged(models(Config(model=str(model), load_format="dummy"))[0], "ok")
+    assert_finding(check_model_in_process(Config(model=str(model)))[0], "bad", "--load-format dummy")
+    assert_finding(check_model_in_process(Config(model=str(model), load_format="dummy"))[0], "ok")
     (model / "config.json").write_text("{")
-    judged(models(Config(model=str(model)))[0], "bad", "config.json")
+    assert_finding(check_model_in_process(Config(model=str(model)))[0], "bad", "config.json")
     shutil.rmtree(model)
     model.mkdir()
-    judged(models(Config(model=str(model)))[0], "bad", "no such file")
+    assert_finding(check_model_in_process(Config(model=str(model)))[0], "bad", "no such file")
 
 
 def test_no_model_is_needed() -> None:
-    judged(models(Config(engine="paced"))[0], "ok", "paced")
-    judged(models(Config())[0], "ok", "its own")
-    judged(model_folder.model_folder(Config(model="/"), {})[0], "bad", "see torch")
+    assert_finding(check_model_in_process(Config(engine="paced"))[0], "ok", "paced")
+    assert_finding(check_model_in_process(Config())[0], "ok", "its own")
+    assert_finding(model_folder.check_model(Config(model="/"), {})[0], "bad", "see torch")
 
 
 # the network
@@ -211,25 +211,25 @@ def test_a_port_in_use() -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         config = Config(port=listening.getsockname()[1], grpc_port=0, admin_port=0)
-        judged(network.ports(config, occupied=False), "bad", "choose another --port")
-        judged(network.ports(config, occupied=True), "ok", "a cluster runs here")
-    judged(network.ports(Config(port=0, grpc_port=0, admin_port=0), occupied=False), "ok")
+        assert_finding(network.check_ports(config, occupied=False), "bad", "choose another --port")
+        assert_finding(network.check_ports(config, occupied=True), "ok", "a cluster runs here")
+    assert_finding(network.check_ports(Config(port=0, grpc_port=0, admin_port=0), occupied=False), "ok")
 
 
-def test_the_cluster_that_answers(front: FakeFront) -> None:
-    judged(network.cluster("here:1", None), "ok", "none answers")
+def test_the_cluster_that_answers(front: FakeCoordinatorServer) -> None:
+    assert_finding(network.check_cluster("here:1", None), "ok", "none answers")
     front.status = cluster_pb2.StatusResponse(ready=False, reason="there is no decode node", version="9")
     config = Config(port=0, grpc_port=0, admin_port=0)
-    judged(network.network(config, front.endpoint)[0], "warning", "there is no decode node")
+    assert_finding(network.check_network(config, front.endpoint)[0], "warning", "there is no decode node")
     front.status.ready = True
-    judged(network.network(config, front.endpoint)[0], "warning", "version 9", "the same version")
+    assert_finding(network.check_network(config, front.endpoint)[0], "warning", "version 9", "the same version")
     front.status.version = network._our_version()
-    judged(network.network(config, front.endpoint)[0], "ok", "ready")
+    assert_finding(network.check_network(config, front.endpoint)[0], "ok", "ready")
 
 
-def test_a_cluster_that_refuses_to_say(front: FakeFront) -> None:
+def test_cluster_that_refuses_status(front: FakeCoordinatorServer) -> None:
     front.error = (grpc.StatusCode.UNAUTHENTICATED, "a key is needed")
-    judged(network.network(Config(port=0, grpc_port=0, admin_port=0), front.endpoint)[0], "warning", "--admin-token")
+    assert_finding(network.check_network(Config(port=0, grpc_port=0, admin_port=0), front.endpoint)[0], "warning", "--admin-token")
 
 
 # the command
@@ -237,7 +237,7 @@ def test_a_cluster_that_refuses_to_say(front: FakeFront) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "probe", lambda arguments: FOUND)
+    monkeypatch.setattr(machine, "run_node_probe", lambda arguments: PROBE_RESULT)
 
 
 @pytest.mark.usefixtures("quick")
@@ -256,9 +256,9 @@ def test_doctor_exits_by_what_is_bad(
 
 
 def test_the_probe_is_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = machine.probe([])
+    found = machine.run_node_probe([])
     assert found.keys() == {"torch", "triton", "gpus"}
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    assert "ended with 1" in machine.probe([])["error"]
+    assert "ended with 1" in machine.run_node_probe([])["error"]
     monkeypatch.setattr(sys, "executable", "/nowhere")
-    assert "FileNotFoundError" in machine.probe([])["error"]
+    assert "FileNotFoundError" in machine.run_node_probe([])["error"]

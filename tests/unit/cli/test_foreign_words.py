@@ -12,7 +12,7 @@ from baton.pb import common_pb2
 NAME, PATH = "n[/b]", "[/dev/shm/x]"
 
 
-def drawn(shown: RenderableType) -> str:
+def render_to_text(shown: RenderableType) -> str:
     console = Console(file=io.StringIO(), width=200)
     console.print(shown)
     out = console.file
@@ -31,7 +31,7 @@ def answer(*, ready: bool) -> pb.StatusResponse:
 @pytest.mark.parametrize("ready", [True, False])
 def test_status_and_top(ready: bool, capsys: pytest.CaptureFixture[str]) -> None:
     status._print_table(answer(ready=ready))
-    for shown in (capsys.readouterr().out, drawn(top_view.render(answer(ready=ready), top_view.Rates()))):
+    for shown in (capsys.readouterr().out, render_to_text(top_view.render_top(answer(ready=ready), top_view.ClusterRates()))):
         assert NAME in shown
         assert PATH in shown
 
@@ -52,4 +52,4 @@ def test_explain() -> None:
         request_id="r", state="finished", attempts=[attempt], others=[pb.ExplainResponse(request_id="s")]
     )
     told.timeline.prefill_node = NAME
-    assert drawn(waterfall.render(told)).count(NAME) == 4
+    assert render_to_text(waterfall.render_explanation(told)).count(NAME) == 4

@@ -7,9 +7,9 @@ import pytest
 import typer
 
 from baton.cli.main import app
-from baton.config import Config, description
-from benchmarks.__main__ import COMMANDS as BENCHMARKS
-from benchmarks.__main__ import _parser
+from baton.config import Config, get_field_help
+from benchmarks.__main__ import BENCHMARK_MODULES as BENCHMARKS
+from benchmarks.__main__ import make_parser
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
@@ -22,12 +22,12 @@ def test_commands_and_their_options(command: str) -> None:
 
 
 def test_settings_of_every_process() -> None:
-    assert [field for field in Config.__struct_fields__ if len(description(field)) < 10] == []
+    assert [field for field in Config.__struct_fields__ if len(get_field_help(field)) < 10] == []
 
 
 @pytest.mark.parametrize("name", sorted(BENCHMARKS))
 def test_benchmarks(name: str) -> None:
-    whole = _parser({name: importlib.import_module(BENCHMARKS[name])})
+    whole = make_parser({name: importlib.import_module(BENCHMARKS[name])})
     (subcommands,) = (each for each in whole._actions if each.dest == "benchmark")
     parser = subcommands.choices[name]  # type: ignore[index]
     assert isinstance(parser, argparse.ArgumentParser)

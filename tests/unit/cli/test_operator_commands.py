@@ -7,13 +7,13 @@ import re
 import grpc
 import pytest
 
-from baton.cli.pool_view import total
-from baton.cli.progress import Progress
-from baton.cli.top_view import rates
-from baton.cli.waterfall import _bar
+from baton.cli.pool_view import sum_counter
+from baton.cli.progress import ProgressLine
+from baton.cli.top_view import compute_rates
+from baton.cli.waterfall import _waterfall_bar
 from baton.pb import cluster_pb2 as pb
 from baton.pb import common_pb2
-from tests.unit.cli.conftest import FakeFront, Run, timeline
+from tests.unit.cli.conftest import FakeCoordinatorServer, Run, make_timeline
 
 Capture = pytest.CaptureFixture[str]
 
@@ -42,7 +42,7 @@ def explanation() -> pb.ExplainResponse:
     )  # fmt: skip
     return pb.ExplainResponse(
         request_id="r1", state="finished", finish_reason=common_pb2.FINISH_REASON_LENGTH, prompt_tokens=512,
-        output_tokens=11, max_tokens=11, timeline=timeline(), decode=0.365, attempts=[refused, served],
+        output_tokens=11, max_tokens=11, timeline=make_timeline(), decode=0.365, attempts=[refused, served],
         sources=pb.PromptSources(computed_prefill=496, local_cache=16, received=512),
     )  # fmt: skip
 
@@ -51,7 +51,7 @@ def plain(text: str) -> str:
     return re.sub(r"\s+", " ", text)
 
 
-def test_explain_shows_the_waterfall(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_explain_shows_the_waterfall(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     front.explanation = explanation()
     assert run("explain", "r1", "--endpoint", front.endpoint, "--admin-token", "t") == 0
     out = plain(capsys.readouterr().out)
@@ -77,7 +77,7 @@ def test_explain_shows_the_waterfall(front: FakeFront, run: Run, capsys: Capture
         assert expected in out
 
 
-def test_explain_says_that_a_prefill_node_was_not_needed(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_explain_says_that_a_prefill_node_was_not_needed(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     """Decode held the context: the node that was chosen has no part in the answer, and the way is decode's own."""
     front.explanation = explanation()
     attempt = front.explanation.attempts[-1]
@@ -89,7 +89,7 @@ def test_explain_says_that_a_prefill_node_was_not_needed(front: FakeFront, run: 
     assert "prompt computed by: the decode node itself (its cache has the context)" in out
 
 
-def test_explain_says_what_spoke_against_a_node(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_explain_says_what_spoke_against_a_node(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     told = explanation()
     for because in ("failed before", "newcomer", "kept apart"):
         told.attempts[1].considered.add(node=because.replace(" ", "-"), role="prefill", able=True, because=because)
@@ -106,7 +106,7 @@ def test_explain_says_what_spoke_against_a_node(front: FakeFront, run: Run, caps
         assert expected in out, out
 
 
-def test_explain_lists_all_choices_of_an_answer(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_explain_lists_all_choices_of_an_answer(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     told = explanation()
     failed = pb.ExplainResponse(request_id="r2", state="failed", error=common_pb2.Error(code="node_gone", message="m"))
     told.others.extend([failed, pb.ExplainResponse(request_id="r3")])
@@ -122,7 +122,7 @@ def test_explain_lists_all_choices_of_an_answer(front: FakeFront, run: Run, caps
         assert expected in out, out
 
 
-def test_explain_json_has_every_field(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_explain_json_has_every_field(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     front.explanation = explanation()
     assert run("explain", "r1", "--json", "--endpoint", front.endpoint) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -130,7 +130,7 @@ def test_explain_json_has_every_field(front: FakeFront, run: Run, capsys: Captur
     assert [attempt["ended"] for attempt in shown["attempts"]] == ["refused", "served"]
 
 
-def test_a_request_that_failed_before_its_first_token(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_a_request_that_failed_before_its_first_token(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     error = common_pb2.Error(code="deadline_exceeded", message="took [too] long")
     front.explanation = pb.ExplainResponse(request_id="r1", state="failed", error=error, prompt_tokens=3, max_tokens=4)
     assert run("explain", "r1", "--endpoint", front.endpoint) == 0
@@ -139,7 +139,7 @@ def test_a_request_that_failed_before_its_first_token(front: FakeFront, run: Run
     assert "no token yet 0.0" in out
 
 
-def test_an_unknown_request_is_exit_1(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_an_unknown_request_is_exit_1(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     front.error = (grpc.StatusCode.NOT_FOUND, "there is no request 'r9'")
     assert run("explain", "r9", "--endpoint", front.endpoint) == 1
     assert capsys.readouterr().err == "error: there is no request 'r9' (not_found)\n"
@@ -148,7 +148,7 @@ def test_an_unknown_request_is_exit_1(front: FakeFront, run: Run, capsys: Captur
 @pytest.mark.parametrize("begun", [0.0, 0.3, 0.999, 1.0])
 @pytest.mark.parametrize("share", [0.0, 1e-6, 0.1, 1.0])
 def test_a_bar_shows_what_took_time_and_nothing_else(begun: float, share: float) -> None:
-    assert bool(_bar(begun, share).strip()) == (share > 0)
+    assert bool(_waterfall_bar(begun, share).strip()) == (share > 0)
 
 
 # drain
@@ -163,9 +163,9 @@ def statuses(*nodes: pb.NodeStatus | None) -> list[pb.StatusResponse]:
     return [pb.StatusResponse(ready=True, nodes=[one] if one else []) for one in nodes]
 
 
-def test_drain_waits_until_the_node_is_empty(front: FakeFront, run: Run, capsys: Capture) -> None:
-    front.drained = pb.DrainResponse(node="d0", service="draining", warning="there is no decode node")
-    front.watched = statuses(
+def test_drain_waits_until_the_node_is_empty(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+    front.drain_response = pb.DrainResponse(node="d0", service="draining", warning="there is no decode node")
+    front.watch_responses = statuses(
         node("draining", 2, 5, 9.0), node("draining", 2, 5, 9.0), node("draining"), node("drained")
     )
     assert run("drain", "d0", "--timeout", "9.5", "--endpoint", front.endpoint) == 0
@@ -179,8 +179,8 @@ def test_drain_waits_until_the_node_is_empty(front: FakeFront, run: Run, capsys:
     assert out == "d0 is drained: nothing is left there\n"
 
 
-def test_drain_without_a_time_sends_none_and_need_not_wait(front: FakeFront, run: Run, capsys: Capture) -> None:
-    front.drained = pb.DrainResponse(node="d0", service="draining")
+def test_drain_without_a_time_sends_none_and_need_not_wait(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+    front.drain_response = pb.DrainResponse(node="d0", service="draining")
     assert run("drain", "d0", "--no-wait", "--json", "--endpoint", front.endpoint) == 0
     assert [request.HasField("timeout_seconds") for request in front.requests] == [False]
     assert json.loads(capsys.readouterr().out) == {"node": "d0", "service": "draining"}
@@ -190,16 +190,16 @@ def test_drain_without_a_time_sends_none_and_need_not_wait(front: FakeFront, run
     ("last", "code", "words"),
     [(None, 0, "has left the cluster"), (node("in"), 1, "put back into service"), (node("draining"), 1, "stopped")],
 )
-def test_drain_that_ends_otherwise(
-    front: FakeFront, run: Run, capsys: Capture, last: pb.NodeStatus | None, code: int, words: str
+def test_drain_that_is_interrupted_or_undone(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture, last: pb.NodeStatus | None, code: int, words: str
 ) -> None:
-    front.watched = statuses(node("draining", 1), last)
+    front.watch_responses = statuses(node("draining", 1), last)
     assert run("drain", "d0", "--endpoint", front.endpoint) == code
     assert words in "".join(capsys.readouterr())
 
 
-def test_undrain(front: FakeFront, run: Run, capsys: Capture) -> None:
-    front.drained = pb.DrainResponse(node="d0", service="in")
+def test_undrain(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+    front.drain_response = pb.DrainResponse(node="d0", service="in")
     assert run("undrain", "d0", "--endpoint", front.endpoint) == 0
     assert capsys.readouterr().out == "d0 is in service\n"
     assert front.requests == [pb.UndrainRequest(node="d0")]
@@ -211,12 +211,12 @@ def test_progress_in_place_on_a_terminal() -> None:
             return True
 
     stream = Terminal()
-    with Progress(stream) as progress:
+    with ProgressLine(stream) as progress:
         for line in ("two left", "two left", "one left"):
-            progress.show(line)
+            progress.show_line(line)
     assert stream.getvalue() == "\r\x1b[Ktwo left\r\x1b[Kone left\r\x1b[K"
-    with Progress(None) as progress:
-        progress.show("nowhere")
+    with ProgressLine(None) as progress:
+        progress.show_line("nowhere")
 
 
 # top
@@ -239,17 +239,17 @@ def status(seconds: float, tokens: float, **changes: object) -> pb.StatusRespons
 
 
 def test_rates_are_differences() -> None:
-    speed = rates(status(10.0, 100), status(12.0, 300))
+    speed = compute_rates(status(10.0, 100), status(12.0, 300))
     assert (speed.tokens, speed.requests, speed.failed) == pytest.approx((100.0, 15.0, 5.0))
     assert (speed.handoffs, speed.handoff_bytes) == pytest.approx((10.0, 100e6))
-    assert total(status(0, 100).counters, "baton_handoffs_total") == 17
+    assert sum_counter(status(0, 100).counters, "baton_handoffs_total") == 17
     for before in (None, status(99.0, 0)):  # the first look; a coordinator that has restarted
-        assert rates(before, status(12.0, 300)).tokens == 0
-    assert rates(status(10.0, 300), status(12.0, 100)).tokens == 0
+        assert compute_rates(before, status(12.0, 300)).tokens == 0
+    assert compute_rates(status(10.0, 300), status(12.0, 100)).tokens == 0
 
 
-def test_top_once_without_a_terminal(front: FakeFront, run: Run, capsys: Capture) -> None:
-    front.watched = [status(10.0, 100), status(12.0, 300), status(14.0, 500)]
+def test_top_once_without_a_terminal(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+    front.watch_responses = [status(10.0, 100), status(12.0, 300), status(14.0, 500)]
     assert run("top", "--once", "--interval", "0.5", "--endpoint", front.endpoint) == 0
     out = plain(capsys.readouterr().out)
     assert front.requests == [pb.WatchRequest(interval_seconds=0.5)]
@@ -257,7 +257,7 @@ def test_top_once_without_a_terminal(front: FakeFront, run: Run, capsys: Capture
         assert expected in out
 
 
-def pooled(seconds: float, lookups: float) -> pb.StatusResponse:
+def pool_status(seconds: float, lookups: float) -> pb.StatusResponse:
     """Three of four look-ups hit; each takes a millisecond."""
     found = status(seconds, 100)
     asking = {
@@ -275,8 +275,8 @@ def pooled(seconds: float, lookups: float) -> pb.StatusResponse:
     return found
 
 
-def test_top_has_a_line_of_the_pool(front: FakeFront, run: Run, capsys: Capture) -> None:
-    front.watched = [pooled(10.0, 100), pooled(12.0, 140)]
+def test_top_has_a_line_of_the_pool(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+    front.watch_responses = [pool_status(10.0, 100), pool_status(12.0, 140)]
     assert run("top", "--once", "--endpoint", front.endpoint) == 0
     out = plain(capsys.readouterr().out)
     for expected in (
@@ -290,14 +290,14 @@ def test_top_has_a_line_of_the_pool(front: FakeFront, run: Run, capsys: Capture)
 
 
 def test_a_node_that_has_restarted_counts_from_nothing() -> None:
-    before, now = pooled(10.0, 100), pooled(12.0, 40)
-    assert rates(before, now).pool.lookups == 0
+    before, now = pool_status(10.0, 100), pool_status(12.0, 40)
+    assert compute_rates(before, now).pool.lookups == 0
     before.nodes[1].incarnation = "9"
-    assert rates(before, pooled(12.0, 140)).pool.lookups == 0
+    assert compute_rates(before, pool_status(12.0, 140)).pool.lookups == 0
 
 
-def test_top_json_is_an_object_a_line(front: FakeFront, run: Run, capsys: Capture) -> None:
-    front.watched = [status(10.0, 100), status(12.0, 300)]
+def test_top_json_is_an_object_a_line(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
+    front.watch_responses = [status(10.0, 100), status(12.0, 300)]
     assert run("top", "--json", "--endpoint", front.endpoint) == 3  # the watch ended: nobody is there any more
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["rates"]["tokens"] for line in lines] == [0.0, 100.0]

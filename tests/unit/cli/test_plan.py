@@ -5,14 +5,14 @@ import pytest
 
 from baton.cli import plan
 from baton.cli.ports import Endpoints
-from baton.config import SECRETS, Config, resolve
+from baton.config import SECRET_FIELDS, Config, resolve_config
 from baton.errors import ConfigError
 
 WHERE = Endpoints(http="127.0.0.1:1", grpc="127.0.0.1:2", admin="127.0.0.1:3", cluster="127.0.0.1:4")
 
 
 def children(config: Config, cores: int = 2, **environ: str) -> tuple[plan.ChildSpec, ...]:
-    return plan.children(config, WHERE, environ=environ, cores=cores, supervisor=77)
+    return plan.make_child_specs(config, WHERE, environ=environ, cores=cores, supervisor=77)
 
 
 def test_one_process_for_each_part() -> None:
@@ -33,9 +33,9 @@ def test_a_child_reads_the_settings_that_up_resolved() -> None:
         model="m", prefill=3, insecure=True, heartbeat=0.25, kv_memory="4GiB", api_key="k", cluster_token="t"
     )
     coordinator, node, *_ = children(config)
-    assert resolve({}, environ=coordinator.environ) == config
+    assert resolve_config({}, environ=coordinator.environ) == config
     for_node = msgspec.structs.replace(config, name="prefill-0", coordinator=WHERE.cluster, threads="1", api_key="")
-    assert resolve({}, environ=node.environ) == for_node
+    assert resolve_config({}, environ=node.environ) == for_node
 
 
 def test_a_setting_of_the_environment_or_a_file_cannot_overrule_the_resolved_one() -> None:
@@ -52,8 +52,8 @@ def test_each_child_gets_the_secrets_that_it_uses_and_none_on_its_command_line()
     """A child's command line is its interpreter, -m and the module; its secrets are in its environment."""
     config = Config(api_key="a-key", cluster_token="a-token", admin_token="an-admin")
     where = dataclasses.replace(WHERE, pool="127.0.0.1:5")
-    for spec in plan.children(config, where, environ={"BATON_API_KEY": "a-key"}, cores=2, supervisor=77):
-        given = {spec.environ.get(f"BATON_{field.upper()}") for field in SECRETS} - {None}
+    for spec in plan.make_child_specs(config, where, environ={"BATON_API_KEY": "a-key"}, cores=2, supervisor=77):
+        given = {spec.environ.get(f"BATON_{field.upper()}") for field in SECRET_FIELDS} - {None}
         assert given == ({"a-key", "a-token", "an-admin"} if spec.name == plan.COORDINATOR else {"a-token"})
         assert not {"a-key", "an-admin"} & set(spec.environ.values()) or spec.name == plan.COORDINATOR
         assert "-" not in spec.module
@@ -88,15 +88,15 @@ def test_idle_openmp_threads_do_not_spin_unless_the_user_says_so() -> None:
 
 
 def test_no_prefill_node_means_colocated_and_is_told() -> None:
-    config, notes = plan.complete(Config(prefill=0))
+    config, notes = plan.complete_config(Config(prefill=0))
     assert config.mode == "colocated"
     assert notes == ["--prefill 0: mode disaggregated becomes colocated"]
     assert [spec.name for spec in children(config)] == ["coordinator", "decode-0"]
-    assert plan.complete(Config(prefill=0, mode="colocated"))[1] == []
+    assert plan.complete_config(Config(prefill=0, mode="colocated"))[1] == []
 
 
 def test_a_token_is_minted_unless_given() -> None:
-    first, second = (plan.complete(Config())[0].cluster_token for _ in range(2))
+    first, second = (plan.complete_config(Config())[0].cluster_token for _ in range(2))
     assert len(first) == 64
     assert first != second
-    assert plan.complete(Config(cluster_token="mine"))[0].cluster_token == "mine"
+    assert plan.complete_config(Config(cluster_token="mine"))[0].cluster_token == "mine"

@@ -2,11 +2,11 @@ import socket
 
 import pytest
 
-from baton.cli.ports import endpoints, hold, hold_all
+from baton.cli.ports import cluster_endpoints, reserve_port, reserve_ports
 from baton.config import Config
 from baton.errors import ConfigError
 
-ANY = Config(port=0, grpc_port=0, admin_port=0, cluster_port=0)
+ANY_PORTS = Config(port=0, grpc_port=0, admin_port=0, cluster_port=0)
 
 
 def listener(port: int) -> socket.socket:
@@ -18,8 +18,8 @@ def listener(port: int) -> socket.socket:
     return listening
 
 
-def test_a_held_port_is_the_coordinators_to_listen_on_again_and_again() -> None:
-    config, held = hold_all(ANY)
+def test_coordinator_can_listen_on_a_reserved_port_repeatedly() -> None:
+    config, held = reserve_ports(ANY_PORTS)
     for _ in range(2):
         with listener(config.port), socket.create_connection(("127.0.0.1", config.port)):
             pass
@@ -27,8 +27,8 @@ def test_a_held_port_is_the_coordinators_to_listen_on_again_and_again() -> None:
         one.close()
 
 
-def test_a_held_port_is_nobody_elses() -> None:
-    config, held = hold_all(ANY)
+def test_reserved_port_cannot_be_bound_by_others() -> None:
+    config, held = reserve_ports(ANY_PORTS)
     taken = {config.port, config.grpc_port, config.admin_port, config.cluster_port}
     assert len(taken) == 4
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
@@ -43,15 +43,15 @@ def test_a_port_in_use_is_named_with_its_flag_and_nothing_stays_held() -> None:
     with listener(0) as busy:
         port = busy.getsockname()[1]
         with pytest.raises(ConfigError, match=r"in use.*--admin-port") as error:
-            hold_all(Config(port=0, grpc_port=0, admin_port=port, cluster_port=0))
+            reserve_ports(Config(port=0, grpc_port=0, admin_port=port, cluster_port=0))
     assert f"127.0.0.1:{port}" in error.value.message
 
 
-def test_an_address_that_is_not_ours_is_named() -> None:
+def test_foreign_address_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"203\.0\.113\.1:0.*--port"):
-        hold("203.0.113.1", 0, "--port")
+        reserve_port("203.0.113.1", 0, "--port")
 
 
 def test_a_wildcard_is_dialled_at_loopback() -> None:
-    where = endpoints(Config(host="0.0.0.0", port=1, grpc_port=2, admin_host="::1", admin_port=3))
+    where = cluster_endpoints(Config(host="0.0.0.0", port=1, grpc_port=2, admin_host="::1", admin_port=3))
     assert (where.http, where.grpc, where.admin) == ("127.0.0.1:1", "127.0.0.1:2", "[::1]:3")

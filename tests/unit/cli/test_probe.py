@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from baton.cli import probe
-from baton.cli.errors import Bad, Unreachable
+from baton.cli.errors import CommandFailed, EndpointUnreachable
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.health_port import HealthPort
@@ -18,7 +18,7 @@ from baton.health_port import HealthPort
 TOKEN = "operator"
 
 
-class Readyz(http.server.BaseHTTPRequestHandler):
+class ReadyzHandler(http.server.BaseHTTPRequestHandler):
     status, body = 200, b"{}"
 
     def do_GET(self) -> None:
@@ -34,7 +34,7 @@ class Readyz(http.server.BaseHTTPRequestHandler):
 @contextmanager
 def admin_port(status: int, body: bytes = b"{}") -> Iterator[Config]:
     """A coordinator's admin port, and settings that lead there as a container's do."""
-    handler = type("Handler", (Readyz,), {"status": status, "body": body})
+    handler = type("Handler", (ReadyzHandler,), {"status": status, "body": body})
     with http.server.HTTPServer(("127.0.0.1", 0), handler) as served:
         thread = threading.Thread(target=served.serve_forever, args=(0.01,))
         thread.start()
@@ -60,20 +60,20 @@ def test_a_ready_coordinator() -> None:
     ],
 )
 def test_a_coordinator_that_is_not_ready_says_why(body: bytes, told: str) -> None:
-    with admin_port(503, body) as config, pytest.raises(Bad) as caught:
+    with admin_port(503, body) as config, pytest.raises(CommandFailed) as caught:
         probe.probe_coordinator(config)
     assert str(caught.value) == told
 
 
 def test_a_wrong_token_is_not_healthy() -> None:
-    with admin_port(200) as config, pytest.raises(Bad, match="401"):
+    with admin_port(200) as config, pytest.raises(CommandFailed, match="401"):
         probe.probe_coordinator(structs.replace(config, admin_token="other"))
 
 
 def test_a_coordinator_that_is_gone() -> None:
     with admin_port(200) as config:
         pass
-    with pytest.raises(Unreachable, match=r"no coordinator answers at 127\.0\.0\.1:"):
+    with pytest.raises(EndpointUnreachable, match=r"no coordinator answers at 127\.0\.0\.1:"):
         probe.probe_coordinator(config)
 
 
@@ -87,19 +87,19 @@ async def node() -> AsyncIterator[tuple[HealthPort, Config]]:
         await health.stop()
 
 
-async def asked(config: Config) -> None:
+async def probe_in_thread(config: Config) -> None:
     """On a thread, because the node's answer needs this loop."""
     await asyncio.to_thread(probe.probe_node, config)
 
 
-async def test_a_node_serves_leaves_and_is_gone() -> None:
+async def test_node_serving_leaving_and_gone() -> None:
     async with node() as (health, config):
-        await asked(config)
-        await health.leaving()
-        with pytest.raises(Bad, match="NOT_SERVING"):
-            await asked(config)
-    with pytest.raises(Unreachable, match=r"no node answers at 127\.0\.0\.1:"):
-        await asked(config)
+        await probe_in_thread(config)
+        await health.announce_shutdown()
+        with pytest.raises(CommandFailed, match="NOT_SERVING"):
+            await probe_in_thread(config)
+    with pytest.raises(EndpointUnreachable, match=r"no node answers at 127\.0\.0\.1:"):
+        await probe_in_thread(config)
 
 
 @pytest.mark.parametrize("port", [0, -1])

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from baton.pb import cluster_pb2 as pb
-from tests.unit.cli.conftest import FakeFront, Run
+from tests.unit.cli.conftest import FakeCoordinatorServer, Run
 
 Capture = pytest.CaptureFixture[str]
 
@@ -29,11 +29,11 @@ def watched(*ratios: pb.Ratio) -> list[pb.StatusResponse]:
     return [pb.StatusResponse(ready=True, ratio=each) for each in ratios]
 
 
-def test_set_waits_shows_progress_and_reports_each_switch(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_set_waits_shows_progress_and_reports_each_switch(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     front.ratio = ratio(False, 2)
     going = ratio(False, 2, switches=[switch("draining", placed=3)])
     done = ratio(True, over=[switch("done", generation=3), switch("done")])
-    front.watched = watched(going, going, done)
+    front.watch_responses = watched(going, going, done)
     assert run("ratio", "set", "3:1", "--flip-timeout", "2.5", "--endpoint", front.endpoint) == 0
     assert front.requests[0] == pb.SetRatioRequest(prefill=3, decode=1, flip_timeout_seconds=2.5)
     out, err = capsys.readouterr()
@@ -44,7 +44,7 @@ def test_set_waits_shows_progress_and_reports_each_switch(front: FakeFront, run:
     ]
 
 
-def test_set_json_and_without_waiting(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_set_json_and_without_waiting(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     front.ratio = ratio(False, 2, over=[switch("done", generation=3)])
     assert run("ratio", "set", "3:1", "--no-wait", "--json", "--endpoint", front.endpoint) == 0
     assert [request.HasField("flip_timeout_seconds") for request in front.requests] == [False]
@@ -52,7 +52,7 @@ def test_set_json_and_without_waiting(front: FakeFront, run: Run, capsys: Captur
     assert (told["target_prefill"], told["settled"], told["over"]) == (3, False, [])
 
 
-def test_what_cannot_be_is_wrong_usage(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_impossible_ratio_is_a_usage_error(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     front.error = (grpc.StatusCode.INVALID_ARGUMENT, "ratio 9:1 is not possible: possible are 1:3, 2:2, 3:1")
     assert run("ratio", "set", "9:1", "--endpoint", front.endpoint) == 2
     assert "possible are 1:3, 2:2, 3:1" in capsys.readouterr().err
@@ -65,16 +65,16 @@ def test_what_cannot_be_is_wrong_usage(front: FakeFront, run: Run, capsys: Captu
 @pytest.mark.parametrize(
     ("last", "words"), [(ratio(True, generation=5), "another ratio was asked for meanwhile"), (None, "stopped before")]
 )
-def test_a_wait_that_ends_otherwise(
-    front: FakeFront, run: Run, capsys: Capture, last: pb.Ratio | None, words: str
+def test_wait_fails_when_superseded_or_coordinator_stops(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture, last: pb.Ratio | None, words: str
 ) -> None:
     front.ratio = ratio(False)
-    front.watched = watched(ratio(False), *([last] if last else []))
+    front.watch_responses = watched(ratio(False), *([last] if last else []))
     assert run("ratio", "set", "3:1", "--endpoint", front.endpoint) == 1
     assert words in capsys.readouterr().err
 
 
-def test_show(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_ratio_show(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     front.ratio = ratio(
         False, 2, over=[switch("lost", detail="it came back as decode")], switches=[switch("probing")], reason="manual"
     )  # fmt: skip
@@ -93,11 +93,11 @@ def test_show(front: FakeFront, run: Run, capsys: Capture) -> None:
     assert json.loads(capsys.readouterr().out)["decode"] == 2
 
 
-def test_status_and_top_show_it(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_status_and_top_show_the_ratio(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     told = ratio(False, 2, switches=[switch("switching")])
     front.status = pb.StatusResponse(ready=True, ratio=told)
     assert run("status", "--endpoint", front.endpoint) == 0
-    front.watched = watched(told, told)
+    front.watch_responses = watched(told, told)
     assert run("top", "--once", "--endpoint", front.endpoint) == 0
     line = "ratio 2:1, 3:1 is asked for: 1 on their way (decode-1 switching)"
     assert capsys.readouterr().out.count(line) == 2
@@ -120,8 +120,8 @@ def advice(prefill: int = 6) -> pb.RatioAdvice:
     )  # fmt: skip
 
 
-def test_advise_tells_what_it_rests_on_what_it_expects_and_what_to_do(
-    front: FakeFront, run: Run, capsys: Capture
+def test_advise_prints_demand_forecast_and_command(
+    front: FakeCoordinatorServer, run: Run, capsys: Capture
 ) -> None:
     front.advice = advice()
     assert run("ratio", "advise", "--slo", "ttft=0.5s,tpot=50ms", "--endpoint", front.endpoint) == 0
@@ -146,7 +146,7 @@ def test_advise_tells_what_it_rests_on_what_it_expects_and_what_to_do(
     assert capsys.readouterr().out.splitlines()[-1] == "nothing to do"
 
 
-def test_advice_as_json_and_none(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_advice_as_json_and_none(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     front.advice = advice()
     assert run("ratio", "advise", "--json", "--endpoint", front.endpoint) == 0
     told = json.loads(capsys.readouterr().out)
@@ -156,7 +156,7 @@ def test_advice_as_json_and_none(front: FakeFront, run: Run, capsys: Capture) ->
     assert "advice needs 20" in capsys.readouterr().err
 
 
-def test_auto_and_manual(front: FakeFront, run: Run, capsys: Capture) -> None:
+def test_auto_and_manual(front: FakeCoordinatorServer, run: Run, capsys: Capture) -> None:
     front.ratio = ratio(True, automatic=True, slo="tpot=30ms", reason="kept: 98% are predicted", ended=50, good=49)
     assert run("ratio", "auto", "--slo", "tpot=30ms", "--flip-timeout", "2", "--endpoint", front.endpoint) == 0
     assert front.requests[-1] == pb.AutoRatioRequest(slo="tpot=30ms", flip_timeout_seconds=2.0)
@@ -172,6 +172,6 @@ def test_auto_and_manual(front: FakeFront, run: Run, capsys: Capture) -> None:
 
 @pytest.mark.parametrize("command", ["advise", "auto"])
 @pytest.mark.parametrize("slo", ["fast", "ttft=5", "ttft=1s,ttft=2s", "ttft=0ms"])
-def test_what_is_no_objective_is_wrong_usage(run: Run, capsys: Capture, command: str, slo: str) -> None:
+def test_malformed_slo_is_a_usage_error(run: Run, capsys: Capture, command: str, slo: str) -> None:
     assert run("ratio", command, "--slo", slo) == 2
     assert "is not ttft=TIME,tpot=TIME" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import pytest
 from baton.cli.rotating_file import RotatingFile
 
 
-def put(file: RotatingFile, text: str) -> None:
+def write_text(file: RotatingFile, text: str) -> None:
     data = memoryview(text.encode())
     assert file.write(data) == len(data)
 
@@ -19,7 +19,7 @@ def names(folder: Path) -> list[str]:
 def test_files_are_bounded_in_size_and_number_and_the_newest_are_kept(tmp_path: Path) -> None:
     file = RotatingFile(tmp_path / "up.log", 100, 2)
     for number in range(1000):
-        put(file, f"line {number:04}\n")
+        write_text(file, f"line {number:04}\n")
     assert names(tmp_path) == ["up.log", "up.log.1", "up.log.2"]
     whole = "".join((tmp_path / name).read_text() for name in ("up.log.2", "up.log.1", "up.log"))
     assert whole.splitlines() == [f"line {number:04}" for number in range(1000 - len(whole) // 10, 1000)]
@@ -29,7 +29,7 @@ def test_files_are_bounded_in_size_and_number_and_the_newest_are_kept(tmp_path: 
 def test_without_backups_the_file_begins_anew(tmp_path: Path) -> None:
     file = RotatingFile(tmp_path / "up.log", 20, 0)
     for number in range(5):
-        put(file, f"line {number:04}\n")
+        write_text(file, f"line {number:04}\n")
     assert names(tmp_path) == ["up.log"]
     assert (tmp_path / "up.log").read_text() == "line 0004\n"
 
@@ -37,13 +37,13 @@ def test_without_backups_the_file_begins_anew(tmp_path: Path) -> None:
 def test_a_rotation_that_fails_is_tried_again(tmp_path: Path) -> None:
     path = tmp_path / "up.log"
     file = RotatingFile(path, 10, 1)
-    put(file, "a first line\n")
+    write_text(file, "a first line\n")
     (tmp_path / "up.log.1").mkdir()  # where the full file is to go
     for _ in range(2):
         with pytest.raises(OSError, match="directory"):
-            put(file, "lost\n")
+            write_text(file, "lost\n")
     (tmp_path / "up.log.1").rmdir()
-    put(file, "here\n")
+    write_text(file, "here\n")
     assert path.read_text() == "here\n"
     assert (tmp_path / "up.log.1").read_text() == "a first line\n"
 
@@ -53,7 +53,7 @@ def test_no_backup_is_lost_while_no_new_file_can_be_opened(tmp_path: Path, monke
     path = tmp_path / "up.log"
     file = RotatingFile(path, 10, 3)
     for number in range(4):
-        put(file, f"a line {number}\n\n")
+        write_text(file, f"a line {number}\n\n")
 
     def no_room(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -62,8 +62,8 @@ def test_no_backup_is_lost_while_no_new_file_can_be_opened(tmp_path: Path, monke
         full.setattr(os, "open", no_room)
         for _ in range(5):
             with pytest.raises(OSError, match="No space"):
-                put(file, "lost\n")
-    put(file, "here\n")
+                write_text(file, "lost\n")
+    write_text(file, "here\n")
     assert [(tmp_path / name).read_text().strip() for name in names(tmp_path)] == [
         "here",
         "a line 3",
@@ -75,10 +75,10 @@ def test_no_backup_is_lost_while_no_new_file_can_be_opened(tmp_path: Path, monke
 def test_a_file_that_another_has_moved_away_is_replaced_and_no_backup_moves(tmp_path: Path) -> None:
     path = tmp_path / "up.log"
     file = RotatingFile(path, 10, 1)
-    put(file, "first line\n")
-    put(file, "second line\n")
+    write_text(file, "first line\n")
+    write_text(file, "second line\n")
     path.rename(tmp_path / "moved")
-    put(file, "third line\n")
+    write_text(file, "third line\n")
     assert {name: (tmp_path / name).read_text() for name in names(tmp_path)} == {
         "moved": "second line\n",
         "up.log": "third line\n",
@@ -89,9 +89,9 @@ def test_a_file_that_another_has_moved_away_is_replaced_and_no_backup_moves(tmp_
 def test_a_file_that_the_operator_has_emptied_is_written_on(tmp_path: Path) -> None:
     path = tmp_path / "up.log"
     file = RotatingFile(path, 20, 1)
-    put(file, "some line\n")
+    write_text(file, "some line\n")
     os.truncate(path, 0)
-    put(file, "another\n")
+    write_text(file, "another\n")
     assert path.read_text() == "another\n"
 
 
@@ -101,7 +101,7 @@ def test_a_descriptor_follows_the_current_file(tmp_path: Path) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     file = RotatingFile(path, 10, 1, descriptor=descriptor)
     for text in ("first line\n", "second\n"):
-        put(file, text)
+        write_text(file, text)
     os.write(descriptor, b"by itself\n")
     assert path.read_text() == "second\nby itself\n"
     os.close(descriptor)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.errors import Bad
-from baton.cli.state import PidFile, folder_of, stop_running
+from baton.cli.errors import CommandFailed
+from baton.cli.state import PidFile, state_folder, stop_cluster
 from baton.config import Config
 from baton.errors import ConfigError
 
@@ -36,16 +36,16 @@ def holder(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subproces
         process.kill()
 
 
-def test_a_cluster_is_asked_to_end_by_its_folder(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
-    assert stop_running(tmp_path, 10.0) is True
+def test_stop_cluster_of_a_folder(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    assert stop_cluster(tmp_path, 10.0) is True
     assert holder.wait() == -signal.SIGTERM
-    with pytest.raises(Bad, match="no cluster runs"):
-        stop_running(tmp_path, 10.0)
+    with pytest.raises(CommandFailed, match="no cluster runs"):
+        stop_cluster(tmp_path, 10.0)
 
 
 @pytest.mark.parametrize("holder", ["deaf"], indirect=True)
-def test_one_that_does_not_end_is_killed(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
-    assert stop_running(tmp_path, 0.05) is False
+def test_cluster_that_ignores_sigterm_is_killed(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+    assert stop_cluster(tmp_path, 0.05) is False
     assert holder.wait() == -signal.SIGKILL
 
 
@@ -57,20 +57,20 @@ def test_two_clusters_cannot_share_a_folder(tmp_path: Path, holder: subprocess.P
     PidFile(tmp_path).release()
 
 
-def test_a_stranger_with_the_pid_of_a_dead_cluster_is_left_alone(tmp_path: Path) -> None:
+def test_stale_pid_file_signals_nobody(tmp_path: Path) -> None:
     (tmp_path / "up.pid").write_text(f"{os.getpid()}\n")  # nobody holds the lock
-    with pytest.raises(Bad, match="no cluster runs"):
-        stop_running(tmp_path, 1.0)
+    with pytest.raises(CommandFailed, match="no cluster runs"):
+        stop_cluster(tmp_path, 1.0)
 
 
-def test_where_nothing_ever_ran(tmp_path: Path) -> None:
-    with pytest.raises(Bad, match="no cluster runs"):
-        stop_running(tmp_path / "none", 1.0)
+def test_stop_where_no_cluster_ever_ran(tmp_path: Path) -> None:
+    with pytest.raises(CommandFailed, match="no cluster runs"):
+        stop_cluster(tmp_path / "none", 1.0)
 
 
-def test_each_port_has_a_folder(tmp_path: Path) -> None:
+def test_state_folder_of_each_port(tmp_path: Path) -> None:
     home = {"HOME": str(tmp_path)}
-    assert folder_of(Config(port=8123), home) == tmp_path / ".baton" / "8123"
-    assert folder_of(Config(port=8123), home | {"XDG_RUNTIME_DIR": "/run/user/1"}) == Path("/run/user/1/baton/8123")
-    assert folder_of(Config(port=8123), {"HOME": "/nonexistent"}).name == "8123"
-    assert folder_of(Config(port=8123, state_dir="/x"), home) == Path("/x")
+    assert state_folder(Config(port=8123), home) == tmp_path / ".baton" / "8123"
+    assert state_folder(Config(port=8123), home | {"XDG_RUNTIME_DIR": "/run/user/1"}) == Path("/run/user/1/baton/8123")
+    assert state_folder(Config(port=8123), {"HOME": "/nonexistent"}).name == "8123"
+    assert state_folder(Config(port=8123, state_dir="/x"), home) == Path("/x")

@@ -14,13 +14,13 @@ import msgspec
 import pytest
 
 from baton.cli import child, restarts, supervisor
-from baton.cli.child import Child
-from baton.cli.errors import innermost
-from baton.cli.output import LogFiles, Output, Relay
-from baton.cli.plan import complete
-from baton.cli.ports import hold_all
-from baton.cli.restarts import FROZEN_FOR, longest_stop
-from baton.cli.supervisor import Supervisor, running
+from baton.cli.child import ChildProcess
+from baton.cli.errors import innermost_error
+from baton.cli.output import LogFiles, ChildOutput, LineRelay
+from baton.cli.plan import complete_config
+from baton.cli.ports import reserve_ports
+from baton.cli.restarts import FROZEN_KILL_SECONDS, max_stop_seconds
+from baton.cli.supervisor import Supervisor, running_cluster
 from baton.config import Config
 from baton.errors import ConfigError, NodeFailed
 
@@ -65,7 +65,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
 @pytest.fixture
 def config(tmp_path: Path) -> Iterator[Config]:
     free = Config(port=0, grpc_port=0, admin_port=0, drain_timeout=5.0, segment_dir=str(tmp_path))
-    held_config, held = hold_all(complete(free)[0])
+    held_config, held = reserve_ports(complete_config(free)[0])
     yield held_config
     for one in held:
         one.close()
@@ -79,122 +79,122 @@ def proc(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @asynccontextmanager
-async def cluster(config: Config, output: Output | None = None) -> AsyncIterator[tuple[Supervisor, list[str]]]:
+async def cluster(config: Config, output: ChildOutput | None = None) -> AsyncIterator[tuple[Supervisor, list[str]]]:
     told: list[str] = []
     try:
-        async with asyncio.timeout(60), running(config, output or Relay(lambda *_: None), told.append) as started:
+        async with asyncio.timeout(60), running_cluster(config, output or LineRelay(lambda *_: None), told.append) as started:
             yield started, told
     except* ConfigError as group:
-        raise innermost(group) from None
+        raise innermost_error(group) from None
     except* NodeFailed as group:
-        raise innermost(group) from None
+        raise innermost_error(group) from None
 
 
-def events() -> list[str]:
+def read_events() -> list[str]:
     return Path("events").read_text().splitlines() if Path("events").exists() else []
 
 
-def alive(pids: Iterable[int]) -> bool:
+def any_alive(pids: Iterable[int]) -> bool:
     return any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def parent(pid: int) -> int:
+def parent_pid(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[1])
 
 
-async def until(holds: Callable[[], object]) -> None:
+async def wait_until(holds: Callable[[], object]) -> None:
     while True:
         if holds():
             return
         await asyncio.sleep(0.02)
 
 
-async def replaced(started: Supervisor, name: str, old: int) -> None:
-    await until(lambda: started.pids().get(name, old) != old)
+async def wait_for_restart(started: Supervisor, name: str, old: int) -> None:
+    await wait_until(lambda: started.get_pids().get(name, old) != old)
 
 
 async def test_the_coordinator_ends_before_the_nodes_and_they_before_their_pool(play: Play, config: Config) -> None:
     async with cluster(config) as (started, _):
-        await started.ready()
-        pids = started.pids()
+        await started.wait_until_ready()
+        pids = started.get_pids()
         assert set(pids) == {"coordinator", "pool-0", "prefill-0", "decode-0"}
-        assert {parent(pid) for pid in pids.values()} == {os.getpid()}
-        await until(lambda: len(events()) == len(pids))  # they hear of their end from then on
-    assert sorted(events()[:4]) == ["started coordinator", "started decode-0", "started pool-0", "started prefill-0"]
-    assert events()[4] == "ended coordinator"
-    assert sorted(events()[5:7]) == ["ended decode-0", "ended prefill-0"]
-    assert events()[7:] == ["ended pool-0"]
-    assert not alive(pids.values())
+        assert {parent_pid(pid) for pid in pids.values()} == {os.getpid()}
+        await wait_until(lambda: len(read_events()) == len(pids))  # they hear of their end from then on
+    assert sorted(read_events()[:4]) == ["started coordinator", "started decode-0", "started pool-0", "started prefill-0"]
+    assert read_events()[4] == "ended coordinator"
+    assert sorted(read_events()[5:7]) == ["ended decode-0", "ended prefill-0"]
+    assert read_events()[7:] == ["ended pool-0"]
+    assert not any_alive(pids.values())
 
 
-async def test_without_a_pool_that_cannot_run_the_cluster_goes_on(play: Play, config: Config) -> None:
+async def test_cluster_runs_on_without_a_pool_that_cannot_start(play: Play, config: Config) -> None:
     play(pool="print('error: no room: lower --pool-memory')\nos._exit(2)\n")
     async with cluster(config) as (started, told):
-        await started.ready()
-        await until(lambda: bool(told))
+        await started.wait_until_ready()
+        await wait_until(lambda: bool(told))
         assert told == ["pool-0 cannot run: going on without it (no room: lower --pool-memory)"]
-        assert set(started.pids()) == {"coordinator", "prefill-0", "decode-0"}
+        assert set(started.get_pids()) == {"coordinator", "prefill-0", "decode-0"}
 
 
-async def test_nor_does_one_that_always_fails_end_it_all(
+async def test_pool_that_always_fails_does_not_stop_the_cluster(
     play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(restarts, "FIRST_DELAY", 0.001)
+    monkeypatch.setattr(restarts, "INITIAL_DELAY", 0.001)
     play(pool="sys.exit('no memory')")
     async with cluster(config) as (started, told):
-        await until(lambda: len(told) == restarts.MAX_FAILED_STARTS)
+        await wait_until(lambda: len(told) == restarts.MAX_FAILED_STARTS)
         assert told[-1] == "pool-0 cannot run: going on without it (no memory)"
-        await started.ready()  # only now: from then on it would be started again and again
-        assert {"prefill-0", "decode-0"} <= set(started.pids())
+        await started.wait_until_ready()  # only now: from then on it would be started again and again
+        assert {"prefill-0", "decode-0"} <= set(started.get_pids())
 
 
-async def test_no_memory_is_no_pool(play: Play, config: Config) -> None:
+async def test_zero_pool_memory_starts_no_pool(play: Play, config: Config) -> None:
     async with cluster(msgspec.structs.replace(config, pool_memory="0")) as (started, _):
-        await started.ready()
-        assert "pool-0" not in started.pids()
+        await started.wait_until_ready()
+        assert "pool-0" not in started.get_pids()
 
 
 async def test_a_child_that_dies_is_started_again(play: Play, config: Config) -> None:
     async with cluster(config) as (started, told):
-        await started.ready()
+        await started.wait_until_ready()
         for name, number in (("decode-0", signal.SIGKILL), ("coordinator", signal.SIGKILL)):
-            pid = started.pids()[name]
+            pid = started.get_pids()[name]
             os.kill(pid, number)
-            await replaced(started, name, pid)
-        await started.ready()
+            await wait_for_restart(started, name, pid)
+        await started.wait_until_ready()
         assert told == [
             "decode-0 was ended by SIGKILL: starting it again in 0.1 s",
             "coordinator was ended by SIGKILL: starting it again in 0.1 s",
         ]
 
 
-async def test_a_configuration_that_a_child_refuses_ends_it_all(play: Play, config: Config) -> None:
+async def test_config_error_of_a_child_stops_the_cluster(play: Play, config: Config) -> None:
     play(prefill="sys.stderr.write('{}\\nerror: model is broken: fix it\\n')\nsys.exit(2)")
     lines: list[str] = []
     with pytest.raises(ConfigError, match=r"^model is broken: fix it$"):
-        async with cluster(config, Relay(lambda _, line: lines.append(line))):
+        async with cluster(config, LineRelay(lambda _, line: lines.append(line))):
             await asyncio.Event().wait()
     assert "{}" in lines
     assert not any("broken" in line for line in lines)  # whoever catches the error tells it
 
 
-async def test_a_child_that_cannot_start_ends_it_all_with_its_last_line(play: Play, config: Config) -> None:
+async def test_child_that_cannot_start_stops_the_cluster_with_its_last_line(play: Play, config: Config) -> None:
     play(decode="sys.exit('no memory')")
     with pytest.raises(NodeFailed, match=r"decode-0 failed 5 times \(ended with exit code 1\).*: no memory"):
         async with cluster(config):
             await asyncio.Event().wait()
 
 
-async def test_the_same_exit_code_later_is_only_a_restart(play: Play, config: Config) -> None:
+async def test_config_exit_code_after_ready_restarts_the_child(play: Play, config: Config) -> None:
     async with cluster(config) as (started, told):
-        await started.ready()
+        await started.wait_until_ready()
         play(
             prefill="if not os.path.exists('tried'):\n open('tried', 'w')\n print('error: too late')\n sys.exit(2)\n"
             + WAIT
         )
-        pid = started.pids()["prefill-0"]
+        pid = started.get_pids()["prefill-0"]
         os.kill(pid, signal.SIGKILL)
-        await until(lambda: len(told) == 2)
+        await wait_until(lambda: len(told) == 2)
         assert told[1] == "prefill-0 ended with exit code 2 (too late): starting it again in 0.2 s"
 
 
@@ -202,45 +202,45 @@ async def test_the_same_exit_code_later_is_only_a_restart(play: Play, config: Co
 async def test_a_stopped_child_is_killed_and_replaced(
     play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moments = count(0, int(FROZEN_FOR))  # every look is ten seconds after the last
-    monkeypatch.setattr(supervisor.clock, "steady", lambda: float(next(moments)))
-    monkeypatch.setattr(supervisor, "_LOOK_EVERY", 0.05)
+    moments = count(0, int(FROZEN_KILL_SECONDS))  # every look is ten seconds after the last
+    monkeypatch.setattr(supervisor.clock, "monotonic_clock", lambda: float(next(moments)))
+    monkeypatch.setattr(supervisor, "_CHECK_INTERVAL", 0.05)
     async with cluster(config) as (started, told):
-        await started.ready()
-        pid = started.pids()["decode-0"]
+        await started.wait_until_ready()
+        pid = started.get_pids()["decode-0"]
         os.kill(pid, signal.SIGSTOP)
-        await replaced(started, "decode-0", pid)
+        await wait_for_restart(started, "decode-0", pid)
         assert told[0] == "decode-0 has been stopped for 10 s: killing it"
 
 
-async def test_a_child_that_does_not_hear_is_killed(
+async def test_child_that_ignores_sigterm_is_killed(
     play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "TERM_PATIENCE", 0.2)
     play(decode="note('deaf')\nsignal.sigwait({signal.SIGUSR1})")
     async with cluster(msgspec.structs.replace(config, drain_timeout=0.1)) as (started, told):
-        await started.ready()
-        await until(lambda: "deaf decode-0" in events())
-        pid = started.pids()["decode-0"]
+        await started.wait_until_ready()
+        await wait_until(lambda: "deaf decode-0" in read_events())
+        pid = started.get_pids()["decode-0"]
     assert "decode-0 did not end within 0.3 s of SIGTERM: killing it" in told  # on a busy machine not it alone
-    assert not alive([pid])
+    assert not any_alive([pid])
 
 
-async def test_a_node_has_as_long_to_end_as_it_may_drain(
+async def test_stop_timeout_of_a_node_covers_its_drain(
     play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     patience: dict[str, float] = {}
 
-    async def note(self: Child, seconds: float) -> None:
+    async def note(self: ChildProcess, seconds: float) -> None:
         patience[self.spec.name] = seconds
         await stop(self, seconds)
 
-    stop = Child.stop
-    monkeypatch.setattr(Child, "stop", note)
+    stop = ChildProcess.stop
+    monkeypatch.setattr(ChildProcess, "stop", note)
     async with cluster(config) as (started, _):
-        await started.ready()
+        await started.wait_until_ready()
     assert patience["decode-0"] == patience["prefill-0"] == patience["coordinator"] > config.drain_timeout
-    assert sum(set(patience.values()), patience["coordinator"]) == longest_stop(config.drain_timeout)
+    assert sum(set(patience.values()), patience["coordinator"]) == max_stop_seconds(config.drain_timeout)
 
 
 @pytest.mark.usefixtures("proc")
@@ -248,7 +248,7 @@ async def test_a_child_without_a_sign_of_life_is_ended_and_replaced(
     play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs, for the kernel. Its first life shows a few signs and then none; its second goes on showing them."""
-    monkeypatch.setattr(supervisor, "_LOOK_EVERY", 0.05)
+    monkeypatch.setattr(supervisor, "_CHECK_INTERVAL", 0.05)
     signs = "import faulthandler, time\nfaulthandler.enable()\npipe = int(os.environ['BATON_LIVENESS_FD'])\n"
     hangs = "def stands_still():\n    time.sleep(600)\nif not os.path.exists('tried'):\n open('tried', 'w')\n"
     hangs += " os.write(pipe, b'.')\n stands_still()\n"
@@ -258,8 +258,8 @@ async def test_a_child_without_a_sign_of_life_is_ended_and_replaced(
     play(decode=signs + hangs + goes_on)
     lines: list[str] = []
     patient = msgspec.structs.replace(config, liveness_timeout=1.0)
-    async with cluster(patient, Relay(lambda _, line: lines.append(line))) as (_, told):
-        await until(lambda: "goes on decode-0" in events())
+    async with cluster(patient, LineRelay(lambda _, line: lines.append(line))) as (_, told):
+        await wait_until(lambda: "goes on decode-0" in read_events())
         assert told == [
             "decode-0 has shown no sign of life for 1 s (--liveness-timeout): ending it",
             "decode-0 was ended by SIGABRT: starting it again in 0.1 s",
@@ -267,66 +267,66 @@ async def test_a_child_without_a_sign_of_life_is_ended_and_replaced(
     assert any("stands_still" in line for line in lines)  # where it hung is in its log
 
 
-async def test_a_child_that_was_never_heard_of_is_starting_still(
+async def test_child_without_a_first_sign_of_life_is_left_alone(
     play: Play, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it takes, as loading a model may."""
-    monkeypatch.setattr(supervisor, "_LOOK_EVERY", 0.01)
+    monkeypatch.setattr(supervisor, "_CHECK_INTERVAL", 0.01)
     looks = count()
-    look = Child.end_if_unresponsive
-    monkeypatch.setattr(Child, "end_if_unresponsive", lambda *given: (next(looks), look(*given)))
+    look = ChildProcess.abort_if_unresponsive
+    monkeypatch.setattr(ChildProcess, "abort_if_unresponsive", lambda *given: (next(looks), look(*given)))
     async with cluster(msgspec.structs.replace(config, liveness_timeout=0.01)) as (started, told):
-        await started.ready()
+        await started.wait_until_ready()
         before = next(looks)
-        await until(lambda: next(looks) > before + 200)
+        await wait_until(lambda: next(looks) > before + 200)
         assert told == []
 
 
-async def test_a_look_that_fails_is_not_the_last(play: Play, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_LOOK_EVERY", 0.01)
+async def test_liveness_checks_continue_after_an_exception(play: Play, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_CHECK_INTERVAL", 0.01)
     looks = count()
 
-    def fail(self: Child, now: float) -> None:
+    def fail(self: ChildProcess, now: float) -> None:
         next(looks)
         raise ValueError
 
-    monkeypatch.setattr(Child, "kill_if_frozen", fail)
+    monkeypatch.setattr(ChildProcess, "kill_if_frozen", fail)
     async with cluster(config) as (started, _):
-        await until(lambda: next(looks) > 20)
-        assert len(started.pids()) == 4
+        await wait_until(lambda: next(looks) > 20)
+        assert len(started.get_pids()) == 4
 
 
-async def test_a_child_goes_on_when_nobody_can_show_its_lines(play: Play, config: Config) -> None:
-    class Broken(Relay):
-        async def follow(self, name: str, stream: asyncio.StreamReader) -> None:
+async def test_child_runs_on_when_its_output_cannot_be_shown(play: Play, config: Config) -> None:
+    class Broken(LineRelay):
+        async def copy_lines(self, name: str, stream: asyncio.StreamReader) -> None:
             raise OSError("the terminal is gone")
 
     talks = "for _ in range(20000): print('a line of the kind that fills a pipe')\nnote('said')\n"
     play(decode=talks + WAIT)
     async with cluster(config, Broken(lambda *_: None)) as (_, told):
-        await until(lambda: "said decode-0" in events())
+        await wait_until(lambda: "said decode-0" in read_events())
         assert "the lines of decode-0 are not shown any more (OSError)" in told
 
 
-async def test_a_full_disk_holds_no_child_up_and_is_told_once_there_is_room(
+async def test_full_disk_blocks_no_child_and_dropped_lines_are_reported(
     play: Play, config: Config, tmp_path: Path
 ) -> None:
     """Room is a limit of this process, whose own files are the logs: children are started before it is set."""
     talks = "import time\nwhile not os.path.exists('quiet'):\n print('talking', flush=True)\n time.sleep(0.001)\n"
     play(decode=talks + "note('quiet')\n" + "print('enough', flush=True)\n" + WAIT)
     logs = LogFiles(tmp_path / "logs")
-    file, quiet = logs.path("decode-0"), tmp_path / "quiet"
+    file, quiet = logs.get_path("decode-0"), tmp_path / "quiet"
     async with cluster(config, logs) as (started, _):
-        await started.ready()
-        await until(lambda: file.exists() and "talking" in file.read_text())
+        await started.wait_until_ready()
+        await wait_until(lambda: file.exists() and "talking" in file.read_text())
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 7, limit[1]))
         try:
-            await until(lambda: logs.lines_dropped("decode-0") > 20)
+            await wait_until(lambda: logs.count_dropped_lines("decode-0") > 20)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         quiet.touch()
-        await until(lambda: "enough" in file.read_text())
+        await wait_until(lambda: "enough" in file.read_text())
     logs.close()
     assert "log lines dropped" in file.read_text()
 
@@ -335,22 +335,22 @@ async def test_stopping_before_anything_is_ready_leaves_nothing(play: Play, conf
     play(coordinator=WAIT)
     async with cluster(config) as (started, _):
         await asyncio.sleep(0)
-    assert started.pids() == {}
+    assert started.get_pids() == {}
 
 
 async def test_lines_of_children_carry_their_names(play: Play, config: Config) -> None:
     lines: list[tuple[str, str]] = []
-    async with cluster(config, Relay(lambda name, line: lines.append((name, line)))):
-        await until(lambda: ("decode-0", "hello from decode-0") in lines)
+    async with cluster(config, LineRelay(lambda name, line: lines.append((name, line)))):
+        await wait_until(lambda: ("decode-0", "hello from decode-0") in lines)
 
 
 async def test_detached_children_write_files_that_begin_anew(play: Play, config: Config, tmp_path: Path) -> None:
     for _ in range(2):
         logs = LogFiles(tmp_path / "logs")
         async with cluster(config, logs) as (started, _):
-            await started.ready()  # its file is a new one by then
-            await until(partial(logs.last_words, "decode-0"))
-        assert logs.last_words("decode-0") == ["hello from decode-0"]
+            await started.wait_until_ready()  # its file is a new one by then
+            await wait_until(partial(logs.get_last_lines, "decode-0"))
+        assert logs.get_last_lines("decode-0") == ["hello from decode-0"]
         logs.close()
 
 

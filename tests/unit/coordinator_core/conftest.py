@@ -3,19 +3,19 @@
 import pytest
 
 from baton.types import Incarnation
-from tests.unit.coordinator_core.world import DECODE, PREFILL, World
+from tests.unit.coordinator_core.world import DECODE, PREFILL, BrainHarness
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def world() -> BrainHarness:
+    return BrainHarness()
 
 
 @pytest.fixture
-def p0(world: World) -> Incarnation:
-    return world.join("p0", PREFILL)
+def p0(world: BrainHarness) -> Incarnation:
+    return world.join_node("p0", PREFILL)
 
 
 @pytest.fixture
-def d0(world: World, p0: Incarnation) -> Incarnation:
-    return world.join("d0", DECODE)
+def d0(world: BrainHarness, p0: Incarnation) -> Incarnation:
+    return world.join_node("d0", DECODE)

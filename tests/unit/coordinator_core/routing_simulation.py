@@ -11,149 +11,149 @@ from baton.block_hash import root_hash
 from baton.hash_chain import HashChain
 from baton.types import AttemptKey, Incarnation, RequestId
 from coordinator.core.cost_model import CostModel
-from coordinator.core.loads import Loads
-from coordinator.core.names import PromptNames
-from coordinator.core.placement import Demand, Outlook, Placement
+from coordinator.core.loads import NodeLoads
+from coordinator.core.names import PromptBlockHashes
+from coordinator.core.placement import PlacementDemand, PlacementContext, PlacementPolicy
 from coordinator.core.prefix_directory import PrefixDirectory
-from coordinator.core.registry import Node
+from coordinator.core.registry import NodeMember
 from node_engine.core.block_pool import BlockPool
-from tests.unit.coordinator_core.world import LAYOUT, PREFILL, join_info
+from tests.unit.coordinator_core.world import LAYOUT, PREFILL, make_join_info
 
 BLOCK = LAYOUT.block_size
 ROOT = root_hash(b"m", LAYOUT, b"")
-TELL = 0.05  # seconds from a change in a cache to its arrival in the directory
+DIRECTORY_DELAY_SECONDS = 0.05  # seconds from a change in a cache to its arrival in the directory
 
 
-def true_cost(new: int) -> float:
+def prefill_cost_seconds(new: int) -> float:
     return 0.002 + 50e-6 * new
 
 
 @dataclass(eq=False)
-class Job:
+class PrefillJob:
     number: int
     tokens: list[int]
     arrived: float
-    names: PromptNames = field(init=False)
+    block_hashes: PromptBlockHashes = field(init=False)
 
     def __post_init__(self) -> None:
-        self.names = PromptNames(HashChain(ROOT, self.tokens, BLOCK))
+        self.block_hashes = PromptBlockHashes(HashChain(ROOT, self.tokens, BLOCK))
 
     @property
     def key(self) -> AttemptKey:
         return AttemptKey(RequestId(f"r{self.number}"), 1, 0)
 
 
-class PaperNode:
+class SimulatedPrefillNode:
     def __init__(self, name: str, num_blocks: int, now: float) -> None:
         sizes = {"num_blocks": num_blocks, "max_num_seqs": 16, "max_batched_tokens": 512, "max_model_len": 1 << 16}
-        info = join_info(name, PREFILL, **sizes)
-        self.node = Node(info, Incarnation(name), now, now, b"")
+        info = make_join_info(name, PREFILL, **sizes)
+        self.node = NodeMember(info, Incarnation(name), now, now, b"")
         self.pool = BlockPool(num_blocks, BLOCK, lambda: 0.0)
-        self.waiting: deque[Job] = deque()
-        self.running: Job | None = None
+        self.waiting: deque[PrefillJob] = deque()
+        self.running: PrefillJob | None = None
         self.busy = 0.0
         self.requests = 0
 
-    def compute(self, job: Job) -> tuple[int, int]:
+    def compute_prompt(self, job: PrefillJob) -> tuple[int, int]:
         """(cached, new) tokens; the pool is then as after the prompt."""
         owner, chain = str(job.key), HashChain(ROOT, job.tokens, BLOCK)
         match = self.pool.match_prefix(chain, len(job.tokens) - 1, owner, allow_partial=False)
-        fresh = self.pool.allocate(-(-len(job.tokens) // BLOCK) - len(match.blocks), owner)
+        fresh = self.pool.allocate_blocks(-(-len(job.tokens) // BLOCK) - len(match.blocks), owner)
         assert fresh is not None
         table = (*match.blocks, *fresh)
         for number in range(len(match.blocks), len(job.tokens) // BLOCK):
-            self.pool.seal_block(table[number], chain, number)
-        self.pool.release(table, owner)
+            self.pool.index_block(table[number], chain, number)
+        self.pool.release_blocks(table, owner)
         return match.num_tokens, len(job.tokens) - match.num_tokens
 
 
-class Simulation:
-    def __init__(self, policy: Placement, nodes: int, num_blocks: int) -> None:
+class RoutingSimulation:
+    def __init__(self, policy: PlacementPolicy, nodes: int, num_blocks: int) -> None:
         self.policy, self.now = policy, 0.0
-        self.costs, self.loads, self.directory = CostModel(), Loads(), PrefixDirectory()
-        self.nodes: dict[Incarnation, PaperNode] = {}
-        self.queue: deque[Job] = deque()
+        self.costs, self.loads, self.directory = CostModel(), NodeLoads(), PrefixDirectory()
+        self.nodes: dict[Incarnation, SimulatedPrefillNode] = {}
+        self.queue: deque[PrefillJob] = deque()
         self.cached = self.tokens = self.done = 0
         self.waits: list[tuple[float, float]] = []  # (arrival, seconds until computed)
         self._events: list[tuple[float, int, str, object]] = []
         self._order = count()
         for number in range(nodes):
-            self.add(f"p{number}", num_blocks)
+            self.add_node(f"p{number}", num_blocks)
 
-    def add(self, name: str, num_blocks: int) -> None:
-        paper = PaperNode(name, num_blocks, self.now)
+    def add_node(self, name: str, num_blocks: int) -> None:
+        paper = SimulatedPrefillNode(name, num_blocks, self.now)
         self.nodes[paper.node.incarnation] = paper
         self.loads.add_node(paper.node.incarnation)
-        self.directory.join(paper.node.incarnation, num_blocks)
-        self.directory.snapshot(paper.node.incarnation, 1, ())
+        self.directory.add_node(paper.node.incarnation, num_blocks)
+        self.directory.apply_snapshot(paper.node.incarnation, 1, ())
 
-    def kill(self, name: Incarnation) -> None:
+    def kill_node(self, name: Incarnation) -> None:
         """What it had is placed again."""
         paper = self.nodes.pop(name)
         self.loads.remove_node(name)
-        self.directory.leave(name)
+        self.directory.remove_node(name)
         lost = [paper.running, *paper.waiting] if paper.running else list(paper.waiting)
         self.queue.extendleft(reversed([job for job in lost if job is not None]))
 
-    def at(self, when: float, what: str, subject: object) -> None:
+    def schedule_event(self, when: float, what: str, subject: object) -> None:
         heappush(self._events, (when, next(self._order), what, subject))
 
     def run(self) -> None:
         while self._events:
             self.now, _, what, subject = heappop(self._events)
             if what == "arrive":
-                assert isinstance(subject, Job)
+                assert isinstance(subject, PrefillJob)
                 self.queue.append(subject)
             elif what == "kill hottest":
-                self.kill(max(self.nodes.values(), key=lambda each: each.requests).node.incarnation)
-            elif isinstance(subject, PaperNode) and subject.node.incarnation in self.nodes:
-                self._finish(subject) if what == "done" else self._tell(subject)
+                self.kill_node(max(self.nodes.values(), key=lambda each: each.requests).node.incarnation)
+            elif isinstance(subject, SimulatedPrefillNode) and subject.node.incarnation in self.nodes:
+                self._finish(subject) if what == "done" else self._publish_cache_events(subject)
             self._place()
 
     def _place(self) -> None:
         while self.queue:
             job = self.queue[0]
-            found = self.directory.match(job.names)
+            found = self.directory.match_prefix(job.block_hashes)
             held = {node: blocks * BLOCK for node, blocks in found.items()}
-            demand = Demand(len(job.tokens), len(job.tokens) // BLOCK + 1, prefill=True, decode=False, held=held)
-            self.loads.keep_scale(self.now)
-            outlook = Outlook(self.now, self.costs, self.loads.unit(self.now))
-            views = [self.loads.view(each.node) for each in self.nodes.values()]
-            choice = self.policy.choose(demand, views, outlook)
+            demand = PlacementDemand(len(job.tokens), len(job.tokens) // BLOCK + 1, needs_prefill=True, needs_decode=False, cached_by_node=held)
+            self.loads.rescale_recent_work(self.now)
+            outlook = PlacementContext(self.now, self.costs, self.loads.work_unit(self.now))
+            views = [self.loads.get_view(each.node) for each in self.nodes.values()]
+            choice = self.policy.choose_nodes(demand, views, outlook)
             if choice is None or choice.prefill is None:
                 return
             self.queue.popleft()
-            paper, reusable = self.nodes[choice.prefill], demand.held_by(choice.prefill)
-            seconds = self.costs.node(paper.node.info.name).prefill(len(job.tokens) - reusable, reusable)
-            self.loads.place(choice.prefill, job.key, demand.tokens, demand.blocks, seconds=seconds, now=self.now)
+            paper, reusable = self.nodes[choice.prefill], demand.cached_tokens_on(choice.prefill)
+            seconds = self.costs.get_node_costs(paper.node.info.name).prefill_seconds(len(job.tokens) - reusable, reusable)
+            self.loads.add_leg(choice.prefill, job.key, demand.context_tokens, demand.blocks, seconds=seconds, now=self.now)
             paper.waiting.append(job)
             self._start(paper)
 
-    def _start(self, paper: PaperNode) -> None:
+    def _start(self, paper: SimulatedPrefillNode) -> None:
         if paper.running is not None or not paper.waiting:
             return
         job = paper.running = paper.waiting.popleft()
-        cached, new = paper.compute(job)
-        seconds = true_cost(new)
-        self.costs.prefill_took(paper.node.info.name, new, cached, seconds)
+        cached, new = paper.compute_prompt(job)
+        seconds = prefill_cost_seconds(new)
+        self.costs.record_prefill(paper.node.info.name, new, cached, seconds)
         self.cached, self.tokens = self.cached + cached, self.tokens + len(job.tokens)
         paper.busy, paper.requests = paper.busy + seconds, paper.requests + 1
-        self.at(self.now + seconds, "done", paper)
+        self.schedule_event(self.now + seconds, "done", paper)
 
-    def _finish(self, paper: PaperNode) -> None:
+    def _finish(self, paper: SimulatedPrefillNode) -> None:
         job, paper.running = paper.running, None
         assert job is not None
         self.done += 1
         self.waits.append((job.arrived, self.now - job.arrived))
-        self.loads.heard_of(paper.node.incarnation, job.key, computed=True, now=self.now)
-        self.loads.end(paper.node.incarnation, job.key)
-        self.at(self.now + TELL, "tell", paper)
+        self.loads.acknowledge_leg(paper.node.incarnation, job.key, computed=True, now=self.now)
+        self.loads.remove_leg(paper.node.incarnation, job.key)
+        self.schedule_event(self.now + DIRECTORY_DELAY_SECONDS, "tell", paper)
         self._start(paper)
 
-    def _tell(self, paper: PaperNode) -> None:
-        for change in paper.pool.journal.take(self.now):
-            sequence = self.directory._caches[paper.node.incarnation].last + 1  # the link loses nothing here
-            self.directory.events(paper.node.incarnation, sequence, change.inserted, change.evicted, self.now)
+    def _publish_cache_events(self, paper: SimulatedPrefillNode) -> None:
+        for change in paper.pool.cache_journal.pop_events(self.now):
+            sequence = self.directory._caches[paper.node.incarnation].last_sequence + 1  # the link loses nothing here
+            self.directory.apply_events(paper.node.incarnation, sequence, change.inserted_hashes, change.evicted_hashes, self.now)
 
     def imbalance(self) -> tuple[float, float]:
         """max / mean over the nodes, of requests and of busy seconds."""
@@ -162,7 +162,7 @@ class Simulation:
         return max(requests) / (sum(requests) / len(nodes)), max(busy) / (sum(busy) / len(nodes))
 
 
-def zipf_jobs(number: int, prefixes: int, per_second: float, *, seed: int = 1, exponent: float = 1.0) -> list[Job]:
+def zipf_jobs(number: int, prefixes: int, per_second: float, *, seed: int = 1, exponent: float = 1.0) -> list[PrefillJob]:
     """Poisson arrivals; prompts of 32 shared blocks, Zipf-distributed, and 4 of their own."""
     chance = random.Random(seed)
     weights = list(accumulate(1 / rank**exponent for rank in range(1, prefixes + 1)))
@@ -171,11 +171,11 @@ def zipf_jobs(number: int, prefixes: int, per_second: float, *, seed: int = 1, e
     for place in range(number):
         now += chance.expovariate(per_second)
         (prefix,) = chance.choices(shared, cum_weights=weights)
-        jobs.append(Job(place, prefix + [chance.randrange(1000) for _ in range(4 * BLOCK)], now))
+        jobs.append(PrefillJob(place, prefix + [chance.randrange(1000) for _ in range(4 * BLOCK)], now))
     return jobs
 
 
-def ideal_hit_rate(jobs: list[Job], num_blocks: int) -> float:
+def ideal_hit_rate(jobs: list[PrefillJob], num_blocks: int) -> float:
     """Of one cache that has all the memory."""
-    one = PaperNode("ideal", num_blocks, 0.0)
-    return sum(one.compute(job)[0] for job in jobs) / sum(len(job.tokens) for job in jobs)
+    one = SimulatedPrefillNode("ideal", num_blocks, 0.0)
+    return sum(one.compute_prompt(job)[0] for job in jobs) / sum(len(job.tokens) for job in jobs)

@@ -2,78 +2,78 @@
 
 import pytest
 
-from baton.ratio import Split
-from benchmarks.ratio_workloads import SLO, SWINGING, WORKLOADS, Offered, phases
-from coordinator.core.pilot import BY_HAND
-from tests.split_cluster import SplitCluster
+from baton.ratio import RoleSplit
+from benchmarks.ratio_workloads import SLO, SWINGING_LOADS, RATIO_WORKLOADS, OfferedLoad, plan_phases
+from coordinator.core.pilot import MANUAL_REASON
+from tests.split_cluster import CostModelCluster
 
-PROMPTS, ANSWERS = WORKLOADS["prompt-heavy"], WORKLOADS["output-heavy"]
+PROMPTS, ANSWERS = RATIO_WORKLOADS["prompt-heavy"], RATIO_WORKLOADS["output-heavy"]
 
 
-def offered(split: Split, *loads: tuple[Offered, float]) -> SplitCluster:
-    cluster = SplitCluster(split.prefill, split.decode)
-    cluster.load(phases(loads, "simulated"))
+def make_cluster(split: RoleSplit, *loads: tuple[OfferedLoad, float]) -> CostModelCluster:
+    cluster = CostModelCluster(split.prefill_nodes, split.decode_nodes)
+    cluster.schedule_requests(plan_phases(loads, "simulated"))
     return cluster
 
 
-def steer(cluster: SplitCluster) -> None:
-    cluster.carry_out(cluster.brain.auto_ratio(SLO, 10.0, cluster.now))
+def enable_auto_ratio(cluster: CostModelCluster) -> None:
+    cluster.apply_effects(cluster.brain.set_auto_ratio(SLO, 10.0, cluster.now))
 
 
 @pytest.mark.parametrize("automatic", [True, False])
-def test_a_load_that_turns_gets_its_objective_back(automatic: bool) -> None:
-    cluster = offered(Split(7, 1), (PROMPTS, 60.0), (ANSWERS, 90.0))
+def test_slo_recovers_after_load_change(automatic: bool) -> None:
+    cluster = make_cluster(RoleSplit(7, 1), (PROMPTS, 60.0), (ANSWERS, 90.0))
     if automatic:
-        steer(cluster)
+        enable_auto_ratio(cluster)
     cluster.run(170.0)
-    assert cluster.share(SLO, 0.0, 60.0) > 0.85
-    pilot = cluster.brain.pilot
+    assert cluster.slo_attainment(SLO, 0.0, 60.0) > 0.85
+    pilot = cluster.brain.ratio_controller
     if automatic:
-        assert cluster.share(SLO, 120.0, 150.0) > 0.95
-        assert 1 <= pilot.moves <= 4
+        assert cluster.slo_attainment(SLO, 120.0, 150.0) > 0.95
+        assert 1 <= pilot.change_count <= 4
         assert pilot.reason
     else:
-        assert cluster.share(SLO, 80.0, 150.0) < 0.05
-        assert (pilot.moves, pilot.reason) == (0, BY_HAND)
-    assert all(seen.error is None for seen in cluster.seen), "no request has failed"
+        assert cluster.slo_attainment(SLO, 80.0, 150.0) < 0.05
+        assert (pilot.change_count, pilot.reason) == (0, MANUAL_REASON)
+    assert all(seen.error is None for seen in cluster.requests), "no request has failed"
 
 
-def test_a_load_that_swings_is_served_as_if_it_were_left_alone() -> None:
+def test_swinging_load_is_served_as_with_fixed_ratio() -> None:
     """Twenty seconds of each, from the split that serves the whole best. More loads: test_steered_loads.py."""
-    loads = [(load, 20.0) for load in SWINGING] * 4
-    cluster, still = offered(Split(4, 4), *loads), offered(Split(4, 4), *loads)
-    steer(cluster)
+    loads = [(load, 20.0) for load in SWINGING_LOADS] * 4
+    cluster, still = make_cluster(RoleSplit(4, 4), *loads), make_cluster(RoleSplit(4, 4), *loads)
+    enable_auto_ratio(cluster)
     for one in (cluster, still):
         one.run(180.0)
-    assert cluster.brain.pilot.moves <= 2
-    assert cluster.share(SLO) >= 0.97 * still.share(SLO)
+    assert cluster.brain.ratio_controller.change_count <= 2
+    assert cluster.slo_attainment(SLO) >= 0.97 * still.slo_attainment(SLO)
 
 
-def test_manual_freezes_it_and_set_ends_it() -> None:
-    cluster = offered(Split(7, 1), (ANSWERS, 60.0))
+def test_manual_freezes_ratio_and_set_ends_auto() -> None:
+    cluster = make_cluster(RoleSplit(7, 1), (ANSWERS, 60.0))
     brain = cluster.brain
-    steer(cluster)
-    assert brain.pilot.automatic
-    brain.manual_ratio()
+    enable_auto_ratio(cluster)
+    assert brain.ratio_controller.is_automatic
+    brain.set_manual_ratio()
     cluster.run(40.0)
-    assert (brain.pilot.moves, brain.switches.generation, brain.pilot.next()) == (0, 0, None)
-    steer(cluster)
-    cluster.carry_out(brain.set_ratio(Split(6, 2), 10.0, cluster.now))
-    assert (brain.pilot.automatic, brain.pilot.reason) == (False, BY_HAND)
+    assert (brain.ratio_controller.change_count, brain.role_switcher.target_generation, brain.ratio_controller.next_evaluation_at()) == (0, 0, None)
+    enable_auto_ratio(cluster)
+    cluster.apply_effects(brain.set_ratio(RoleSplit(6, 2), 10.0, cluster.now))
+    assert (brain.ratio_controller.is_automatic, brain.ratio_controller.reason) == (False, MANUAL_REASON)
     cluster.run(60.0)
-    assert brain.switches.split() == Split(6, 2)
+    assert brain.role_switcher.current_split() == RoleSplit(6, 2)
 
 
-def test_a_change_under_way_is_not_doubled() -> None:
+def test_no_second_change_while_one_is_pending() -> None:
     """Nodes that take long to switch are waited for: while any is on its way nothing else is decided."""
-    cluster = offered(Split(7, 1), (ANSWERS, 60.0))
-    cluster.costs = cluster.costs.__class__(switch=12.0)
-    steer(cluster)
+    cluster = make_cluster(RoleSplit(7, 1), (ANSWERS, 60.0))
+    cluster.costs = cluster.costs.__class__(role_switch_seconds=12.0)
+    enable_auto_ratio(cluster)
     targets = set()
     for second in range(10, 60):
         cluster.run(float(second))
-        if cluster.brain.switches.flips:
-            targets.add((cluster.brain.switches.generation, cluster.brain.switches.target))
-            assert cluster.brain.switches.heading(cluster.now) == cluster.brain.switches.target
+        if cluster.brain.role_switcher.pending:
+            targets.add((cluster.brain.role_switcher.target_generation, cluster.brain.role_switcher.target_split))
+            assert cluster.brain.role_switcher.projected_split(cluster.now) == cluster.brain.role_switcher.target_split
     assert len(targets) == len({generation for generation, _ in targets}) >= 1
-    assert cluster.brain.pilot.moves <= 3
+    assert cluster.brain.ratio_controller.change_count <= 3

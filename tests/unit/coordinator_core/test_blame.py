@@ -2,23 +2,23 @@
 
 import pytest
 
-from baton.errors import Incomplete, OutOfMemory, Preempted
+from baton.errors import IncompleteTransfer, OutOfMemory, Preempted
 from baton.types import AttemptKey, Incarnation, RequestId
 from coordinator.core import messages as m
-from coordinator.core.prefix_aware import RAMP, PrefixAware
-from tests.unit.coordinator_core.world import DECODE, PREFILL, World
+from coordinator.core.prefix_aware import RAMP_UP_SECONDS, PrefixAwarePolicy
+from tests.unit.coordinator_core.world import DECODE, PREFILL, BrainHarness
 
 
-class Pairs:
+class TwoByTwoCluster:
     """Two nodes of each role, and a request that the first prefill node has handed over."""
 
     def __init__(self) -> None:
-        self.world = World(placement=PrefixAware())
+        self.world = BrainHarness(placement=PrefixAwarePolicy())
         names = (("p0", PREFILL), ("p1", PREFILL), ("d0", DECODE), ("d1", DECODE))
-        self.nodes = {name: self.world.join(name, role) for name, role in names}
+        self.nodes = {name: self.world.join_node(name, role) for name, role in names}
         for node in self.nodes.values():
-            self.world.beat(node)
-        self.world.advance(2 * RAMP)
+            self.world.send_heartbeat(node)
+        self.world.advance(2 * RAMP_UP_SECONDS)
         self.request = self.world.submit(prompt=100, max_tokens=8)
         record = self.world.brain._table.records[self.request]
         assert record.attempt is not None
@@ -28,18 +28,18 @@ class Pairs:
         self.prefill: Incarnation = record.attempt.prefill
         self.decode: Incarnation = record.attempt.decode
 
-    def hand_over(self) -> None:
+    def complete_handoff(self) -> None:
         """The prompt is in the caches of both then, as the prefill node tells."""
         world, record = self.world, self.world.brain._table.records[self.request]
-        world.reserve(self.decode, self.key, self.prefill)
-        world.prefill_ended(self.prefill, self.key, 100)
-        world.say(self.decode, m.Admitted(self.key, 0, 0, 100))
-        world.handed_off(self.prefill, self.key)
-        world.token(self.decode, self.key, 0)
-        names = tuple(world.brain.knowledge.names_of(record.request))
-        world.say(self.prefill, m.CacheSnapshot(1, names))
+        world.report_reserved(self.decode, self.key, self.prefill)
+        world.report_prefill_ended(self.prefill, self.key, 100)
+        world.send_from_node(self.decode, m.DecodeStarted(self.key, 0, 0, 100))
+        world.report_handed_off(self.prefill, self.key)
+        world.report_token(self.decode, self.key, 0)
+        names = tuple(world.brain.placement_state.hash_prompt(record.request))
+        world.send_from_node(self.prefill, m.CacheSnapshot(1, names))
 
-    def placed_again(self) -> tuple[Incarnation | None, Incarnation | None]:
+    def get_new_placement(self) -> tuple[Incarnation | None, Incarnation | None]:
         attempt = self.world.brain._table.records[self.request].attempt
         assert attempt is not None
         assert attempt.key != self.key
@@ -47,49 +47,49 @@ class Pairs:
 
 
 @pytest.fixture
-def pairs() -> Pairs:
-    return Pairs()
+def pairs() -> TwoByTwoCluster:
+    return TwoByTwoCluster()
 
 
-def test_death_of_the_decode_node_sends_nobody_away_from_the_cache_of_the_prefill_node(pairs: Pairs) -> None:
-    pairs.hand_over()
-    pairs.world.gone(pairs.decode)
-    prefill, decode = pairs.placed_again()
+def test_decode_node_death_does_not_avoid_prefill_node_with_cached_prompt(pairs: TwoByTwoCluster) -> None:
+    pairs.complete_handoff()
+    pairs.world.lose_node(pairs.decode)
+    prefill, decode = pairs.get_new_placement()
     assert prefill == pairs.prefill
     assert decode != pairs.decode
 
 
-def test_nor_does_its_death_during_the_hand_off(pairs: Pairs) -> None:
-    pairs.world.gone(pairs.decode)
-    assert pairs.world.brain._table.records[pairs.request].avoid == {pairs.decode}
+def test_decode_node_death_during_handoff_avoids_only_decode_node(pairs: TwoByTwoCluster) -> None:
+    pairs.world.lose_node(pairs.decode)
+    assert pairs.world.brain._table.records[pairs.request].avoided_nodes == {pairs.decode}
 
 
 @pytest.mark.parametrize("error", [Preempted("for a higher class"), OutOfMemory("none left")])
-def test_what_decode_gives_up_is_not_held_against_its_writer(pairs: Pairs, error: Exception) -> None:
-    pairs.hand_over()
-    pairs.world.fail(pairs.decode, pairs.key, error)  # type: ignore[arg-type]
-    prefill, decode = pairs.placed_again()
+def test_decode_failure_after_commit_does_not_avoid_prefill_node(pairs: TwoByTwoCluster, error: Exception) -> None:
+    pairs.complete_handoff()
+    pairs.world.report_failure(pairs.decode, pairs.key, error)  # type: ignore[arg-type]
+    prefill, decode = pairs.get_new_placement()
     assert prefill == pairs.prefill
     assert decode != pairs.decode
 
 
-def test_a_hand_off_that_fails_is_held_against_both(pairs: Pairs) -> None:
-    pairs.world.fail(pairs.decode, pairs.key, Incomplete("a slab is missing"))
-    prefill, decode = pairs.placed_again()
+def test_failed_handoff_avoids_both_nodes(pairs: TwoByTwoCluster) -> None:
+    pairs.world.report_failure(pairs.decode, pairs.key, IncompleteTransfer("a slab is missing"))
+    prefill, decode = pairs.get_new_placement()
     assert prefill != pairs.prefill
     assert decode != pairs.decode
 
 
-def test_figures_of_a_node_that_cannot_be_do_not_lose_a_request(pairs: Pairs) -> None:
+def test_inconsistent_node_token_counts_do_not_lose_request(pairs: TwoByTwoCluster) -> None:
     """More tokens from the pool than from all caches: a request ended, and nobody was told."""
     world = pairs.world
-    world.say(pairs.decode, m.Reserved(pairs.key, None, 99))
-    world.say(
-        pairs.decode, m.Admitted(pairs.key, computed_tokens=1, cached_tokens=5, received_tokens=0, pooled_tokens=8)
+    world.send_from_node(pairs.decode, m.BlocksReserved(pairs.key, None, 99))
+    world.send_from_node(
+        pairs.decode, m.DecodeStarted(pairs.key, computed_tokens=1, cached_tokens=5, received_tokens=0, pool_tokens=8)
     )
     for index in range(8):
-        world.token(pairs.decode, pairs.key, index)
+        world.report_token(pairs.decode, pairs.key, index)
     request: RequestId = pairs.request
-    assert len(world.ends(request)) == 1
-    told = world.brain.explain(request, world.now)
+    assert len(world.end_events(request)) == 1
+    told = world.brain.explain_request(request, world.now)
     assert (told.sources.local_cache, told.sources.pool) == (0, 5)

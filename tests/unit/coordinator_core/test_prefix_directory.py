@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from baton.block_hash import BlockHash, short_name
-from baton.cache_journal import MAX_NAMES, CacheChange, CacheJournal
+from baton.block_hash import BlockHash, short_hash
+from baton.cache_journal import MAX_HASHES_PER_BATCH, CacheEventBatch, CacheJournal
 from baton.types import Incarnation
 from coordinator.core import messages as m
-from coordinator.core.prefix_directory import PATIENCE, SLICE, PrefixDirectory
-from tests.unit.coordinator_core.world import DECODE, World
+from coordinator.core.prefix_directory import SNAPSHOT_TIMEOUT_SECONDS, SWEEP_SLICE, PrefixDirectory
+from tests.unit.coordinator_core.world import DECODE, BrainHarness
 
 A, B, C = (Incarnation(name) for name in "abc")
 NODES = (A, B, C)
@@ -23,20 +23,20 @@ NAMES = st.integers(0, 11)
 def directory(**held: Sequence[int]) -> PrefixDirectory:
     found = PrefixDirectory()
     for node, names in held.items():
-        found.join(Incarnation(node), 100)
-        found.snapshot(Incarnation(node), 1, names)
+        found.add_node(Incarnation(node), 100)
+        found.apply_snapshot(Incarnation(node), 1, names)
     return found
 
 
-def test_how_deep_each_node_holds_a_prompt() -> None:
+def test_match_depth_per_node() -> None:
     found = directory(a=[1, 2, 3], b=[1, 3], c=[2, 3])
-    assert found.match([1, 2, 3, 4]) == {A: 3, B: 1}
-    assert found.match([9, 1]) == {}
-    assert found.match([]) == {}
+    assert found.match_prefix([1, 2, 3, 4]) == {A: 3, B: 1}
+    assert found.match_prefix([9, 1]) == {}
+    assert found.match_prefix([]) == {}
     assert len(found) == 3
 
 
-def test_names_are_read_no_further_than_somebody_has_them() -> None:
+def test_hashes_are_computed_only_as_far_as_they_match() -> None:
     read: list[int] = []
 
     def names() -> list[int]:
@@ -44,196 +44,196 @@ def test_names_are_read_no_further_than_somebody_has_them() -> None:
             read.append(name)
             yield name
 
-    assert directory(a=[1]).match(names()) == {A: 1}  # type: ignore[arg-type]
+    assert directory(a=[1]).match_prefix(names()) == {A: 1}  # type: ignore[arg-type]
     assert read == [1, 2]
 
 
-def test_a_node_that_leaves_takes_its_blocks_along_and_its_place_is_used_again() -> None:
+def test_leaving_node_frees_its_blocks_and_slot() -> None:
     found = directory(a=[1, 2], b=[1])
-    found.leave(A)
-    found.leave(A)
-    assert found.match([1, 2]) == {B: 1}
-    found.join(C, 100)
-    assert found.match([1, 2]) == {B: 1}
-    found.snapshot(C, 1, [1, 2])
-    assert found.match([1, 2]) == {B: 1, C: 2}
+    found.remove_node(A)
+    found.remove_node(A)
+    assert found.match_prefix([1, 2]) == {B: 1}
+    found.add_node(C, 100)
+    assert found.match_prefix([1, 2]) == {B: 1}
+    found.apply_snapshot(C, 1, [1, 2])
+    assert found.match_prefix([1, 2]) == {B: 1, C: 2}
     assert len(found) == 2
 
 
-def test_a_gap_is_answered_with_a_question_and_what_is_known_stays() -> None:
+def test_event_gap_requests_snapshot_and_keeps_known_blocks() -> None:
     found = directory(a=[1])
-    assert not found.events(A, 2, [2], [], 0.0)
-    assert found.events(A, 4, [4], [1], 0.0)  # 3 is missing
-    assert not found.events(A, 5, [5], [], PATIENCE / 2)
-    assert found.match([1, 2]) == {A: 2}
-    assert found.events(A, 6, [6], [], PATIENCE)  # the question or its answer was lost
-    assert found.resyncs == 2
-    found.snapshot(A, 7, [4, 5, 6])
-    assert not found.events(A, 8, [7], [], PATIENCE)
-    assert found.blocks_of(A) == {4, 5, 6, 7}
+    assert not found.apply_events(A, 2, [2], [], 0.0)
+    assert found.apply_events(A, 4, [4], [1], 0.0)  # 3 is missing
+    assert not found.apply_events(A, 5, [5], [], SNAPSHOT_TIMEOUT_SECONDS / 2)
+    assert found.match_prefix([1, 2]) == {A: 2}
+    assert found.apply_events(A, 6, [6], [], SNAPSHOT_TIMEOUT_SECONDS)  # the question or its answer was lost
+    assert found.resync_count == 2
+    found.apply_snapshot(A, 7, [4, 5, 6])
+    assert not found.apply_events(A, 8, [7], [], SNAPSHOT_TIMEOUT_SECONDS)
+    assert found.get_block_hashes(A) == {4, 5, 6, 7}
 
 
-def test_nothing_counts_before_the_first_snapshot() -> None:
+def test_events_before_first_snapshot_are_ignored() -> None:
     found = PrefixDirectory()
-    found.join(A, 100)
-    assert found.events(A, 1, [1], [], 0.0)
-    assert found.match([1]) == {}
+    found.add_node(A, 100)
+    assert found.apply_events(A, 1, [1], [], 0.0)
+    assert found.match_prefix([1]) == {}
 
 
-def test_repeats_and_late_snapshots_change_nothing() -> None:
+def test_repeated_and_late_messages_change_nothing() -> None:
     found = directory(a=[1])
-    assert not found.events(A, 2, [], [1], 0.0)
-    assert not found.events(A, 2, [1], [], 0.0)
-    found.snapshot(A, 1, [1])
-    assert found.blocks_of(A) == frozenset()
+    assert not found.apply_events(A, 2, [], [1], 0.0)
+    assert not found.apply_events(A, 2, [1], [], 0.0)
+    found.apply_snapshot(A, 1, [1])
+    assert found.get_block_hashes(A) == frozenset()
 
 
-def test_nobody_is_believed_to_hold_more_than_it_has_blocks() -> None:
+def test_entries_are_bounded_by_node_capacity() -> None:
     found = PrefixDirectory()
-    found.join(A, 2)
-    found.snapshot(A, 1, [1, 2, 3])
-    found.events(A, 2, [4], [1], 0.0)
-    assert found.blocks_of(A) == {2, 4}
+    found.add_node(A, 2)
+    found.apply_snapshot(A, 1, [1, 2, 3])
+    found.apply_events(A, 2, [4], [1], 0.0)
+    assert found.get_block_hashes(A) == {2, 4}
 
 
-class DirectoryMachine(RuleBasedStateMachine):
+class PrefixDirectoryMachine(RuleBasedStateMachine):
     """Nodes with real journals, whose messages are delivered, lost, or held back and delivered late."""
 
     @initialize()
-    def begin(self) -> None:
+    def initialize_nodes(self) -> None:
         self.directory, self.now = PrefixDirectory(), 0.0
         self.caches: dict[Incarnation, set[int]] = {node: set() for node in NODES}
         self.journals = {node: CacheJournal() for node in NODES}
-        self.last_told = {node: set[int]() for node in NODES}  # what the directory must have of nodes in step
-        self.in_step = dict.fromkeys(NODES, False)
-        self.late: list[tuple[Incarnation, CacheChange]] = []
+        self.expected_blocks = {node: set[int]() for node in NODES}  # what the directory must have of nodes in step
+        self.is_synced = dict.fromkeys(NODES, False)
+        self.late_messages: list[tuple[Incarnation, CacheEventBatch]] = []
         for node in NODES:
-            self.directory.join(node, 12)
-            self.snapshot(node)
+            self.directory.add_node(node, 12)
+            self.send_snapshot(node)
 
-    def snapshot(self, node: Incarnation) -> None:
-        names = [_name(number) for number in sorted(self.caches[node])]
-        for change in self.journals[node].take_snapshot(names, self.now):
-            self.directory.snapshot(node, change.sequence, change.inserted)
-        self.in_step[node], self.last_told[node] = True, set(self.caches[node])
+    def send_snapshot(self, node: Incarnation) -> None:
+        names = [_block_hash(number) for number in sorted(self.caches[node])]
+        for change in self.journals[node].build_snapshot(names, self.now):
+            self.directory.apply_snapshot(node, change.sequence_number, change.inserted_hashes)
+        self.is_synced[node], self.expected_blocks[node] = True, set(self.caches[node])
 
     @rule(node=st.sampled_from(NODES), number=NAMES)
-    def toggle(self, node: Incarnation, number: int) -> None:
+    def toggle_block(self, node: Incarnation, number: int) -> None:
         cache, journal = self.caches[node], self.journals[node]
-        (journal.lost if number in cache else journal.gained)(_name(number))
+        (journal.record_eviction if number in cache else journal.record_insertion)(_block_hash(number))
         cache ^= {number}
 
     @rule(node=st.sampled_from(NODES), fate=st.sampled_from(["arrives", "twice", "lost", "late"]))
-    def tell(self, node: Incarnation, fate: str) -> None:
-        for change in self.journals[node].take(self.now):
+    def send_events(self, node: Incarnation, fate: str) -> None:
+        for change in self.journals[node].pop_events(self.now):
             if fate in ("lost", "late"):
-                self.in_step[node] = False
-                self.late += [(node, change)] if fate == "late" else []
+                self.is_synced[node] = False
+                self.late_messages += [(node, change)] if fate == "late" else []
                 continue
             for _ in range(1 + (fate == "twice")):
-                ask = self.directory.events(node, change.sequence, change.inserted, change.evicted, self.now)
-                assert not (ask and self.in_step[node])
+                ask = self.directory.apply_events(node, change.sequence_number, change.inserted_hashes, change.evicted_hashes, self.now)
+                assert not (ask and self.is_synced[node])
                 if ask:
-                    self.snapshot(node)
-            if self.in_step[node]:
-                self.last_told[node] = set(self.caches[node])
+                    self.send_snapshot(node)
+            if self.is_synced[node]:
+                self.expected_blocks[node] = set(self.caches[node])
 
     @rule()
     def deliver_late(self) -> None:
-        for node, change in self.late:
-            before = self.directory.blocks_of(node)
-            if self.directory.events(node, change.sequence, change.inserted, change.evicted, self.now):
-                self.snapshot(node)
-            elif self.in_step[node]:
-                assert self.directory.blocks_of(node) == before
-        self.late.clear()
+        for node, change in self.late_messages:
+            before = self.directory.get_block_hashes(node)
+            if self.directory.apply_events(node, change.sequence_number, change.inserted_hashes, change.evicted_hashes, self.now):
+                self.send_snapshot(node)
+            elif self.is_synced[node]:
+                assert self.directory.get_block_hashes(node) == before
+        self.late_messages.clear()
 
     @rule()
-    def time_passes(self) -> None:
-        self.now += PATIENCE
+    def advance_time(self) -> None:
+        self.now += SNAPSHOT_TIMEOUT_SECONDS
 
     @rule(node=st.sampled_from(NODES))
-    def rejoin(self, node: Incarnation) -> None:
-        self.directory.leave(node)
-        self.directory.join(node, 12)
-        self.journals[node].restart()
-        self.late = [(one, change) for one, change in self.late if one != node]
-        self.snapshot(node)
+    def rejoin_node(self, node: Incarnation) -> None:
+        self.directory.remove_node(node)
+        self.directory.add_node(node, 12)
+        self.journals[node].restart_numbering()
+        self.late_messages = [(one, change) for one, change in self.late_messages if one != node]
+        self.send_snapshot(node)
 
     @invariant()
-    def equals_the_model(self) -> None:
-        told = {node: self.directory.blocks_of(node) for node in NODES}
+    def directory_equals_model(self) -> None:
+        told = {node: self.directory.get_block_hashes(node) for node in NODES}
         for node in NODES:
-            if self.in_step[node]:
-                assert told[node] == {short_name(_name(number)) for number in self.last_told[node]}
+            if self.is_synced[node]:
+                assert told[node] == {short_hash(_block_hash(number)) for number in self.expected_blocks[node]}
         assert len(self.directory) == len(frozenset[int]().union(*told.values()))
-        prompt = [short_name(_name(number)) for number in range(6)]
+        prompt = [short_hash(_block_hash(number)) for number in range(6)]
         depths = {node: next((d for d, name in enumerate(prompt) if name not in told[node]), 6) for node in NODES}
-        assert self.directory.match(prompt) == {node: depth for node, depth in depths.items() if depth}
+        assert self.directory.match_prefix(prompt) == {node: depth for node, depth in depths.items() if depth}
 
 
-def _name(number: int) -> BlockHash:
+def _block_hash(number: int) -> BlockHash:
     return BlockHash(number.to_bytes(8, "big") + bytes(24))
 
 
-TestDirectory = DirectoryMachine.TestCase
+TestPrefixDirectory = PrefixDirectoryMachine.TestCase
 
 
 # the node's half
 
 
 @given(st.lists(st.tuples(NAMES, st.booleans()), max_size=60))
-def test_a_journal_tells_the_difference_and_no_more(steps: list[tuple[int, bool]]) -> None:
+def test_journal_reports_net_changes(steps: list[tuple[int, bool]]) -> None:
     journal, cache, told = CacheJournal(), set[int](), set[int]()
     for number, tell in steps:
-        (journal.lost if number in cache else journal.gained)(_name(number))
+        (journal.record_eviction if number in cache else journal.record_insertion)(_block_hash(number))
         cache ^= {number}
-        for change in journal.take(0.0) if tell else ():
-            assert not told & set(change.inserted)
-            assert told >= set(change.evicted)
-            told = told - set(change.evicted) | set(change.inserted)
-    for change in journal.take(0.0):
-        told = told - set(change.evicted) | set(change.inserted)
+        for change in journal.pop_events(0.0) if tell else ():
+            assert not told & set(change.inserted_hashes)
+            assert told >= set(change.evicted_hashes)
+            told = told - set(change.evicted_hashes) | set(change.inserted_hashes)
+    for change in journal.pop_events(0.0):
+        told = told - set(change.evicted_hashes) | set(change.inserted_hashes)
     assert told == cache
 
 
-def test_messages_of_a_journal_are_bounded_and_numbered() -> None:
+def test_journal_messages_are_bounded_and_numbered() -> None:
     journal = CacheJournal()
-    for number in range(MAX_NAMES + 1):
-        journal.gained(_name(number))
-    assert journal.is_due(0.0)
-    assert [(one.sequence, len(one.inserted)) for one in journal.take(0.0)] == [(1, MAX_NAMES), (2, 1)]
-    assert not journal.is_due(1.0)
-    journal.gained(_name(0))
-    assert not journal.is_due(0.01)
-    assert journal.is_due(0.05)
-    whole = list(journal.take_snapshot(map(_name, range(MAX_NAMES + 1)), 1.0))
-    assert [(one.sequence, one.fresh, len(one.inserted)) for one in whole] == [(3, True, MAX_NAMES), (4, False, 1)]
-    assert not journal.is_due(2.0)
-    assert [(one.sequence, one.fresh) for one in journal.take_snapshot([], 2.0)] == [(5, True)]
+    for number in range(MAX_HASHES_PER_BATCH + 1):
+        journal.record_insertion(_block_hash(number))
+    assert journal.is_flush_due(0.0)
+    assert [(one.sequence_number, len(one.inserted_hashes)) for one in journal.pop_events(0.0)] == [(1, MAX_HASHES_PER_BATCH), (2, 1)]
+    assert not journal.is_flush_due(1.0)
+    journal.record_insertion(_block_hash(0))
+    assert not journal.is_flush_due(0.01)
+    assert journal.is_flush_due(0.05)
+    whole = list(journal.build_snapshot(map(_block_hash, range(MAX_HASHES_PER_BATCH + 1)), 1.0))
+    assert [(one.sequence_number, one.is_reset, len(one.inserted_hashes)) for one in whole] == [(3, True, MAX_HASHES_PER_BATCH), (4, False, 1)]
+    assert not journal.is_flush_due(2.0)
+    assert [(one.sequence_number, one.is_reset) for one in journal.build_snapshot([], 2.0)] == [(5, True)]
 
 
 @given(st.lists(st.sampled_from(["part", "tell", "begin", *range(12)]), max_size=80))
-def test_a_snapshot_in_parts_is_right_whatever_changes_in_between(steps: list[str | int]) -> None:
+def test_snapshot_in_parts_survives_concurrent_changes(steps: list[str | int]) -> None:
     """Blocks have places, as in a pool; a part is told of three of them at a time."""
     journal, directory, numbers = CacheJournal(), PrefixDirectory(), itertools.count(1)
-    directory.join(A, 100)
+    directory.add_node(A, 100)
     places: list[int | None] = [None] * 6
     next_part: int | None = None
 
-    def hear(changes: Iterable[CacheChange]) -> None:
+    def hear(changes: Iterable[CacheEventBatch]) -> None:
         for change in changes:
-            assert change.sequence == next(numbers)
-            if change.fresh:
-                directory.snapshot(A, change.sequence, change.inserted)
+            assert change.sequence_number == next(numbers)
+            if change.is_reset:
+                directory.apply_snapshot(A, change.sequence_number, change.inserted_hashes)
             else:
-                assert not directory.events(A, change.sequence, change.inserted, change.evicted, 0.0)
+                assert not directory.apply_events(A, change.sequence_number, change.inserted_hashes, change.evicted_hashes, 0.0)
 
     def part() -> None:
         nonlocal next_part
         if next_part is not None and next_part < len(places):
-            names = [_name(number) for number in places[next_part : next_part + 3] if number is not None]
-            hear([journal.take_part(names, 0.0, first=next_part == 0)])
+            names = [_block_hash(number) for number in places[next_part : next_part + 3] if number is not None]
+            hear([journal.build_snapshot_part(names, 0.0, first=next_part == 0)])
             next_part += 3
         elif next_part is not None:
             hear(journal.end_snapshot(0.0))
@@ -252,20 +252,20 @@ def test_a_snapshot_in_parts_is_right_whatever_changes_in_between(steps: list[st
         elif step == "begin":
             begin()
         elif step == "tell":
-            hear(journal.take(0.0))
+            hear(journal.pop_events(0.0))
         elif isinstance(step, int) and step in places:
             places[places.index(step)] = None
-            journal.lost(_name(step))
+            journal.record_eviction(_block_hash(step))
         elif isinstance(step, int) and None in places:
             places[len(places) - 1 - places[::-1].index(None) if step % 2 else places.index(None)] = step
-            journal.gained(_name(step))
+            journal.record_insertion(_block_hash(step))
     while next_part is not None:
         part()
-    hear(journal.take(0.0))
-    assert directory.blocks_of(A) == {short_name(_name(number)) for number in places if number is not None}
+    hear(journal.pop_events(0.0))
+    assert directory.get_block_hashes(A) == {short_hash(_block_hash(number)) for number in places if number is not None}
 
 
-class CountedNames(dict[int, int]):
+class CountingDict(dict[int, int]):
     """Entries of a directory that count how often they are changed."""
 
     changes = 0
@@ -279,42 +279,42 @@ class CountedNames(dict[int, int]):
         super().__delitem__(name)
 
 
-def counted(found: PrefixDirectory, call: Callable[[], object]) -> int:
-    found._holders = [CountedNames(shard) for shard in found._holders]
+def count_changes(found: PrefixDirectory, call: Callable[[], object]) -> int:
+    found._node_bits = [CountingDict(shard) for shard in found._node_bits]
     call()
-    return sum(shard.changes for shard in found._holders if isinstance(shard, CountedNames))
+    return sum(shard.changes for shard in found._node_bits if isinstance(shard, CountingDict))
 
 
-def test_what_a_large_pool_had_is_swept_in_slices_and_means_nothing_until_then() -> None:
-    blocks = 3 * SLICE + 5
+def test_removed_pool_is_swept_in_slices() -> None:
+    blocks = 3 * SWEEP_SLICE + 5
     found = PrefixDirectory()
-    found.join(A, blocks)
-    found.join(B, blocks)
-    found.snapshot(A, 1, range(blocks))
-    found.snapshot(B, 1, [0, 1])
-    assert counted(found, lambda: found.snapshot(A, 2, [0])) <= SLICE + 1
-    assert found.match([0, 1, 2]) == {A: 1, B: 2}
-    assert counted(found, lambda: found.leave(B)) == 0, "behind what waits already"
-    assert found.match([0, 1]) == {A: 1}
-    found.join(C, blocks)
-    assert found.match([0, 1]) == {A: 1}, "a slot whose bit is still in entries is nobody's"
+    found.add_node(A, blocks)
+    found.add_node(B, blocks)
+    found.apply_snapshot(A, 1, range(blocks))
+    found.apply_snapshot(B, 1, [0, 1])
+    assert count_changes(found, lambda: found.apply_snapshot(A, 2, [0])) <= SWEEP_SLICE + 1
+    assert found.match_prefix([0, 1, 2]) == {A: 1, B: 2}
+    assert count_changes(found, lambda: found.remove_node(B)) == 0, "behind what waits already"
+    assert found.match_prefix([0, 1]) == {A: 1}
+    found.add_node(C, blocks)
+    assert found.match_prefix([0, 1]) == {A: 1}, "a slot whose bit is still in entries is nobody's"
     turns = 1
-    while counted(found, lambda: None) == 0 and found.is_to_sweep:
-        assert counted(found, found.sweep) <= SLICE
+    while count_changes(found, lambda: None) == 0 and found.needs_sweep:
+        assert count_changes(found, found.sweep_slice) <= SWEEP_SLICE
         turns += 1
     assert turns >= 4
     assert len(found) == 1
-    found.join(Incarnation("d"), blocks)
-    assert found.match([0]) == {A: 1}
+    found.add_node(Incarnation("d"), blocks)
+    assert found.match_prefix([0]) == {A: 1}
 
 
-def test_a_brain_tidies_up_after_a_large_pool_without_being_asked() -> None:
-    world = World()
-    node = world.join("d0", DECODE, num_blocks=3 * SLICE)
-    world.say(node, m.CacheSnapshot(1, tuple(range(3 * SLICE))))
-    world.gone(node)
-    directory, turns = world.brain.knowledge.directory, 0
-    while (due := world.brain.next_due()) is not None and due <= world.now:
+def test_brain_sweeps_removed_pool_in_background() -> None:
+    world = BrainHarness()
+    node = world.join_node("d0", DECODE, num_blocks=3 * SWEEP_SLICE)
+    world.send_from_node(node, m.CacheSnapshot(1, tuple(range(3 * SWEEP_SLICE))))
+    world.lose_node(node)
+    directory, turns = world.brain.placement_state.prefix_directory, 0
+    while (due := world.brain.next_tick_at()) is not None and due <= world.now:
         world.advance(0.0)
         turns += 1
     assert (len(directory), turns >= 3) == (0, True)

@@ -1,21 +1,21 @@
 """The window of recent latencies."""
 
-from coordinator.core.recent import MOST, WINDOW, Recent
+from coordinator.core.recent import MAX_REQUESTS, WINDOW_SECONDS, LatencyWindow
 
 
-def test_percentiles_of_a_window() -> None:
-    recent = Recent()
-    assert (recent.latency(0.0).requests, recent.latency(0.0).ttft_p90) == (0, 0.0)
+def test_percentiles_within_window() -> None:
+    recent = LatencyWindow()
+    assert (recent.compute_latency(0.0).requests, recent.compute_latency(0.0).ttft_p90) == (0, 0.0)
     for number in range(10):
-        recent.add(float(number), number / 10, None if number % 2 else 0.01)
-    found = recent.latency(9.0)
+        recent.add_request(float(number), number / 10, None if number % 2 else 0.01)
+    found = recent.compute_latency(9.0)
     assert (found.requests, found.ttft_p50, found.ttft_p90, found.tpot_p50) == (10, 0.5, 0.9, 0.01)
-    assert recent.latency(WINDOW + 4.0).requests == 5
-    assert recent.latency(2 * WINDOW).requests == 0
+    assert recent.compute_latency(WINDOW_SECONDS + 4.0).requests == 5
+    assert recent.compute_latency(2 * WINDOW_SECONDS).requests == 0
 
 
-def test_it_is_bounded_in_count() -> None:
-    recent = Recent()
-    for _ in range(MOST + 5):
-        recent.add(1.0, 1.0, 1.0)
-    assert recent.latency(1.0).requests == MOST
+def test_window_is_bounded_in_count() -> None:
+    recent = LatencyWindow()
+    for _ in range(MAX_REQUESTS + 5):
+        recent.add_request(1.0, 1.0, 1.0)
+    assert recent.compute_latency(1.0).requests == MAX_REQUESTS

@@ -6,64 +6,64 @@ from dataclasses import dataclass
 import pytest
 
 from baton.errors import Cancelled, DeadlineExceeded
-from baton.types import FinishReason, Incarnation, RequestId, Work
+from baton.types import FinishReason, Incarnation, RequestId, AttemptSpec
 from coordinator.core import messages as m
-from coordinator.core.record import TERMINAL, RequestState
-from tests.unit.coordinator_core.world import DECODE, PREFILL, World
+from coordinator.core.record import TERMINAL_STATES, RequestState
+from tests.unit.coordinator_core.world import DECODE, PREFILL, BrainHarness
 
 
 @dataclass
-class Scene:
-    world: World
+class RequestInState:
+    world: BrainHarness
     prefill: Incarnation
     decode: Incarnation
     request: RequestId
-    ahead: RequestId | None = None  # what it waits for
+    request_ahead: RequestId | None = None  # what it waits for
 
 
 TIMEOUT = 10.0  # below every patience of the brain
 
 
-def scene() -> Scene:
-    world = World()
-    prefill, decode = world.join("p0", PREFILL), world.join("d0", DECODE)
-    return Scene(world, prefill, decode, world.submit(timeout=TIMEOUT))
+def scene() -> RequestInState:
+    world = BrainHarness()
+    prefill, decode = world.join_node("p0", PREFILL), world.join_node("d0", DECODE)
+    return RequestInState(world, prefill, decode, world.submit(timeout=TIMEOUT))
 
 
-def queued() -> Scene:
-    world = World()
-    prefill, decode = world.join("p0", PREFILL), world.join("d0", DECODE, max_num_seqs=1)
+def queued() -> RequestInState:
+    world = BrainHarness()
+    prefill, decode = world.join_node("p0", PREFILL), world.join_node("d0", DECODE, max_num_seqs=1)
     ahead = world.submit(timeout=2 * TIMEOUT)
-    return Scene(world, prefill, decode, world.submit(timeout=TIMEOUT), ahead)
+    return RequestInState(world, prefill, decode, world.submit(timeout=TIMEOUT), ahead)
 
 
-def reserved() -> Scene:
+def reserved() -> RequestInState:
     it = scene()
-    it.world.reserve(it.decode, it.world.key(it.decode), it.prefill)
+    it.world.report_reserved(it.decode, it.world.last_attempt_key(it.decode), it.prefill)
     return it
 
 
-def streaming() -> Scene:
+def streaming() -> RequestInState:
     it = reserved()
-    key = it.world.key(it.decode)
-    it.world.prefill_ended(it.prefill, key)
-    it.world.token(it.decode, key, 0)
+    key = it.world.last_attempt_key(it.decode)
+    it.world.report_prefill_ended(it.prefill, key)
+    it.world.report_token(it.decode, key, 0)
     return it
 
 
-def finished() -> Scene:
+def finished() -> RequestInState:
     it = streaming()
-    it.world.token(it.decode, it.world.key(it.decode), 1, finish=FinishReason.STOP)
+    it.world.report_token(it.decode, it.world.last_attempt_key(it.decode), 1, finish=FinishReason.STOP)
     return it
 
 
-def failed() -> Scene:
+def failed() -> RequestInState:
     it = streaming()
     it.world.cancel(it.request)
     return it
 
 
-SCENES: dict[RequestState, Callable[[], Scene]] = {
+SCENES: dict[RequestState, Callable[[], RequestInState]] = {
     RequestState.QUEUED: queued,
     RequestState.PLACED: scene,
     RequestState.RESERVED: reserved,
@@ -88,30 +88,30 @@ def state(request: pytest.FixtureRequest) -> RequestState:
     return found
 
 
-def arrange(state: RequestState) -> Scene:
+def arrange(state: RequestState) -> RequestInState:
     it = SCENES[state]()
-    assert it.world.brain.state(it.request) is (None if state in TERMINAL else state)
+    assert it.world.brain.get_request_state(it.request) is (None if state in TERMINAL_STATES else state)
     return it
 
 
-def cancels(it: Scene, effects: list[m.Effect]) -> set[str]:
+def cancels(it: RequestInState, effects: list[m.Effect]) -> set[str]:
     names = {it.prefill: "prefill", it.decode: "decode"}
     return {
-        names[effect.node]
+        names[effect.incarnation]
         for effect in effects
-        if isinstance(effect, m.Send) and isinstance(effect.message, m.Cancel) and effect.message.key[0] == it.request
+        if isinstance(effect, m.SendOrder) and isinstance(effect.order, m.CancelOrder) and effect.order.key[0] == it.request
     }
 
 
 def test_cancel(state: RequestState) -> None:
     it = arrange(state)
     effects = it.world.cancel(it.request, Cancelled("the client has gone away"))
-    if state in TERMINAL:
+    if state in TERMINAL_STATES:
         assert effects == []
     else:
-        assert isinstance(it.world.error(it.request), Cancelled)
+        assert isinstance(it.world.end_error(it.request), Cancelled)
     assert cancels(it, effects) == LEGS[state]
-    assert len(it.world.ends(it.request)) == 1
+    assert len(it.world.end_events(it.request)) == 1
     assert it.world.cancel(it.request) == []
 
 
@@ -119,11 +119,11 @@ def test_stop(state: RequestState) -> None:
     """Its client has all that it wants: a good end, whatever the state."""
     it = arrange(state)
     effects = it.world.stop(it.request)
-    (end,) = it.world.ends(it.request)
-    if state in TERMINAL:
+    (end,) = it.world.end_events(it.request)
+    if state in TERMINAL_STATES:
         assert effects == []
     else:
-        assert isinstance(end.result, m.Finished)
+        assert isinstance(end.result, m.FinishedResult)
         assert end.result.reason is FinishReason.STOP
     assert cancels(it, effects) == LEGS[state]
     assert it.world.stop(it.request) == []
@@ -133,39 +133,39 @@ def test_deadline(state: RequestState) -> None:
     it = arrange(state)
     assert it.world.advance(TIMEOUT - 0.1) == []
     effects = it.world.advance(0.2)
-    if state not in TERMINAL:
-        assert isinstance(it.world.error(it.request), DeadlineExceeded)
-    assert len(it.world.ends(it.request)) == 1
+    if state not in TERMINAL_STATES:
+        assert isinstance(it.world.end_error(it.request), DeadlineExceeded)
+    assert len(it.world.end_events(it.request)) == 1
     assert cancels(it, effects) == LEGS[state]
 
 
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
 def test_node_gone(state: RequestState, victim: str) -> None:
     it = arrange(state)
-    tokens = it.world.tokens(it.request)
+    tokens = it.world.emitted_tokens(it.request)
     dead, other = (it.prefill, it.decode) if victim == "prefill" else (it.decode, it.prefill)
-    effects = it.world.gone(dead)
-    assert m.Send(other, m.PeerGone(dead)) in effects
+    effects = it.world.lose_node(dead)
+    assert m.SendOrder(other, m.PeerLostNotice(dead)) in effects
     lost = victim in LEGS[state]
     assert cancels(it, effects) == (LEGS[state] - {victim} if lost else set())
-    if state in TERMINAL:
-        assert len(it.world.ends(it.request)) == 1
+    if state in TERMINAL_STATES:
+        assert len(it.world.end_events(it.request)) == 1
         return
     if not lost and LEGS[state]:
-        assert it.world.brain.state(it.request) is state
+        assert it.world.brain.get_request_state(it.request) is state
         return
     if victim == "decode":
-        assert it.world.brain.state(it.request) is RequestState.QUEUED
-    if it.ahead is not None:
-        it.world.cancel(it.ahead)
-    successor = it.world.join("decode-reborn", DECODE) if victim == "decode" else it.decode
-    assert it.world.tokens(it.request) == tokens
-    placed = [work for work in works(it, successor) if work.key.request == it.request]
-    assert list(placed[-1].emitted) == tokens
+        assert it.world.brain.get_request_state(it.request) is RequestState.QUEUED
+    if it.request_ahead is not None:
+        it.world.cancel(it.request_ahead)
+    successor = it.world.join_node("decode-reborn", DECODE) if victim == "decode" else it.decode
+    assert it.world.emitted_tokens(it.request) == tokens
+    placed = [work for work in works(it, successor) if work.key.request_id == it.request]
+    assert list(placed[-1].emitted_token_ids) == tokens
     if victim == "prefill":
-        assert it.world.sent(it.decode, m.Submit)[-1].writer is None, "decode computes the prompt itself"
-    assert it.world.ends(it.request) == []
+        assert it.world.messages_to(it.decode, m.DecodeOrder)[-1].writer is None, "decode computes the prompt itself"
+    assert it.world.end_events(it.request) == []
 
 
-def works(it: Scene, node: Incarnation) -> list[Work]:
-    return [order.work for order in it.world.sent(node, m.Submit) + it.world.sent(node, m.Prefill)]
+def works(it: RequestInState, node: Incarnation) -> list[AttemptSpec]:
+    return [order.work for order in it.world.messages_to(node, m.DecodeOrder) + it.world.messages_to(node, m.PrefillOrder)]

@@ -2,34 +2,34 @@
 
 import pytest
 
-from baton.errors import Cancelled, Incomplete, InvalidRequest, OutOfMemory, PeerGone, Stale
+from baton.errors import Cancelled, IncompleteTransfer, InvalidRequest, OutOfMemory, PeerUnreachable, StaleMessage
 from baton.types import FinishReason, Incarnation, RequestId
 from coordinator.core import messages as m
-from coordinator.core.breakers import FIRST_REST, TRIP, BreakerState
-from coordinator.core.notes import APART, FAILED
+from coordinator.core.breakers import FIRST_COOLDOWN_SECONDS, FAILURES_TO_OPEN, BreakerState
+from coordinator.core.notes import BLOCKED_PAIR, FAILED_BEFORE
 from coordinator.core.record import RequestState
-from coordinator.core.retry_budget import FLOOR, WINDOW
-from coordinator.core.settings import LONGEST_REST
-from tests.unit.coordinator_core.world import DECODE, PREFILL, World
+from coordinator.core.retry_budget import MIN_RETRIES, WINDOW_SECONDS
+from coordinator.core.settings import MAX_BACKOFF_SECONDS
+from tests.unit.coordinator_core.world import DECODE, PREFILL, BrainHarness
 
 FAR = 1000.0  # seconds: nobody's deadline
 
 
-def wide(max_queue: int = 500, max_attempts: int = 1000) -> tuple[World, Incarnation, Incarnation]:
+def wide(max_queue: int = 500, max_attempts: int = 1000) -> tuple[BrainHarness, Incarnation, Incarnation]:
     """A world with room for many."""
-    world = World(max_queue=max_queue, max_attempts=max_attempts)
+    world = BrainHarness(max_queue=max_queue, max_attempts=max_attempts)
     room = {"max_num_seqs": 500, "num_blocks": 2000, "max_batched_tokens": 8192}
-    return world, world.join("p0", PREFILL, **room), world.join("d0", DECODE, **room)
+    return world, world.join_node("p0", PREFILL, **room), world.join_node("d0", DECODE, **room)
 
 
-def placed_keys(world: World, node: Incarnation) -> list[m.Submit]:
-    return world.sent(node, m.Submit)
+def placed_keys(world: BrainHarness, node: Incarnation) -> list[m.DecodeOrder]:
+    return world.messages_to(node, m.DecodeOrder)
 
 
 # the retry budget
 
 
-def test_retries_are_held_to_a_share_of_what_comes_in() -> None:
+def test_retries_are_limited_to_share_of_offered_requests() -> None:
     """Every attempt fails. Without the budget each request would be tried again and again."""
     world, _, d0 = wide()
     offered = 400
@@ -39,245 +39,245 @@ def test_retries_are_held_to_a_share_of_what_comes_in() -> None:
     for _ in range(20):  # 10 s
         for order in placed_keys(world, d0)[seen:]:
             seen += 1
-            world.fail(d0, order.work.key, OutOfMemory("none left"))
+            world.report_failure(d0, order.work.key, OutOfMemory("none left"))
         world.advance(0.5)
     assert offered <= seen <= 1.2 * offered
     brain = world.brain
-    assert brain.retries.held > 0
-    assert brain.queued + brain.running == offered, "they wait: nobody has failed"
-    assert [effect for effect in world.effects if isinstance(effect, m.End)] == []
+    assert brain.retries.held_back_count > 0
+    assert brain.queued_requests + brain.running_requests == offered, "they wait: nobody has failed"
+    assert [effect for effect in world.effects if isinstance(effect, m.EndRequest)] == []
     before = len(placed_keys(world, d0))
-    world.advance(2 * WINDOW)
-    world.advance(LONGEST_REST)
-    assert before < len(placed_keys(world, d0)) <= before + FLOOR, "the load has gone, the floor is left"
+    world.advance(2 * WINDOW_SECONDS)
+    world.advance(MAX_BACKOFF_SECONDS)
+    assert before < len(placed_keys(world, d0)) <= before + MIN_RETRIES, "the load has gone, the floor is left"
 
 
-def exhaust(world: World, node: Incarnation) -> RequestId:
+def exhaust(world: BrainHarness, node: Incarnation) -> RequestId:
     """Spend the budget on requests that fail and go; returns one that is held back."""
     while True:
         request = world.submit(timeout=FAR)
-        world.fail(node, world.key(node), OutOfMemory("none left"))
-        if world.brain.retries.held:
+        world.report_failure(node, world.last_attempt_key(node), OutOfMemory("none left"))
+        if world.brain.retries.held_back_count:
             return request
         world.cancel(request)
 
 
-def test_who_was_held_back_is_told_so() -> None:
+def test_held_back_time_is_explained() -> None:
     world, _, d0 = wide()
     request = exhaust(world, d0)
-    assert world.brain.state(request) is RequestState.QUEUED
-    assert (world.brain.queued, world.brain.retries.held_back) == (1, 1)
-    began, due = world.now, world.brain.next_due()
+    assert world.brain.get_request_state(request) is RequestState.QUEUED
+    assert (world.brain.queued_requests, world.brain.retries.held_back_total) == (1, 1)
+    began, due = world.now, world.brain.next_tick_at()
     assert due is not None
-    assert due <= began + WINDOW
-    world.advance(WINDOW)
-    assert world.brain.state(request) is RequestState.PLACED
-    attempt = world.brain.explain(request, world.now).attempts[-1]
+    assert due <= began + WINDOW_SECONDS
+    world.advance(WINDOW_SECONDS)
+    assert world.brain.get_request_state(request) is RequestState.PLACED
+    attempt = world.brain.explain_request(request, world.now).attempts[-1]
     assert attempt.held_back == pytest.approx(world.now - began)
-    assert [one.because for one in attempt.considered] == [FAILED, FAILED]
+    assert [one.because for one in attempt.considered] == [FAILED_BEFORE, FAILED_BEFORE]
 
 
-def test_new_requests_bring_new_budget() -> None:
+def test_new_requests_replenish_retry_budget() -> None:
     world, _, d0 = wide()
     request = exhaust(world, d0)
-    while world.brain.state(request) is RequestState.QUEUED:
+    while world.brain.get_request_state(request) is RequestState.QUEUED:
         world.submit(timeout=FAR)
-    assert world.brain.retries.held == 0
+    assert world.brain.retries.held_back_count == 0
 
 
-def test_the_residents_of_a_dead_node_are_exempt() -> None:
+def test_requests_of_lost_node_are_exempt_from_retry_budget() -> None:
     world, p0, d0 = wide()
     exhaust(world, d0)
-    before = world.brain.retries.held
+    before = world.brain.retries.held_back_count
     crowd = [world.submit(timeout=FAR) for _ in range(40)]
-    d1 = world.join("d1", DECODE, max_num_seqs=500, num_blocks=2000)
-    world.gone(d0)
+    d1 = world.join_node("d1", DECODE, max_num_seqs=500, num_blocks=2000)
+    world.lose_node(d0)
     assert {order.work.request.id for order in placed_keys(world, d1)} >= set(crowd)
     assert before == 1
-    assert world.brain.retries.held == 0, "it had failed on the node that turned out to be dead"
-    assert world.brain.placed_on(p0) >= len(crowd)
+    assert world.brain.retries.held_back_count == 0, "it had failed on the node that turned out to be dead"
+    assert world.brain.count_attempts(p0) >= len(crowd)
 
 
-def test_as_many_are_held_back_as_may_wait() -> None:
+def test_held_back_requests_are_bounded_by_max_queue() -> None:
     world, _, d0 = wide(max_queue=5)
     exhaust(world, d0)
     failed = []
     for _ in range(6):
         failed.append(world.submit(timeout=FAR))
-        world.fail(d0, world.key(d0), OutOfMemory("none left"))
-    held = [request for request in failed if world.brain.state(request) is RequestState.QUEUED]
+        world.report_failure(d0, world.last_attempt_key(d0), OutOfMemory("none left"))
+    held = [request for request in failed if world.brain.get_request_state(request) is RequestState.QUEUED]
     assert len(held) == 4
-    assert [world.error(request).code for request in failed if request not in held] == ["out_of_memory"] * 2
+    assert [world.end_error(request).code for request in failed if request not in held] == ["out_of_memory"] * 2
 
 
-def test_one_may_end_while_it_is_held_back() -> None:
+def test_request_may_end_while_held_back() -> None:
     world, _, d0 = wide()
     request = exhaust(world, d0)
     world.cancel(request)
-    assert isinstance(world.error(request), Cancelled)
-    assert world.brain.queued == 0
-    assert world.advance(2 * WINDOW) == []
+    assert isinstance(world.end_error(request), Cancelled)
+    assert world.brain.queued_requests == 0
+    assert world.advance(2 * WINDOW_SECONDS) == []
 
 
 # breakers
 
 
 @pytest.fixture
-def world() -> World:
-    return World(max_attempts=50)
+def world() -> BrainHarness:
+    return BrainHarness(max_attempts=50)
 
 
-def serve(world: World, prefill: Incarnation, decode: Incarnation) -> None:
-    key = world.key(decode)
-    world.reserve(decode, key, prefill)
-    world.prefill_ended(prefill, key)
-    world.token(decode, key, 0, finish=FinishReason.STOP)
+def serve(world: BrainHarness, prefill: Incarnation, decode: Incarnation) -> None:
+    key = world.last_attempt_key(decode)
+    world.report_reserved(decode, key, prefill)
+    world.report_prefill_ended(prefill, key)
+    world.report_token(decode, key, 0, finish=FinishReason.STOP)
 
 
-def changes(world: World) -> list[BreakerState]:
-    return [effect.state for effect in world.effects if isinstance(effect, m.PairChanged)]
+def changes(world: BrainHarness) -> list[BreakerState]:
+    return [effect.state for effect in world.effects if isinstance(effect, m.BreakerChanged)]
 
 
-def trip(world: World, decode: Incarnation) -> RequestId:
+def trip(world: BrainHarness, decode: Incarnation) -> RequestId:
     """One request, whose hand-offs fail until the pair is kept apart."""
     request = world.submit(timeout=FAR)
     while BreakerState.OPEN not in changes(world):
-        if not world.placed():
+        if not world.count_placed():
             world.advance(0.05)
             continue
-        world.fail(decode, world.key(decode), Incomplete("slabs are missing"))
+        world.report_failure(decode, world.last_attempt_key(decode), IncompleteTransfer("slabs are missing"))
     return request
 
 
-def test_hand_offs_that_fail_open_the_pair_and_a_probe_closes_it(world: World) -> None:
-    p0, d0 = world.join("p0", PREFILL), world.join("d0", DECODE)
+def test_failed_handoffs_open_breaker_and_probe_closes_it(world: BrainHarness) -> None:
+    p0, d0 = world.join_node("p0", PREFILL), world.join_node("d0", DECODE)
     request = trip(world, d0)
-    assert world.brain.counters.replaced == {"incomplete": TRIP}
-    assert world.brain.breakers.apart == {(p0, d0)}
+    assert world.brain.counters.replaced_attempts == {"incomplete": FAILURES_TO_OPEN}
+    assert world.brain.breakers.blocked_pairs == {(p0, d0)}
     other = world.submit(timeout=FAR)
-    world.advance(FIRST_REST / 2)
-    assert world.placed() == 0, "nobody else can serve them: they wait"
-    world.advance(FIRST_REST)
-    assert world.placed() == 2, "the probe, both legs of it"
-    probe = request if world.brain.state(request) is RequestState.PLACED else other
-    assert world.brain.explain(probe, world.now).attempts[-1].probe
+    world.advance(FIRST_COOLDOWN_SECONDS / 2)
+    assert world.count_placed() == 0, "nobody else can serve them: they wait"
+    world.advance(FIRST_COOLDOWN_SECONDS)
+    assert world.count_placed() == 2, "the probe, both legs of it"
+    probe = request if world.brain.get_request_state(request) is RequestState.PLACED else other
+    assert world.brain.explain_request(probe, world.now).attempts[-1].probe
     serve(world, p0, d0)
     assert changes(world) == [BreakerState.OPEN, BreakerState.HALF_OPEN, BreakerState.CLOSED]
-    world.advance(LONGEST_REST)
-    assert world.placed() == 2, "and now the other"
-    assert world.brain.counters.breakers == {"open": 1, "half_open": 1, "closed": 1}
+    world.advance(MAX_BACKOFF_SECONDS)
+    assert world.count_placed() == 2, "and now the other"
+    assert world.brain.counters.breaker_changes == {"open": 1, "half_open": 1, "closed": 1}
 
 
-def test_each_of_the_two_goes_on_with_others(world: World) -> None:
-    p0, d0 = world.join("p0", PREFILL), world.join("d0", DECODE)
+def test_nodes_of_open_breaker_serve_with_other_nodes(world: BrainHarness) -> None:
+    p0, d0 = world.join_node("p0", PREFILL), world.join_node("d0", DECODE)
     request = trip(world, d0)
-    p1 = world.join("p1", PREFILL)
-    world.advance(LONGEST_REST / 4)
-    assert world.brain.placed_on(p0) == 0
-    assert (world.brain.placed_on(p1), world.brain.placed_on(d0)) == (1, 1)
-    because = {one.node: one.because for one in world.brain.explain(request, world.now).attempts[-1].considered}
-    assert because["p0"] == APART
-    d1 = world.join("d1", DECODE)
+    p1 = world.join_node("p1", PREFILL)
+    world.advance(MAX_BACKOFF_SECONDS / 4)
+    assert world.brain.count_attempts(p0) == 0
+    assert (world.brain.count_attempts(p1), world.brain.count_attempts(d0)) == (1, 1)
+    because = {one.node: one.because for one in world.brain.explain_request(request, world.now).attempts[-1].considered}
+    assert because["p0"] == BLOCKED_PAIR
+    d1 = world.join_node("d1", DECODE)
     world.submit(timeout=FAR)
-    assert (world.brain.placed_on(p0), world.brain.placed_on(d1)) == (1, 1)
+    assert (world.brain.count_attempts(p0), world.brain.count_attempts(d1)) == (1, 1)
 
 
-def test_a_probe_whose_client_goes_away_makes_way(world: World) -> None:
-    world.join("p0", PREFILL)
-    d0 = world.join("d0", DECODE)
+def test_cancelled_probe_lets_another_probe_through(world: BrainHarness) -> None:
+    world.join_node("p0", PREFILL)
+    d0 = world.join_node("d0", DECODE)
     request = trip(world, d0)
-    world.advance(FIRST_REST)
-    world.advance(LONGEST_REST)
-    assert world.brain.state(request) is RequestState.PLACED
+    world.advance(FIRST_COOLDOWN_SECONDS)
+    world.advance(MAX_BACKOFF_SECONDS)
+    assert world.brain.get_request_state(request) is RequestState.PLACED
     waiting = world.submit(timeout=FAR)
-    assert world.brain.state(waiting) is RequestState.QUEUED
+    assert world.brain.get_request_state(waiting) is RequestState.QUEUED
     world.cancel(request)
-    assert world.brain.state(waiting) is RequestState.PLACED
-    assert world.brain.explain(waiting, world.now).attempts[-1].probe
+    assert world.brain.get_request_state(waiting) is RequestState.PLACED
+    assert world.brain.explain_request(waiting, world.now).attempts[-1].probe
 
 
-def test_what_clients_do_wrong_counts_against_nobody(world: World) -> None:
+def test_client_errors_do_not_count_against_breaker(world: BrainHarness) -> None:
     """Nor does what says nothing about the link: a refusal, a step that fails, a message of another life."""
-    p0, d0 = world.join("p0", PREFILL), world.join("d0", DECODE)
+    p0, d0 = world.join_node("p0", PREFILL), world.join_node("d0", DECODE)
     for number in range(1000):
         request = world.submit(timeout=FAR)
         if number % 2:
-            world.fail(p0, world.key(p0), InvalidRequest("token 5 is bad"))
+            world.report_failure(p0, world.last_attempt_key(p0), InvalidRequest("token 5 is bad"))
         else:
             world.cancel(request)
-        assert world.ends(request)
-    for error in (OutOfMemory("none left"), Stale("of another attempt")):
-        for _ in range(TRIP + 1):
+        assert world.end_events(request)
+    for error in (OutOfMemory("none left"), StaleMessage("of another attempt")):
+        for _ in range(FAILURES_TO_OPEN + 1):
             request = world.submit(timeout=FAR)
-            world.fail(d0, world.key(d0), error)
+            world.report_failure(d0, world.last_attempt_key(d0), error)
             world.cancel(request)
-    for _ in range(TRIP + 1):
+    for _ in range(FAILURES_TO_OPEN + 1):
         request = world.submit(timeout=FAR)
-        world.say(d0, m.Refused(world.key(d0), 3, 2))
+        world.send_from_node(d0, m.ReservationRefused(world.last_attempt_key(d0), 3, 2))
         world.cancel(request)
-        world.beat(d0)
+        world.send_heartbeat(d0)
     assert changes(world) == []
     world.submit(timeout=FAR)
-    assert (world.brain.placed_on(p0), world.brain.placed_on(d0)) == (1, 1)
+    assert (world.brain.count_attempts(p0), world.brain.count_attempts(d0)) == (1, 1)
 
 
-def test_a_pair_is_forgotten_with_either_node(world: World) -> None:
-    world.join("p0", PREFILL)
-    d0 = world.join("d0", DECODE)
+def test_breaker_is_forgotten_with_either_node(world: BrainHarness) -> None:
+    world.join_node("p0", PREFILL)
+    d0 = world.join_node("d0", DECODE)
     request = trip(world, d0)
-    world.gone(d0)
-    assert world.brain.breakers.apart == frozenset()
-    world.join("d0", DECODE)
-    world.advance(LONGEST_REST)
-    assert world.brain.state(request) is RequestState.PLACED
+    world.lose_node(d0)
+    assert world.brain.breakers.blocked_pairs == frozenset()
+    world.join_node("d0", DECODE)
+    world.advance(MAX_BACKOFF_SECONDS)
+    assert world.brain.get_request_state(request) is RequestState.PLACED
 
 
-def test_full_hits_prove_no_link(world: World) -> None:
+def test_full_prefix_hits_do_not_close_breaker(world: BrainHarness) -> None:
     """Decode held the prompt: nothing was handed over."""
-    p0, d0 = world.join("p0", PREFILL), world.join("d0", DECODE)
-    for number in range(TRIP):
+    p0, d0 = world.join_node("p0", PREFILL), world.join_node("d0", DECODE)
+    for number in range(FAILURES_TO_OPEN):
         request = world.submit(timeout=FAR)
-        world.fail(p0, world.key(p0), PeerGone("no answer"))
+        world.report_failure(p0, world.last_attempt_key(p0), PeerUnreachable("no answer"))
         world.cancel(request)
-        if number < TRIP - 1:
+        if number < FAILURES_TO_OPEN - 1:
             world.submit(timeout=FAR)
-            world.reserve(d0, world.key(d0), None)
-            world.token(d0, world.key(d0), 0, finish=FinishReason.STOP)
+            world.report_reserved(d0, world.last_attempt_key(d0), None)
+            world.report_token(d0, world.last_attempt_key(d0), 0, finish=FinishReason.STOP)
     assert changes(world) == [BreakerState.OPEN]
 
 
 # forward progress
 
 
-def test_only_getting_further_is_progress(world: World) -> None:
-    p0, d0 = world.join("p0", PREFILL), world.join("d0", DECODE)
+def test_only_new_progress_resets_stall_clock(world: BrainHarness) -> None:
+    p0, d0 = world.join_node("p0", PREFILL), world.join_node("d0", DECODE)
     world.advance(500.0)
-    assert world.brain.stood_still(world.now) == 0.0, "nobody is here"
+    assert world.brain.seconds_without_progress(world.now) == 0.0, "nobody is here"
     request = world.submit(timeout=FAR)
-    assert world.brain.stood_still(world.now) == 0.0
+    assert world.brain.seconds_without_progress(world.now) == 0.0
     for _ in range(10):  # tried again and again, and no further
         world.advance(3.0)
-        if world.brain.placed_on(d0):
-            world.reserve(d0, world.key(d0), p0)
-            world.fail(d0, world.key(d0), OutOfMemory("none left"))
-    assert world.brain.state(request) in (RequestState.PLACED, RequestState.QUEUED)
-    assert world.brain.stood_still(world.now) > 20.0
-    if not world.brain.placed_on(d0):
-        world.advance(LONGEST_REST)
-    world.reserve(d0, world.key(d0), p0)
-    world.prefill_ended(p0, world.key(p0))
-    world.token(d0, world.key(d0), 0)
-    assert world.brain.stood_still(world.now) == 0.0
+        if world.brain.count_attempts(d0):
+            world.report_reserved(d0, world.last_attempt_key(d0), p0)
+            world.report_failure(d0, world.last_attempt_key(d0), OutOfMemory("none left"))
+    assert world.brain.get_request_state(request) in (RequestState.PLACED, RequestState.QUEUED)
+    assert world.brain.seconds_without_progress(world.now) > 20.0
+    if not world.brain.count_attempts(d0):
+        world.advance(MAX_BACKOFF_SECONDS)
+    world.report_reserved(d0, world.last_attempt_key(d0), p0)
+    world.report_prefill_ended(p0, world.last_attempt_key(p0))
+    world.report_token(d0, world.last_attempt_key(d0), 0)
+    assert world.brain.seconds_without_progress(world.now) == 0.0
     world.cancel(request)
     world.advance(100.0)
-    assert world.brain.stood_still(world.now) == 0.0
+    assert world.brain.seconds_without_progress(world.now) == 0.0
 
 
-def test_waiting_for_room_stands_still_too(world: World) -> None:
-    world.join("p0", PREFILL)
-    d0 = world.join("d0", DECODE)
+def test_waiting_for_room_counts_as_stalled(world: BrainHarness) -> None:
+    world.join_node("p0", PREFILL)
+    d0 = world.join_node("d0", DECODE)
     world.submit(timeout=FAR)
-    world.say(d0, m.Refused(world.key(d0), needed=5, free=2))
+    world.send_from_node(d0, m.ReservationRefused(world.last_attempt_key(d0), needed_blocks=5, free_blocks=2))
     world.advance(20.0)
-    assert (world.brain.running, world.brain.queued) == (0, 1)
-    assert world.brain.stood_still(world.now) == pytest.approx(20.0)
+    assert (world.brain.running_requests, world.brain.queued_requests) == (0, 1)
+    assert world.brain.seconds_without_progress(world.now) == pytest.approx(20.0)

@@ -3,29 +3,29 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.core.retry_budget import _GRAIN, FLOOR, WINDOW, RetryBudget
+from coordinator.core.retry_budget import _BUCKET_SECONDS, MIN_RETRIES, WINDOW_SECONDS, RetryBudget
 
 SHARE = 0.2
 
 
-def test_the_floor_is_there_for_who_is_alone() -> None:
+def test_min_retries_are_available_without_load() -> None:
     budget = RetryBudget(SHARE)
-    budget.offered(0.0)
-    assert [budget.take(1.0) for _ in range(FLOOR + 2)] == [True] * FLOOR + [False] * 2
-    assert budget.next() == 1.0 + WINDOW
-    assert not budget.take(0.99 + WINDOW)
-    assert budget.take(1.0 + WINDOW)
+    budget.record_request(0.0)
+    assert [budget.try_spend(1.0) for _ in range(MIN_RETRIES + 2)] == [True] * MIN_RETRIES + [False] * 2
+    assert budget.next_expiry_at() == 1.0 + WINDOW_SECONDS
+    assert not budget.try_spend(0.99 + WINDOW_SECONDS)
+    assert budget.try_spend(1.0 + WINDOW_SECONDS)
 
 
-def test_a_share_of_what_comes_in() -> None:
+def test_budget_is_share_of_offered_requests() -> None:
     budget = RetryBudget(SHARE)
     for number in range(1000):
-        budget.offered(number / 200)
-    assert sum(budget.take(5.0) for _ in range(1000)) == 200
-    assert budget.left(5.0) == 0
+        budget.record_request(number / 200)
+    assert sum(budget.try_spend(5.0) for _ in range(1000)) == 200
+    assert budget.available_retries(5.0) == 0
     for _ in range(50):
-        budget.offered(5.0)
-    assert budget.left(5.0) == int(SHARE * 1050) - 200
+        budget.record_request(5.0)
+    assert budget.available_retries(5.0) == int(SHARE * 1050) - 200
 
 
 steps = st.lists(
@@ -34,7 +34,7 @@ steps = st.lists(
 
 
 @given(steps)
-def test_never_more_than_the_share_and_never_less(script: list[tuple[str, float]]) -> None:
+def test_budget_is_exactly_the_share(script: list[tuple[str, float]]) -> None:
     budget, now = RetryBudget(SHARE), 0.0
     offered: list[float] = []
     retried: list[float] = []
@@ -42,14 +42,14 @@ def test_never_more_than_the_share_and_never_less(script: list[tuple[str, float]
         now += pause
         for _ in range(40 if kind.startswith("many") else 1):
             if "offered" in kind:
-                budget.offered(now)
+                budget.record_request(now)
                 offered.append(now)
                 continue
-            recent = sum(at + WINDOW > now for at in retried)
-            least = sum(at + WINDOW - _GRAIN > now for at in offered)
-            most = sum(at + WINDOW > now for at in offered)
-            allowed = budget.take(now)
-            assert not allowed or recent < max(FLOOR, SHARE * most)
-            assert allowed or recent >= max(FLOOR, int(SHARE * least))
+            recent = sum(at + WINDOW_SECONDS > now for at in retried)
+            least = sum(at + WINDOW_SECONDS - _BUCKET_SECONDS > now for at in offered)
+            most = sum(at + WINDOW_SECONDS > now for at in offered)
+            allowed = budget.try_spend(now)
+            assert not allowed or recent < max(MIN_RETRIES, SHARE * most)
+            assert allowed or recent >= max(MIN_RETRIES, int(SHARE * least))
             retried += [now] * allowed
-    assert budget.left(now + 2 * WINDOW) == FLOOR, "what is long ago counts no more"
+    assert budget.available_retries(now + 2 * WINDOW_SECONDS) == MIN_RETRIES, "what is long ago counts no more"

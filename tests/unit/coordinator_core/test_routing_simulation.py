@@ -2,25 +2,25 @@
 
 import pytest
 
-from coordinator.core.prefix_aware import PrefixAware
-from coordinator.core.simple_policies import LeastLoaded
-from tests.unit.coordinator_core.routing_simulation import Job, Simulation, ideal_hit_rate, zipf_jobs
+from coordinator.core.prefix_aware import PrefixAwarePolicy
+from coordinator.core.simple_policies import LeastLoadedPolicy
+from tests.unit.coordinator_core.routing_simulation import PrefillJob, RoutingSimulation, ideal_hit_rate, zipf_jobs
 
 NODES, BLOCKS = 8, 500  # of each node; the prefixes alone are 3,200 blocks
 
 
-def simulated(policy: PrefixAware | LeastLoaded, jobs: list[Job]) -> Simulation:
-    simulation = Simulation(policy, NODES, BLOCKS)
+def simulated(policy: PrefixAwarePolicy | LeastLoadedPolicy, jobs: list[PrefillJob]) -> RoutingSimulation:
+    simulation = RoutingSimulation(policy, NODES, BLOCKS)
     for job in jobs:
-        simulation.at(job.arrived, "arrive", job)
+        simulation.schedule_event(job.arrived, "arrive", job)
     return simulation
 
 
 @pytest.mark.parametrize("per_second", [30.0, 250.0], ids=["idle", "busy"])
 @pytest.mark.parametrize("exponent", [1.0, 1.4])
-def test_most_of_the_ideal_hits_without_a_hot_spot(per_second: float, exponent: float) -> None:
+def test_prefix_aware_gets_most_ideal_hits_without_hot_spot(per_second: float, exponent: float) -> None:
     jobs = zipf_jobs(1000, 100, per_second, exponent=exponent)
-    simulation = simulated(PrefixAware(), jobs)
+    simulation = simulated(PrefixAwarePolicy(), jobs)
     simulation.run()
     assert simulation.done == len(jobs)
     requests, busy = simulation.imbalance()
@@ -28,19 +28,19 @@ def test_most_of_the_ideal_hits_without_a_hot_spot(per_second: float, exponent: 
     assert simulation.cached / simulation.tokens >= 0.8 * ideal_hit_rate(jobs, NODES * BLOCKS)
 
 
-def test_counts_alone_find_fewer() -> None:
+def test_least_loaded_gets_fewer_hits() -> None:
     jobs = zipf_jobs(600, 100, 100.0)
-    aware, blind = simulated(PrefixAware(), jobs), simulated(LeastLoaded(), jobs)
+    aware, blind = simulated(PrefixAwarePolicy(), jobs), simulated(LeastLoadedPolicy(), jobs)
     aware.run()
     blind.run()
     assert aware.cached > 1.3 * blind.cached
 
 
-def test_the_death_of_the_hottest_node_is_absorbed() -> None:
+def test_loss_of_hottest_node_is_absorbed() -> None:
     jobs = zipf_jobs(1200, 60, 150.0)
-    simulation = simulated(PrefixAware(), jobs)
+    simulation = simulated(PrefixAwarePolicy(), jobs)
     death = jobs[600].arrived
-    simulation.at(death, "kill hottest", None)
+    simulation.schedule_event(death, "kill hottest", None)
     simulation.run()
     assert simulation.done == len(jobs)
     assert len(simulation.nodes) == NODES - 1
@@ -53,17 +53,17 @@ def test_the_death_of_the_hottest_node_is_absorbed() -> None:
     assert p95(death + 1.0, float("inf")) <= 1.5 * p95(0.0, death)
 
 
-def test_a_newcomer_is_no_magnet() -> None:
+def test_new_node_is_not_flooded() -> None:
     """An empty node among seven with caches: it comes to its share, and takes no more than that at first."""
     jobs = zipf_jobs(1000, 60, 150.0)
-    simulation = Simulation(PrefixAware(), NODES - 1, BLOCKS)
+    simulation = RoutingSimulation(PrefixAwarePolicy(), NODES - 1, BLOCKS)
     for job in jobs[:500]:
-        simulation.at(job.arrived, "arrive", job)
+        simulation.schedule_event(job.arrived, "arrive", job)
     simulation.run()
     before = {node.node.incarnation: node.requests for node in simulation.nodes.values()}
-    simulation.add("new", BLOCKS)
+    simulation.add_node("new", BLOCKS)
     for job in jobs[500:]:
-        simulation.at(job.arrived, "arrive", job)
+        simulation.schedule_event(job.arrived, "arrive", job)
     simulation.run()
     taken = {name: node.requests - before.get(name, 0) for name, node in simulation.nodes.items()}
     mean = 500 / NODES

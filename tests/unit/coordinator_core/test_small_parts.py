@@ -6,12 +6,12 @@ from hypothesis import strategies as st
 
 from baton.pb.common_pb2 import Timeline
 from baton.types import AttemptKey, NodeName, RequestId
-from coordinator.core.messages import Admitted, PrefillEnded
-from coordinator.core.queue import MAX_BYPASS, SCAN, WaitingQueue
-from coordinator.core.sources import Sources, computed, split
-from coordinator.core.timeline import Marks, Ring
-from coordinator.core.timers import Timers
-from tests.unit.coordinator_core.world import DECODE, PREFILL, World
+from coordinator.core.messages import DecodeStarted, PrefillEnded
+from coordinator.core.queue import MAX_BYPASS, SCAN_DEPTH, WaitingQueue
+from coordinator.core.sources import TokenSources, count_computed_tokens, compute_token_sources
+from coordinator.core.timeline import Timestamps, TimelineStore
+from coordinator.core.timers import RequestTimers
+from tests.unit.coordinator_core.world import DECODE, PREFILL, BrainHarness
 
 
 def names(count: int) -> list[RequestId]:
@@ -21,96 +21,96 @@ def names(count: int) -> list[RequestId]:
 def filled(count: int) -> WaitingQueue:
     queue = WaitingQueue()
     for name in names(count):
-        queue.push(name)
+        queue.add_request(name)
     return queue
 
 
 # the queue
 
 
-def test_first_in_first_out_and_a_bounded_look_ahead() -> None:
-    assert filled(SCAN + 5).candidates() == names(SCAN)
+def test_queue_is_fifo_with_bounded_lookahead() -> None:
+    assert filled(SCAN_DEPTH + 5).list_candidates() == names(SCAN_DEPTH)
 
 
-def test_the_head_is_passed_over_so_often_and_no_more() -> None:
+def test_queue_head_is_bypassed_at_most_max_bypass_times() -> None:
     queue = filled(MAX_BYPASS + 5)
     head, *others = names(MAX_BYPASS + 5)
     for other in others[:MAX_BYPASS]:
-        assert other in queue.candidates()
-        queue.take(other, 0.0)
-    assert queue.candidates() == [head]
-    queue.take(head, 0.0)
-    assert queue.candidates() == others[MAX_BYPASS:]
+        assert other in queue.list_candidates()
+        queue.take_request(other, 0.0)
+    assert queue.list_candidates() == [head]
+    queue.take_request(head, 0.0)
+    assert queue.list_candidates() == others[MAX_BYPASS:]
 
 
-def test_who_is_placed_again_goes_to_the_head() -> None:
+def test_requeued_request_goes_to_head() -> None:
     queue = filled(2)
-    queue.push_front(RequestId("again"))
-    assert queue.candidates() == [RequestId("again"), *names(2)]
-    queue.remove(RequestId("again"))
-    queue.remove(RequestId("again"))
+    queue.add_request_front(RequestId("again"))
+    assert queue.list_candidates() == [RequestId("again"), *names(2)]
+    queue.remove_request(RequestId("again"))
+    queue.remove_request(RequestId("again"))
     assert len(queue) == 2
 
 
-def test_retry_after_follows_the_drain_rate() -> None:
+def test_retry_after_follows_service_rate() -> None:
     queue = filled(100)
-    assert queue.retry_after(0.0) == 1.0
+    assert queue.retry_after_seconds(0.0) == 1.0
     for second, name in enumerate(names(10)):
-        queue.take(name, float(second))
-    assert queue.retry_after(9.0) == pytest.approx(60.0)  # 90 waiting, about one a second, and the limit
+        queue.take_request(name, float(second))
+    assert queue.retry_after_seconds(9.0) == pytest.approx(60.0)  # 90 waiting, about one a second, and the limit
     for name in names(100)[10:80]:
-        queue.take(name, 10.0)
-    assert 1.0 <= queue.retry_after(11.0) < 5.0
+        queue.take_request(name, 10.0)
+    assert 1.0 <= queue.retry_after_seconds(11.0) < 5.0
 
 
-def test_a_big_request_is_neither_starved_nor_in_the_way() -> None:
-    world = World(max_queue=200)
-    world.join("p0", PREFILL)
-    d0 = world.join("d0", DECODE, num_blocks=16, max_num_seqs=8)
-    world.beat(d0, room=8)
+def test_big_request_is_neither_starved_nor_blocking() -> None:
+    world = BrainHarness(max_queue=200)
+    world.join_node("p0", PREFILL)
+    d0 = world.join_node("d0", DECODE, num_blocks=16, max_num_seqs=8)
+    world.send_heartbeat(d0, room=8)
     big = world.submit(prompt=200)  # needs 13 or more
     world.advance(1.0)  # and is due by now: until then, short ones pass it as they come
-    assert world.brain.queued == 1
+    assert world.brain.queued_requests == 1
     passed = 0
     while passed < MAX_BYPASS + 10:
         small = world.submit(prompt=4, max_tokens=2)
-        if world.brain.queued > 1:
+        if world.brain.queued_requests > 1:
             break
         passed += 1
         world.cancel(small)
     assert passed == MAX_BYPASS
-    world.beat(d0, room=16)
-    assert world.brain.state(big) is not None
-    assert world.brain.queued == 0
+    world.send_heartbeat(d0, room=16)
+    assert world.brain.get_request_state(big) is not None
+    assert world.brain.queued_requests == 0
 
 
 # timers
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.one_of(st.none(), st.integers(0, 9)))), st.integers(0, 9))
-def test_timers_ring_once_and_in_order(orders: list[tuple[str, int | None]], now: int) -> None:
-    timers, model = Timers(), dict[RequestId, float]()
+def test_timers_fire_once_and_in_order(orders: list[tuple[str, int | None]], now: int) -> None:
+    timers, model = RequestTimers(), dict[RequestId, float]()
     for name, when in orders:
         request = RequestId(name)
         if when is None:
-            timers.clear(request)
+            timers.cancel_timer(request)
             model.pop(request, None)
         else:
-            timers.set(request, float(when))
+            timers.set_timer(request, float(when))
             model[request] = float(when)
-    assert timers.next() == min(model.values(), default=None)
-    rang = timers.due(float(now))
+    assert timers.next_timer_at() == min(model.values(), default=None)
+    rang = timers.pop_due(float(now))
     assert sorted(rang) == sorted(name for name, when in model.items() if when <= now)
     assert [model[name] for name in rang] == sorted(model[name] for name in rang)
-    assert timers.due(float(now)) == []
+    assert timers.pop_due(float(now)) == []
 
 
-def test_timers_that_are_reset_for_ever_take_no_memory() -> None:
-    timers = Timers()
+def test_resetting_timers_does_not_leak() -> None:
+    timers = RequestTimers()
     for when in range(10_000):
-        timers.set(RequestId("a"), float(when))
+        timers.set_timer(RequestId("a"), float(when))
     assert len(timers._heap) < 2_000
-    assert timers.due(10_000.0) == [RequestId("a")]
+    assert timers.pop_due(10_000.0) == [RequestId("a")]
 
 
 # the timeline
@@ -123,14 +123,14 @@ MOMENTS = ("reserved", "prefill_ended", "committed", "first_token")
     st.floats(0.0, 1e9),
 )
 def test_stages_partition_the_time_to_the_first_token(script: list[tuple[str, float]], start: float) -> None:
-    marks, now = Marks(start), start
+    marks, now = Timestamps(start), start
     for moment, passed in script:
         now += passed
         if moment == "placed":
-            marks.placed_at(now, NodeName("p"), NodeName("d"))
+            marks.mark_placed(now, NodeName("p"), NodeName("d"))
         else:
-            marks.mark(moment, now)
-    line = marks.timeline(now + 1.0, attempts=1)
+            marks.mark_moment(moment, now)
+    line = marks.build_timeline(now + 1.0, attempts=1)
     stages = stages_of(line)
     assert all(stage >= 0.0 for stage in stages)
     assert sum(stages) == pytest.approx(line.ttft, rel=1e-12)
@@ -143,13 +143,13 @@ def stages_of(line: Timeline) -> tuple[float, ...]:
     return (line.queue, line.reserve, line.prefill, line.transfer, line.first_token)
 
 
-def marked(**moments: float) -> Marks:
-    marks = Marks(0.0)
+def marked(**moments: float) -> Timestamps:
+    marks = Timestamps(0.0)
     for moment, when in sorted(moments.items(), key=lambda item: item[1]):
         if moment == "placed":
-            marks.placed_at(when, NodeName("p"), NodeName("d"))
+            marks.mark_placed(when, NodeName("p"), NodeName("d"))
         else:
-            marks.mark(moment, when)
+            marks.mark_moment(moment, when)
     return marks
 
 
@@ -164,25 +164,25 @@ def marked(**moments: float) -> Marks:
         (marked(), (9, 0, 0, 0, 0)),  # never placed
     ],
 )
-def test_stages(marks: Marks, stages: tuple[float, ...]) -> None:
-    assert stages_of(marks.timeline(9.0 if marks.first_token is None else 20.0, 1)) == stages
+def test_timeline_stages(marks: Timestamps, stages: tuple[float, ...]) -> None:
+    assert stages_of(marks.build_timeline(9.0 if marks.first_token is None else 20.0, 1)) == stages
 
 
-def test_an_attempt_that_failed_before_the_first_token_is_waiting_time() -> None:
+def test_failed_attempt_before_first_token_counts_as_queue_time() -> None:
     marks = marked(placed=1, reserved=2, prefill_ended=3)
-    marks.placed_at(5.0, NodeName("p1"), NodeName("d1"))
-    marks.mark("reserved", 6.0)
-    marks.mark("first_token", 7.0)
-    marks.placed_at(8.0, NodeName("p2"), NodeName("d2"))
-    line = marks.timeline(9.0, 3)
+    marks.mark_placed(5.0, NodeName("p1"), NodeName("d1"))
+    marks.mark_moment("reserved", 6.0)
+    marks.mark_moment("first_token", 7.0)
+    marks.mark_placed(8.0, NodeName("p2"), NodeName("d2"))
+    line = marks.build_timeline(9.0, 3)
     assert stages_of(line) == (5, 1, 1, 0, 0)
     assert line.decode_node == "d2"
 
 
-def test_the_ring_forgets() -> None:
-    ring = Ring(kept=2)
+def test_timeline_store_is_bounded() -> None:
+    ring = TimelineStore(kept=2)
     for name in names(3):
-        ring.add(name, Timeline(attempts=1))
+        ring.add_timeline(name, Timeline(attempts=1))
     assert ring.get(names(3)[0]) is None
     assert ring.get(names(3)[2]) is not None
 
@@ -195,20 +195,20 @@ KEY = AttemptKey(RequestId("r"), 1, 0)
 @pytest.mark.parametrize(
     ("prefill", "decode", "expected"),
     [
-        ((20, 0), (0, 0, 20), Sources(20, 0, 0, 0)),
-        ((4, 16), (0, 0, 20), Sources(4, 0, 16, 0)),
-        ((4, 16), (0, 16, 4), Sources(4, 0, 16, 0)),  # both held it: once
-        ((20, 0), (0, 16, 4), Sources(4, 0, 16, 0)),  # prefill computed it again to reach the rest
-        (None, (20, 0, 0), Sources(0, 20, 0, 0)),
-        (None, (1, 19, 0), Sources(0, 1, 19, 0)),
-        ((20, 0), None, Sources(20, 0, 0, 0)),
-        (None, None, Sources(0, 0, 0, 0)),
+        ((20, 0), (0, 0, 20), TokenSources(20, 0, 0, 0)),
+        ((4, 16), (0, 0, 20), TokenSources(4, 0, 16, 0)),
+        ((4, 16), (0, 16, 4), TokenSources(4, 0, 16, 0)),  # both held it: once
+        ((20, 0), (0, 16, 4), TokenSources(4, 0, 16, 0)),  # prefill computed it again to reach the rest
+        (None, (20, 0, 0), TokenSources(0, 20, 0, 0)),
+        (None, (1, 19, 0), TokenSources(0, 1, 19, 0)),
+        ((20, 0), None, TokenSources(20, 0, 0, 0)),
+        (None, None, TokenSources(0, 0, 0, 0)),
     ],
 )
 def test_each_prompt_token_has_one_source(
-    prefill: tuple[int, int] | None, decode: tuple[int, int, int] | None, expected: Sources
+    prefill: tuple[int, int] | None, decode: tuple[int, int, int] | None, expected: TokenSources
 ) -> None:
     ended = PrefillEnded(KEY, *prefill) if prefill else None
-    admitted = Admitted(KEY, *decode) if decode else None
-    assert split(ended, admitted) == expected
-    assert computed(ended, admitted) == (prefill or (0, 0))[0] + (decode or (0, 0, 0))[0]
+    admitted = DecodeStarted(KEY, *decode) if decode else None
+    assert compute_token_sources(ended, admitted) == expected
+    assert count_computed_tokens(ended, admitted) == (prefill or (0, 0))[0] + (decode or (0, 0, 0))[0]

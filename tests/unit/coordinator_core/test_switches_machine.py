@@ -9,123 +9,123 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from baton.errors import InvalidRequest, Overloaded
 from baton.types import RequestId, Role
 from coordinator.core import messages as m
-from coordinator.core.flip import Phase
-from tests.unit.coordinator_core.crew import TOKEN, Crew
+from coordinator.core.flip import RoleSwitchPhase
+from tests.unit.coordinator_core.crew import TOKEN, HonestCluster
 
 NAMES = ("d0", "d1", "d2", "p0", "p1")
 names = st.sampled_from(NAMES)
 
 
-class SwitchesMachine(RuleBasedStateMachine):
+class RoleSwitcherMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.crew = Crew(*NAMES)
-        self.asked: dict[RequestId, int] = {}
+        self.cluster = HonestCluster(*NAMES)
+        self.submitted: dict[RequestId, int] = {}
 
     @rule(prefill=st.integers(0, 5), decode=st.integers(0, 5), patience=st.sampled_from([0.0, 3.0, 1000.0]))
-    def a_target(self, prefill: int, decode: int, patience: float) -> None:
-        switches = self.crew.world.brain.switches
-        possible = self.crew.world.brain.switches.possible(self.crew.world.now)
-        before = (switches.target, switches.generation, self.crew.phases())
+    def set_target(self, prefill: int, decode: int, patience: float) -> None:
+        switches = self.cluster.harness.brain.role_switcher
+        possible = self.cluster.harness.brain.role_switcher.list_possible_splits(self.cluster.harness.now)
+        before = (switches.target_split, switches.target_generation, self.cluster.switch_phases())
         try:
-            self.crew.ratio(prefill, decode, patience)
-            assert switches.target in possible
+            self.cluster.set_ratio(prefill, decode, patience)
+            assert switches.target_split in possible
         except InvalidRequest:
-            assert (switches.target, switches.generation, self.crew.phases()) == before
+            assert (switches.target_split, switches.target_generation, self.cluster.switch_phases()) == before
 
     @rule(tokens=st.integers(1, 12))
-    def a_request(self, tokens: int) -> None:
+    def submit_request(self, tokens: int) -> None:
         try:
-            self.asked[self.crew.submit(tokens)] = tokens
+            self.submitted[self.cluster.submit_request(tokens)] = tokens
         except Overloaded:
             return
 
     @rule()
-    def streams_go_on(self) -> None:
-        self.crew.step()
+    def generate_tokens(self) -> None:
+        self.cluster.generate_tokens()
 
     @rule(name=names)
-    def a_node_switches(self, name: str) -> None:
-        member = self.crew.members.get(name)
-        if member is not None and member.ordered is not None:
-            self.crew.switch(name)
+    def rejoin_ordered_node(self, name: str) -> None:
+        member = self.cluster.nodes.get(name)
+        if member is not None and member.ordered_role is not None:
+            self.cluster.rejoin_in_ordered_role(name)
 
     @rule(name=names)
-    def a_node_dies(self, name: str) -> None:
-        if name in self.crew.members:
-            self.crew.die(name)
+    def kill_node(self, name: str) -> None:
+        if name in self.cluster.nodes:
+            self.cluster.kill_node(name)
 
     @rule(name=names, beat=st.booleans())
-    def a_node_starts_again(self, name: str, beat: bool) -> None:
-        if name not in self.crew.members:
-            self.crew.join(name, beat=beat)
+    def restart_node(self, name: str, beat: bool) -> None:
+        if name not in self.cluster.nodes:
+            self.cluster.start_node(name, beat=beat)
 
     @rule(name=names)
-    def a_node_reports(self, name: str) -> None:
-        if name in self.crew.members:
-            self.crew.beat(name)
+    def send_heartbeat(self, name: str) -> None:
+        if name in self.cluster.nodes:
+            self.cluster.send_heartbeat(name)
 
     @precondition(lambda self: self.crew.world.brain.switches.flips)
     @rule()
-    def probes_fail(self) -> None:
-        for name in self.crew.phases():
-            self.crew.fail_probe(name)
+    def fail_probes(self) -> None:
+        for name in self.cluster.switch_phases():
+            self.cluster.fail_probe(name)
 
     @rule(seconds=st.floats(0.0, 40.0))
-    def time_passes(self, seconds: float) -> None:
-        self.crew.advance(seconds)
-        live = {node.info.name for node in self.crew.world.brain.registry.nodes.values()}
-        self.crew.members = {name: member for name, member in self.crew.members.items() if name in live}
+    def advance_time(self, seconds: float) -> None:
+        self.cluster.advance_clock(seconds)
+        live = {node.info.name for node in self.cluster.harness.brain.node_registry.nodes.values()}
+        self.cluster.nodes = {name: member for name, member in self.cluster.nodes.items() if name in live}
 
     @invariant()
-    def who_switches_is_out_of_service_and_known(self) -> None:
-        brain = self.crew.world.brain
-        for name, flip in brain.switches.flips.items():
-            assert name in brain.registry.switching
-            node = brain.registry.called(name)
-            assert node is not None or flip.phase is Phase.ORDERED
+    def switching_nodes_are_out_of_service(self) -> None:
+        brain = self.cluster.harness.brain
+        for name, flip in brain.role_switcher.pending.items():
+            assert name in brain.node_registry.switching_drains
+            node = brain.node_registry.by_name(name)
+            assert node is not None or flip.phase is RoleSwitchPhase.ORDERED
             assert node is None or flip.incarnation == node.incarnation
-            assert str(name) not in self.crew.in_service(Role.PREFILL) | self.crew.in_service(Role.DECODE)
-        assert all(name in brain.switches.flips for name in NAMES if name in brain.registry.switching)
+            assert str(name) not in self.cluster.names_in_service(Role.PREFILL) | self.cluster.names_in_service(Role.DECODE)
+        assert all(name in brain.role_switcher.pending for name in NAMES if name in brain.node_registry.switching_drains)
 
     @invariant()
-    def nobody_waits_for_a_role_that_is_being_left(self) -> None:
+    def unserved_target_role_has_no_draining_node(self) -> None:
         """A role of the target that nobody serves has nobody who is still only draining."""
-        brain = self.crew.world.brain
-        target = brain.switches.target
-        if target is None or brain.switches._stale:
+        brain = self.cluster.harness.brain
+        target = brain.role_switcher.target_split
+        if target is None or brain.role_switcher._needs_reconcile:
             return
         for role in Role:
-            if target.of(role) and not brain.registry.serves(role):
-                leaving = [flip for flip in brain.switches.flips.values() if flip.source is role]
-                assert all(flip.phase is not Phase.DRAINING for flip in leaving)
+            if target.node_count(role) and not brain.node_registry.has_serving_node(role):
+                leaving = [flip for flip in brain.role_switcher.pending.values() if flip.source_role is role]
+                assert all(flip.phase is not RoleSwitchPhase.DRAINING for flip in leaving)
 
     def teardown(self) -> None:
         """All come back, nobody dies any more: every request that was not refused ends, and the target is reached."""
-        crew = self.crew
+        crew = self.cluster
         for name in NAMES:
-            if name not in crew.members:
-                crew.join(name)
-        target = crew.world.brain.switches.target
-        if target is None or target.nodes != len(NAMES):
-            crew.ratio(2, 3)
-        crew.settle()
-        target = crew.world.brain.switches.target
+            if name not in crew.nodes:
+                crew.start_node(name)
+        target = crew.harness.brain.role_switcher.target_split
+        if target is None or target.total_nodes != len(NAMES):
+            crew.set_ratio(2, 3)
+        crew.run_until_settled()
+        target = crew.harness.brain.role_switcher.target_split
         assert target is not None
-        assert (len(crew.in_service(Role.PREFILL)), len(crew.in_service(Role.DECODE))) == (
-            target.prefill,
-            target.decode,
+        assert (len(crew.names_in_service(Role.PREFILL)), len(crew.names_in_service(Role.DECODE))) == (
+            target.prefill_nodes,
+            target.decode_nodes,
         )
-        assert crew.world.placed() == 0
-        for request, tokens in self.asked.items():
-            result = crew.world.end(request).result
-            sent = crew.world.tokens(request)
+        assert crew.harness.count_placed() == 0
+        for request, tokens in self.submitted.items():
+            result = crew.harness.end_event(request).result
+            sent = crew.harness.emitted_tokens(request)
             assert sent == [TOKEN] * len(sent)
-            if isinstance(result, m.Finished):
+            if isinstance(result, m.FinishedResult):
                 assert len(sent) == tokens
             else:
                 assert result.code in {"unavailable", "deadline_exceeded", "node_gone", "stalled"}
 
 
-SwitchesMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
-TestSwitches = SwitchesMachine.TestCase
+RoleSwitcherMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30)
+TestRoleSwitcher = RoleSwitcherMachine.TestCase

@@ -9,14 +9,14 @@ from typing import Literal
 import pytest
 
 from node_engine.paced import PacedCosts
-from tests.virtual_cluster import Served, VirtualCluster
+from tests.virtual_cluster import VirtualRequest, VirtualCluster
 
 COSTS = PacedCosts(
-    prefill_per_token=200.0,
-    prefill_per_cached_token=0.0,
-    decode_base=10_000.0,
-    decode_per_sequence=200.0,
-    decode_per_resident_token=0.2,
+    prefill_us_per_token=200.0,
+    prefill_us_per_cached_token=0.0,
+    decode_base_us=10_000.0,
+    decode_us_per_sequence=200.0,
+    decode_us_per_context_token=0.2,
 )
 LINK = 0.005
 SECONDS = 15.0
@@ -29,20 +29,20 @@ def cluster(mode: Mode) -> VirtualCluster:
     return VirtualCluster(nodes=1, prefill=1, mode=mode, costs=COSTS, link=LINK)
 
 
-def is_good(one: Served) -> bool:
-    assert one.ended is not None
-    assert one.first is not None
-    idle, step = one.prompt * COSTS.prefill_per_token * 1e-6, 0.0103
-    return one.ttft <= 2.0 * idle + 0.003 and (one.ended - one.first) / (one.tokens - 1) <= 2.0 * step
+def is_good(one: VirtualRequest) -> bool:
+    assert one.ended_at is not None
+    assert one.first_token_at is not None
+    idle, step = one.prompt_tokens * COSTS.prefill_us_per_token * 1e-6, 0.0103
+    return one.ttft_seconds <= 2.0 * idle + 0.003 and (one.ended_at - one.first_token_at) / (one.token_count - 1) <= 2.0 * step
 
 
 def goodput(mode: Mode, prompts: Sequence[int], output: int, rate: float) -> tuple[float, VirtualCluster]:
     made, draw, when, number = cluster(mode), random.Random(7), 0.0, 0
     while (when := when + draw.expovariate(rate)) < SECONDS:
-        made.at(when, partial(made.ask, prompt=prompts[number % len(prompts)], output=output))
+        made.call_at(when, partial(made.submit_request, prompt=prompts[number % len(prompts)], output=output))
         number += 1
     made.run(SECONDS + 60.0)
-    done = made.done()
+    done = made.completed_requests()
     assert len(done) == number, "everybody is served in the end"
     return sum(map(is_good, done)) / SECONDS, made
 
@@ -60,15 +60,15 @@ def test_auto_has_the_goodput_of_the_better_mode(prompts: list[int], output: int
     assert ways == {"local", "hand_off"}
 
 
-def test_residents_keep_their_pace_whatever_comes() -> None:
+def test_running_sequences_keep_tpot_under_new_prompts() -> None:
     """Prefill is hopelessly behind, so that prompts go to decode as fast as it takes them."""
     made = cluster("auto")
-    resident = made.ask(prompt=64, output=600)
-    made.load(4.0, 8.0, start=1.0, prompt=1536, output=8)
+    resident = made.submit_request(prompt=64, output=600)
+    made.schedule_poisson_load(4.0, 8.0, start=1.0, prompt=1536, output=8)
     made.run(60.0)
-    assert resident.ended is not None
-    assert resident.first is not None
-    pace = (resident.ended - resident.first) / (resident.tokens - 1)
-    others = 8 * COSTS.decode_per_sequence * 1e-6
+    assert resident.ended_at is not None
+    assert resident.first_token_at is not None
+    pace = (resident.ended_at - resident.first_token_at) / (resident.token_count - 1)
+    others = 8 * COSTS.decode_us_per_sequence * 1e-6
     assert pace <= (0.0103 + others) * (1.0 + 0.5) * 1.05
     assert made.brain.counters.placements["local", "sooner"] > 3

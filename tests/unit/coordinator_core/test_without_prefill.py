@@ -5,130 +5,130 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.ratio import Split
+from baton.ratio import RoleSplit
 from baton.types import Incarnation, NodeName, RequestId
 from coordinator.core import messages as m
 from coordinator.core.record import RequestState
-from tests.unit.coordinator_core.world import DECODE, PREFILL, STALL, World
+from tests.unit.coordinator_core.world import DECODE, PREFILL, STALL, BrainHarness
 
 P0 = NodeName("p0")
 
 
-def way(world: World, request: RequestId) -> tuple[str, str]:
-    told = world.brain.explain(request, world.now).attempts[-1]
+def way(world: BrainHarness, request: RequestId) -> tuple[str, str]:
+    told = world.brain.explain_request(request, world.now).attempts[-1]
     return told.way, told.why
 
 
-def dies(world: World, prefill: Incarnation) -> None:
-    world.gone(prefill)
+def dies(world: BrainHarness, prefill: Incarnation) -> None:
+    world.lose_node(prefill)
 
 
-def is_drained(world: World, prefill: Incarnation) -> None:
+def is_drained(world: BrainHarness, prefill: Incarnation) -> None:
     world.effects += world.brain.drain_node(P0, None, world.now)
 
 
-def leaves(world: World, prefill: Incarnation) -> None:
-    world.say(prefill, m.Leaving("stopping"))
+def leaves(world: BrainHarness, prefill: Incarnation) -> None:
+    world.send_from_node(prefill, m.NodeLeaving("stopping"))
 
 
-def stands_still(world: World, prefill: Incarnation) -> None:
-    world.beat(prefill, progress_age_seconds=STALL + 1)
+def stands_still(world: BrainHarness, prefill: Incarnation) -> None:
+    world.send_heartbeat(prefill, progress_age_seconds=STALL + 1)
 
 
 @pytest.mark.parametrize("event", [dies, is_drained, leaves, stands_still])
-def test_who_waits_for_the_last_prefill_node_goes_on_without_it(
-    event: Callable[[World, Incarnation], None],
+def test_requests_waiting_for_last_prefill_node_fall_back_to_decode(
+    event: Callable[[BrainHarness, Incarnation], None],
 ) -> None:
-    world = World(prefill_share=0.25)
-    prefill, decode = world.join("p0", PREFILL), world.join("d0", DECODE, max_num_seqs=8)
+    world = BrainHarness(prefill_share=0.25)
+    prefill, decode = world.join_node("p0", PREFILL), world.join_node("d0", DECODE, max_num_seqs=8)
     requests = [world.submit(prompt=100) for _ in range(4)]
-    assert world.brain.state(requests[3]) is RequestState.QUEUED, "the window of the prefill node is full"
+    assert world.brain.get_request_state(requests[3]) is RequestState.QUEUED, "the window of the prefill node is full"
     event(world, prefill)
-    alone = [order for order in world.sent(decode, m.Submit) if order.writer is None]
+    alone = [order for order in world.messages_to(decode, m.DecodeOrder) if order.writer is None]
     assert alone, "at least one of them has gone on"
     assert {order.prefill_share for order in alone} == {0.25}, "what runs there keeps its pace"
     assert {way(world, order.work.key.request) for order in alone} == {("local", "no_prefill_node")}
     assert world.brain.counters.placements["local", "no_prefill_node"] >= 1
-    assert world.brain.local_prefill_only
-    assert world.brain.missing() == ""
-    assert [world.ends(request) for request in requests] == [[]] * 4
-    again = world.join("p2", PREFILL)
+    assert world.brain.is_local_prefill_only
+    assert world.brain.why_not_serving() == ""
+    assert [world.end_events(request) for request in requests] == [[]] * 4
+    again = world.join_node("p2", PREFILL)
     world.submit()
-    handed_off = world.sent(again, m.Prefill)
+    handed_off = world.messages_to(again, m.PrefillOrder)
     assert {way(world, order.work.key.request) for order in handed_off} == {("hand_off", "mode")}
-    assert not world.brain.local_prefill_only
+    assert not world.brain.is_local_prefill_only
 
 
-def test_decode_nodes_that_joined_first_serve_at_once() -> None:
-    world = World()
-    world.join("d0", DECODE)
+def test_decode_nodes_serve_before_prefill_nodes_join() -> None:
+    world = BrainHarness()
+    world.join_node("d0", DECODE)
     request = world.submit(max_tokens=1)
     assert way(world, request) == ("local", "no_prefill_node")
-    assert world.brain.missing_prefill() == "there is no prefill node"
+    assert world.brain.why_no_prefill() == "there is no prefill node"
 
 
-def test_with_neither_role_the_decode_node_is_what_lacks() -> None:
-    world = World()
-    world.gone(world.join("d0", DECODE))
-    assert (world.brain.missing(), world.brain.missing_prefill()) == ("there is no decode node", "")
-    assert not world.brain.local_prefill_only, "nobody computes anything"
+def test_without_any_node_decode_is_reported_missing() -> None:
+    world = BrainHarness()
+    world.lose_node(world.join_node("d0", DECODE))
+    assert (world.brain.why_not_serving(), world.brain.why_no_prefill()) == ("there is no decode node", "")
+    assert not world.brain.is_local_prefill_only, "nobody computes anything"
 
 
-def test_colocated_misses_no_prefill_node() -> None:
-    world = World("colocated")
-    world.join("d0", DECODE)
-    assert (world.brain.missing_prefill(), world.brain.local_prefill_only) == ("", False)
+def test_colocated_mode_needs_no_prefill_node() -> None:
+    world = BrainHarness("colocated")
+    world.join_node("d0", DECODE)
+    assert (world.brain.why_no_prefill(), world.brain.is_local_prefill_only) == ("", False)
 
 
 @pytest.mark.parametrize("mode", ["disaggregated", "auto"])
-def test_what_no_prefill_node_can_hold_is_computed_on_decode(mode: str) -> None:
+def test_context_too_long_for_prefill_nodes_is_prefilled_on_decode(mode: str) -> None:
     """A prefill node that is too small is no worse than none, for those that wait and for those that come."""
-    world = World(mode, prefill_share=0.25)
-    large, decode = world.join("p0", PREFILL), world.join("d0", DECODE, max_num_seqs=8)
-    small = world.join("p1", PREFILL, max_model_len=64)
+    world = BrainHarness(mode, prefill_share=0.25)
+    large, decode = world.join_node("p0", PREFILL), world.join_node("d0", DECODE, max_num_seqs=8)
+    small = world.join_node("p1", PREFILL, max_model_len=64)
     begun = world.submit(prompt=100, max_tokens=5)
-    world.gone(large)
+    world.lose_node(large)
     fresh = world.submit(prompt=100, max_tokens=5)
-    orders = [order for order in world.sent(decode, m.Submit) if order.writer is None]
+    orders = [order for order in world.messages_to(decode, m.DecodeOrder) if order.writer is None]
     assert [order.work.key.request for order in orders] == [begun, fresh]
     assert way(world, fresh) == ("local", "prefill_too_small")
     assert {order.prefill_share for order in orders} == {0.25}, "what runs there keeps its pace"
-    assert not world.sent(small, m.Prefill)
+    assert not world.messages_to(small, m.PrefillOrder)
     short = world.submit(prompt=20)
     if mode == "disaggregated":
         assert way(world, begun) == ("local", "prefill_too_small")
         assert way(world, short) == ("hand_off", "mode")
-        assert [order.prefill_share for order in world.sent(decode, m.Submit) if order.writer is not None][-1] == 0
+        assert [order.prefill_share for order in world.messages_to(decode, m.DecodeOrder) if order.writer is not None][-1] == 0
 
 
-def test_a_small_prefill_node_does_not_bound_what_clients_may_ask() -> None:
-    world = World()
-    world.join("p0", PREFILL, max_model_len=64)
-    world.join("d0", DECODE)
+def test_small_prefill_node_does_not_bound_request_length() -> None:
+    world = BrainHarness()
+    world.join_node("p0", PREFILL, max_model_len=64)
+    world.join_node("d0", DECODE)
     assert way(world, world.submit(prompt=100, max_tokens=5)) == ("local", "prefill_too_small")
 
 
-def test_one_token_that_no_decode_node_can_hold_is_answered_by_prefill() -> None:
-    world = World()
-    decode, prefill = world.join("d0", DECODE), world.join("p0", PREFILL)
-    world.join("d1", DECODE, num_blocks=4)
-    world.gone(decode)
+def test_single_token_request_too_long_for_decode_is_served_by_prefill() -> None:
+    world = BrainHarness()
+    decode, prefill = world.join_node("d0", DECODE), world.join_node("p0", PREFILL)
+    world.join_node("d1", DECODE, num_blocks=4)
+    world.lose_node(decode)
     request = world.submit(prompt=100, max_tokens=1)
-    assert world.key(prefill) == (request, 1, 0)
+    assert world.last_attempt_key(prefill) == (request, 1, 0)
 
 
-def test_the_probe_of_the_only_prefill_node_goes_through_it() -> None:
+def test_probe_of_only_prefill_node_uses_it() -> None:
     """It is out of service until the probe has ended well; others are computed on decode meanwhile."""
-    world = World()
+    world = BrainHarness()
     for name in ("d0", "d1", "d2"):
-        world.join(name, DECODE)
-    world.effects += world.brain.set_ratio(Split(1, 2), 60.0, world.now)
-    sent = [effect for effect in world.effects if isinstance(effect, m.Send)]
-    (order,) = [effect for effect in sent if isinstance(effect.message, m.SetRole)]
-    name = world.brain.registry.nodes[order.node].info.name
-    world.gone(order.node)
-    prefill = world.join(name, PREFILL)
-    (probe,) = world.sent(prefill, m.Prefill)
+        world.join_node(name, DECODE)
+    world.effects += world.brain.set_ratio(RoleSplit(1, 2), 60.0, world.now)
+    sent = [effect for effect in world.effects if isinstance(effect, m.SendOrder)]
+    (order,) = [effect for effect in sent if isinstance(effect.order, m.SetRoleOrder)]
+    name = world.brain.node_registry.nodes[order.incarnation].info.name
+    world.lose_node(order.incarnation)
+    prefill = world.join_node(name, PREFILL)
+    (probe,) = world.messages_to(prefill, m.PrefillOrder)
     assert probe.work.key.request.startswith("probe-")
     request = world.submit()
     assert way(world, request) == ("local", "no_prefill_node")

@@ -8,7 +8,7 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoTokenizer
 
-from tools.demo_model.export import LARGEST
+from tools.demo_model.export import MAX_FOLDER_BYTES
 
 FOLDER = Path(__file__).resolve().parents[3] / "models" / "demo"
 FILES = {
@@ -21,10 +21,10 @@ FILES = {
 }
 
 
-def test_it_is_whole_and_small() -> None:
+def test_model_folder_is_complete_and_small() -> None:
     files = {file.name: file.stat().st_size for file in FOLDER.iterdir()}
     assert set(files) == FILES
-    assert sum(files.values()) <= LARGEST
+    assert sum(files.values()) <= MAX_FOLDER_BYTES
 
 
 def test_weights_are_those_of_the_config() -> None:
@@ -48,7 +48,7 @@ def test_tokenizer_and_template() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FILES - {"model.safetensors", "tokenizer.json"}))
-def test_no_path_of_a_machine(name: str) -> None:
+def test_model_files_hold_no_local_path(name: str) -> None:
     assert not re.search(r"(?<![\w.:/])/(home|root|work|tmp|usr|mnt|Users)/", (FOLDER / name).read_text())
 
 

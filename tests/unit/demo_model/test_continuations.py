@@ -1,6 +1,6 @@
 import pytest
 
-from tools.demo_model.continuations import Continuation, judge
+from tools.demo_model.continuations import Continuation, score_continuations
 from tools.demo_model.openings import OPENINGS
 
 OPENING = "def f(x):\n"
@@ -19,14 +19,14 @@ OPENING = "def f(x):\n"
     ],
 )
 def test_what_parses(text: str, ended: bool, parses: bool) -> None:
-    assert Continuation(OPENING, text, ended).parses is parses
+    assert Continuation(OPENING, text, ended).is_python is parses
 
 
 def test_three_equal_lines_are_a_repetition_wherever_they_stand() -> None:
     line = "    x += 1\n"
-    assert not Continuation(OPENING, line * 2, True).repeats
-    assert Continuation(OPENING, line + "    y = 2\n" + line * 2, True).repeats
-    assert not Continuation(OPENING, "    (\n    )\n    )\n    )\n", True).repeats  # no word in it
+    assert not Continuation(OPENING, line * 2, True).has_repetition
+    assert Continuation(OPENING, line + "    y = 2\n" + line * 2, True).has_repetition
+    assert not Continuation(OPENING, "    (\n    )\n    )\n    )\n", True).has_repetition  # no word in it
 
 
 def test_lines_of_the_opening_are_not_counted_as_written() -> None:
@@ -36,18 +36,18 @@ def test_lines_of_the_opening_are_not_counted_as_written() -> None:
 
 
 def test_a_model_that_writes_nothing_is_found_out() -> None:
-    judgement = judge([Continuation(f"a{i} = 1\n", "", True) for i in range(4)])
-    assert (judgement.parse, judgement.median_lines) == (1.0, 0)
+    judgement = score_continuations([Continuation(f"a{i} = 1\n", "", True) for i in range(4)])
+    assert (judgement.python_share, judgement.median_lines) == (1.0, 0)
 
 
-def test_shares() -> None:
+def test_score_shares() -> None:
     good = Continuation(OPENING, "    return x\n", True)
     bad = Continuation(OPENING, "    x = (\n" * 3, False)
-    judgement = judge([good, good, good, bad])
-    assert (judgement.count, judgement.parse, judgement.ended, judgement.repeat) == (4, 0.75, 0.75, 0.25)
+    judgement = score_continuations([good, good, good, bad])
+    assert (judgement.count, judgement.python_share, judgement.ended_share, judgement.repeat_share) == (4, 0.75, 0.75, 0.25)
     assert judgement.median_lines == 1
 
 
 def test_openings_are_fifty_and_seldom_pass_with_nothing_written() -> None:
     assert len(set(OPENINGS)) == 50
-    assert judge([Continuation(one, "", False) for one in OPENINGS]).parse <= 0.25
+    assert score_continuations([Continuation(one, "", False) for one in OPENINGS]).python_share <= 0.25

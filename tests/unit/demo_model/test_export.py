@@ -9,9 +9,9 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from tools.demo_model import checkpoint, tokenizer
-from tools.demo_model.chat import BOS, EOS, SPECIAL, render
-from tools.demo_model.export import export
-from tools.demo_model.llama import Llama, Shape
+from tools.demo_model.chat import BOS, EOS, SPECIAL_TOKENS, render_chat
+from tools.demo_model.export import export_model
+from tools.demo_model.llama import LlamaForTraining, LlamaShape
 
 TEXTS = ["def f(x):\n    return x + 1\n", "class A:\n    pass\n", "héllo wörld ☃\n"] * 3
 SHAPE = {"hidden": 32, "intermediate": 48, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 8, "context": 64}
@@ -20,21 +20,21 @@ SHAPE = {"hidden": 32, "intermediate": 48, "layers": 2, "heads": 4, "kv_heads": 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("demo-model")
-    trained = tokenizer.train(TEXTS, 300)
-    trained.save(str(root / tokenizer.FILE))
+    trained = tokenizer.train_tokenizer(TEXTS, 300)
+    trained.save(str(root / tokenizer.TOKENIZER_FILE))
     torch.manual_seed(0)
-    model = Llama(Shape(trained.get_vocab_size(), **SHAPE))
+    model = LlamaForTraining(LlamaShape(trained.get_vocab_size(), **SHAPE))
     for parameter in model.parameters():  # wide enough to tell a wrong rotation, and not exact in bfloat16
         torch.nn.init.normal_(parameter, std=0.3)
-    checkpoint.save(root / "weights", model)
-    export(root, root / "weights", root / "out")
+    checkpoint.save_checkpoint(root / "weights", model)
+    export_model(root, root / "weights", root / "out")
     return root / "out"
 
 
 def test_transformers_computes_the_same_logits(exported: Path) -> None:
     theirs = LlamaForCausalLM.from_pretrained(exported, dtype=torch.float32)
     config = theirs.config
-    ours = Llama(Shape(config.vocab_size, **SHAPE))
+    ours = LlamaForTraining(LlamaShape(config.vocab_size, **SHAPE))
     missing = ours.load_state_dict(
         {name: one.float() for name, one in load_file(exported / "model.safetensors").items()}
     )
@@ -47,7 +47,7 @@ def test_transformers_computes_the_same_logits(exported: Path) -> None:
 def test_ids_of_the_ends_agree(exported: Path) -> None:
     for name in ("config.json", "generation_config.json"):
         config = json.loads((exported / name).read_text())
-        assert (config["bos_token_id"], config["eos_token_id"]) == (SPECIAL.index(BOS), SPECIAL.index(EOS))
+        assert (config["bos_token_id"], config["eos_token_id"]) == (SPECIAL_TOKENS.index(BOS), SPECIAL_TOKENS.index(EOS))
 
 
 def test_text_comes_back_whole(exported: Path) -> None:
@@ -71,12 +71,12 @@ def test_the_template_is_the_layout_of_training(exported: Path) -> None:
     turns = [("system", "Be brief."), ("user", " hello "), ("assistant", "Hi."), ("user", "What is\nf?")]
     messages = [{"role": role, "content": text} for role, text in turns]
     rendered = loaded.apply_chat_template(messages, tokenize=False)
-    assert rendered == render(turns)
+    assert rendered == render_chat(turns)
     assert rendered.count(BOS) == 1
     asked = loaded.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert asked == render(turns) + "<|assistant|>"
+    assert asked == render_chat(turns) + "<|assistant|>"
     ids = loaded.apply_chat_template(messages, tokenize=True, return_dict=False)
-    assert ids == loaded.encode(render(turns), add_special_tokens=False)
+    assert ids == loaded.encode(render_chat(turns), add_special_tokens=False)
     assert ids.count(loaded.bos_token_id) == 1
 
 

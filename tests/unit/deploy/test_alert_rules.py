@@ -9,22 +9,22 @@ from pathlib import Path
 import pytest
 
 from tests.promql.evaluate import evaluate
-from tests.promql.rules import Expected, firing, load_alerts, load_tests
-from tests.promql.store import Store
+from tests.promql.rules import ExpectedAlert, find_firing, load_alerts, load_rule_tests
+from tests.promql.store import SampleStore
 
 ROOT = Path(__file__).resolve().parents[3]
 RULES = ROOT / "deploy" / "prometheus" / "rules.yml"
 RULE_TESTS = ROOT / "deploy" / "prometheus" / "tests" / "rules_test.yml"
 ALERTS = load_alerts(RULES)
-LOOKS = list(load_tests(RULE_TESTS))
+EXPECTED_ALERTS = list(load_rule_tests(RULE_TESTS))
 
 
-@pytest.mark.parametrize("look", LOOKS, ids=[f"{look.alert}, {look.test}, {look.at:g} s" for look in LOOKS])
-def test_alerts_fire_when_they_should(look: Expected) -> None:
-    assert firing(ALERTS[look.alert], look.store, look.at, look.interval) == look.labels
+@pytest.mark.parametrize("look", EXPECTED_ALERTS, ids=[f"{look.alert}, {look.test}, {look.at:g} s" for look in EXPECTED_ALERTS])
+def test_alerts_fire_when_they_should(look: ExpectedAlert) -> None:
+    assert find_firing(ALERTS[look.alert_name], look.store, look.at_seconds, look.interval_seconds) == look.firing_labels
 
 
-def test_promtool_agrees() -> None:
+def test_promtool_accepts_the_rule_tests() -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not here (it comes with Prometheus): only our own evaluation has looked at the rules")
@@ -33,8 +33,8 @@ def test_promtool_agrees() -> None:
 
 
 def test_every_alert_fires_in_a_test_and_stays_silent_in_another() -> None:
-    assert {look.alert for look in LOOKS if look.labels} == ALERTS.keys()
-    assert {look.alert for look in LOOKS if not look.labels} == ALERTS.keys()
+    assert {look.alert_name for look in EXPECTED_ALERTS if look.firing_labels} == ALERTS.keys()
+    assert {look.alert_name for look in EXPECTED_ALERTS if not look.firing_labels} == ALERTS.keys()
 
 
 def test_alerts_about_requests_have_no_class_of_their_own() -> None:
@@ -49,7 +49,7 @@ def test_alerts_about_requests_have_no_class_of_their_own() -> None:
 def test_rates_are_extrapolated_as_prometheus_does() -> None:
     """Figures of Prometheus 2.42, by promtool: a counter from zero, one that was reset, and one
     with half a window."""
-    store = Store()
+    store = SampleStore()
     store.add_series("steady", "0+10x40", 15)
     store.add_series("reset", "0+10x10 0+10x29", 15)
     store.add_series("late", "_x10 5+10x29", 15)

@@ -14,7 +14,7 @@ import pytest
 
 from baton.config import Config
 from tests import dockerfile
-from tests.compose_file import Compose, MissingVariable, Service, dotenv, load, size, variables_in
+from tests.compose_file import ComposeFile, MissingVariable, ComposeService, read_dotenv, load_compose_file, parse_size, list_variables
 
 ROOT = Path(__file__).resolve().parents[3]
 FILE = ROOT / "docker-compose.yml"
@@ -31,23 +31,23 @@ PROFILES = ("gpu", "observability")
 MARGIN = 5.0  # seconds beside the drain: open calls, transfer plane, interpreter
 
 
-def compose(**variables: str) -> Compose:
-    return load(FILE, {**SECRETS, **variables})
+def load_compose(**variables: str) -> ComposeFile:
+    return load_compose_file(FILE, {**SECRETS, **variables})
 
 
-def all_services() -> list[Service]:
-    return compose().started(*PROFILES)
+def all_services() -> list[ComposeService]:
+    return load_compose().startup_order(*PROFILES)
 
 
-def ours() -> list[Service]:
+def our_services() -> list[ComposeService]:
     return [service for service in all_services() if service.command[:1] == ("python",)]
 
 
-def nodes() -> list[Service]:
-    return [service for service in ours() if service.name != "coordinator"]
+def node_services() -> list[ComposeService]:
+    return [service for service in our_services() if service.name != "coordinator"]
 
 
-def ids(services: list[Service]) -> list[str]:
+def ids(services: list[ComposeService]) -> list[str]:
     return [service.name for service in services]
 
 
@@ -59,18 +59,18 @@ def validator() -> Any:
 
 
 @pytest.mark.parametrize("variables", [{}, {"BATON_PREFILL": "3", "BATON_DECODE": "4", "BATON_KV_MEMORY": "1GiB"}])
-def test_it_is_a_compose_file(variables: dict[str, str]) -> None:
-    assert [error.message for error in validator().iter_errors(compose(**variables).raw)] == []
+def test_file_matches_the_compose_schema(variables: dict[str, str]) -> None:
+    assert [error.message for error in validator().iter_errors(load_compose(**variables).raw)] == []
 
 
-def test_a_misspelt_key_is_seen() -> None:
-    raw = dict(compose().raw)
+def test_misspelt_key_is_detected() -> None:
+    raw = dict(load_compose().raw)
     raw["services"] = {**raw["services"], "decode": {**raw["services"]["decode"], "stop_grace": "1s"}}
     assert len(list(validator().iter_errors(raw))) == 1
 
 
 def test_plain_up_starts_one_of_each_on_cpus() -> None:
-    started = {service.name: service for service in compose().started()}
+    started = {service.name: service for service in load_compose().startup_order()}
     assert {name: service.replicas for name, service in started.items()} == {
         "coordinator": 1,
         "pool": 1,
@@ -82,10 +82,10 @@ def test_plain_up_starts_one_of_each_on_cpus() -> None:
 
 
 def test_replicas_come_from_variables() -> None:
-    wanted = compose(BATON_PREFILL="2", BATON_DECODE="3")
+    wanted = load_compose(BATON_PREFILL="2", BATON_DECODE="3")
     assert (wanted.services["prefill"].replicas, wanted.services["decode"].replicas) == (2, 3)
     assert wanted.services["coordinator"].environ["BATON_PREFILL"] == "2"
-    on_gpus = compose(BATON_PREFILL="2", BATON_DECODE="3", **dotenv(ROOT / "deploy" / "gpu.env"))
+    on_gpus = load_compose(BATON_PREFILL="2", BATON_DECODE="3", **read_dotenv(ROOT / "deploy" / "gpu.env"))
     assert [on_gpus.services[name].replicas for name in ("prefill", "decode", "prefill-gpu", "decode-gpu")] == [
         0,
         0,
@@ -97,7 +97,7 @@ def test_replicas_come_from_variables() -> None:
 
 def test_gpu_nodes_reserve_a_gpu() -> None:
     for name in ("prefill-gpu", "decode-gpu"):
-        service = compose().services[name]
+        service = load_compose().services[name]
         assert service.profiles == {"gpu"}
         assert service.environ["BATON_DEVICE"] == "cuda"
         (device,) = service.raw["deploy"]["resources"]["reservations"]["devices"]
@@ -107,7 +107,7 @@ def test_gpu_nodes_reserve_a_gpu() -> None:
 
 def test_environments_hold_settings_only() -> None:
     fields = {f"BATON_{field.upper()}" for field in Config.__struct_fields__}
-    for service in ours():
+    for service in our_services():
         named = {name for name in service.raw["environment"] if name.startswith("BATON_")}
         assert named <= fields, service.name
 
@@ -120,11 +120,11 @@ def test_environments_hold_settings_only() -> None:
 def test_it_does_not_start_without_secrets(missing: str, value: str | None) -> None:
     variables = {name: secret for name, secret in SECRETS.items() if name != missing}
     with pytest.raises(MissingVariable, match=rf"^{missing} is not set. Make .env with 'sh deploy/new-env.sh'$"):
-        load(FILE, variables if value is None else {**variables, missing: value})
+        load_compose_file(FILE, variables if value is None else {**variables, missing: value})
 
 
 def test_each_process_gets_only_the_secrets_it_needs() -> None:
-    for service in nodes():
+    for service in node_services():
         assert {name for name in SECRETS if name in service.environ} == {"BATON_CLUSTER_TOKEN"}
     holders = {s.name for s in all_services() if SECRETS["BATON_ADMIN_TOKEN"] in s.environ.values()}
     assert holders == {"coordinator", "prometheus"}
@@ -136,14 +136,14 @@ def test_each_process_gets_only_the_secrets_it_needs() -> None:
 
 def test_the_example_names_every_variable_and_its_default() -> None:
     text = FILE.read_text()
-    passed_on = {name for s in ours() for name, value in s.raw["environment"].items() if value is None}
+    passed_on = {name for s in our_services() for name, value in s.raw["environment"].items() if value is None}
     example = dict(re.findall(r"^#?([A-Z_]+)=(.*)$", EXAMPLE.read_text(), re.MULTILINE))
-    assert example.keys() == variables_in(text) | passed_on
+    assert example.keys() == list_variables(text) | passed_on
     assert {name for name, value in example.items() if not value and name not in passed_on} == SECRETS.keys()
     plain = dict(re.findall(r"\$\{(\w+):-([^${}]*)\}", text))
     assert {name: example[name] for name in plain} == plain
     set_so = {name: value for name, value in example.items() if value and name not in passed_on}
-    assert compose(**set_so).raw == compose().raw
+    assert load_compose(**set_so).raw == load_compose().raw
 
 
 def test_new_secrets_are_made_once_and_kept_private(tmp_path: Path) -> None:
@@ -153,21 +153,21 @@ def test_new_secrets_are_made_once_and_kept_private(tmp_path: Path) -> None:
     made = tmp_path / ".env"
     run = ("sh", str(tmp_path / "deploy" / "new-env.sh"))
     subprocess.run(run, check=True, capture_output=True)
-    found = dotenv(made)
+    found = read_dotenv(made)
     assert stat.S_IMODE(made.stat().st_mode) == 0o600
     assert found.keys() == SECRETS.keys()
     assert len(set(found.values())) == len(SECRETS)
     assert all(re.fullmatch(r"[0-9a-f]{64}", value) for value in found.values())
-    load(FILE, found)
+    load_compose_file(FILE, found)
     again = subprocess.run(run, check=False, capture_output=True, text=True)
-    assert (again.returncode, dotenv(made)) == (1, found)
+    assert (again.returncode, read_dotenv(made)) == (1, found)
     assert "is there already" in again.stderr
 
 
 # images
 
 
-def test_images_of_others_can_be_pinned_by_digest(tmp_path: Path) -> None:
+def test_third_party_images_can_be_pinned_by_digest(tmp_path: Path) -> None:
     """By variables, for which the registries are asked: a Docker of this test answers for them."""
     (tmp_path / "deploy").mkdir()
     for name in (".env.example", "deploy/new-env.sh", "deploy/pin-images.sh"):
@@ -185,14 +185,14 @@ def test_images_of_others_can_be_pinned_by_digest(tmp_path: Path) -> None:
 
     assert run("pin-images.sh").returncode == 1, "there is no .env yet"
     assert run("new-env.sh").returncode == 0
-    secrets = dotenv(tmp_path / ".env")
+    secrets = read_dotenv(tmp_path / ".env")
     for _ in range(2):  # the second time from the pinned ones
         done = run("pin-images.sh")
         assert done.returncode == 0, done.stderr
-    pinned = dotenv(tmp_path / ".env")
+    pinned = read_dotenv(tmp_path / ".env")
     assert pinned.items() >= secrets.items()
     assert stat.S_IMODE((tmp_path / ".env").stat().st_mode) == 0o600
-    raw = load(FILE, pinned).raw
+    raw = load_compose_file(FILE, pinned).raw
     theirs = {
         raw["services"]["prometheus"]["image"],
         raw["services"]["grafana"]["image"],
@@ -202,8 +202,8 @@ def test_images_of_others_can_be_pinned_by_digest(tmp_path: Path) -> None:
     assert all(image.endswith(f"@{digest}") and image.count("@") == 1 for image in theirs)
 
 
-def test_every_image_of_others_has_a_variable() -> None:
-    stages = dockerfile.stages(DOCKERFILE)
+def test_every_third_party_image_has_a_variable() -> None:
+    stages = dockerfile.parse_stages(DOCKERFILE)
     bases = {stage.base for stage in stages.values()} - stages.keys()
     assert bases == {"${PYTHON_IMAGE}"}
     assert not re.search(r"^# *syntax=", DOCKERFILE.read_text(), re.MULTILINE), "it is an image of others, too"
@@ -215,7 +215,7 @@ def test_every_image_of_others_has_a_variable() -> None:
 
 
 @pytest.mark.parametrize("service", all_services(), ids=ids(all_services()))
-def test_containers_have_few_rights(service: Service) -> None:
+def test_containers_have_few_rights(service: ComposeService) -> None:
     raw = service.raw
     assert raw["read_only"] is True
     assert raw["cap_drop"] == ["ALL"]
@@ -236,42 +236,42 @@ def test_ports_are_published_to_this_machine_only() -> None:
 
 
 def test_nodes_have_a_network_of_their_own_without_a_way_out() -> None:
-    assert compose().raw["networks"]["cluster"] == {"internal": True}
-    assert all(service.raw["networks"] == ["cluster"] for service in nodes())
+    assert load_compose().raw["networks"]["cluster"] == {"internal": True}
+    assert all(service.raw["networks"] == ["cluster"] for service in node_services())
 
 
 # time and memory
 
 
-@pytest.mark.parametrize("service", ours(), ids=ids(ours()))
-def test_the_grace_covers_a_drain(service: Service) -> None:
-    assert service.stop_grace >= float(service.environ["BATON_DRAIN_TIMEOUT"]) + MARGIN
+@pytest.mark.parametrize("service", our_services(), ids=ids(our_services()))
+def test_stop_grace_period_covers_a_drain(service: ComposeService) -> None:
+    assert service.stop_grace_seconds >= float(service.environ["BATON_DRAIN_TIMEOUT"]) + MARGIN
     assert float(service.environ["BATON_DRAIN_TIMEOUT"]) == Config().drain_timeout
 
 
 def test_nodes_start_before_the_coordinator_and_outlive_it() -> None:
     """It is ready when they are, so none of them may wait until it is healthy."""
-    order = ids(compose().started(*PROFILES))
-    assert all(order.index(node.name) < order.index("coordinator") for node in nodes())
+    order = ids(load_compose().startup_order(*PROFILES))
+    assert all(order.index(node.name) < order.index("coordinator") for node in node_services())
     for service in all_services():
         for condition in service.raw.get("depends_on", {}).values():
             assert condition == {"condition": "service_started", "required": False}
 
 
 def test_the_segment_volume_holds_the_caches_of_the_defaults() -> None:
-    options = dict(re.findall(r"(\w+)=(\w+)", compose().raw["volumes"]["segments"]["driver_opts"]["o"]))
-    by_default = {service.name: service for service in compose().started()}
+    options = dict(re.findall(r"(\w+)=(\w+)", load_compose().raw["volumes"]["segments"]["driver_opts"]["o"]))
+    by_default = {service.name: service for service in load_compose().startup_order()}
     in_it = (by_default["prefill"], by_default["decode"])
-    caches = sum(service.replicas * size(service.environ["BATON_KV_MEMORY"]) for service in in_it)
-    assert size(options["size"]) >= 2 * caches + size(by_default["pool"].environ["BATON_POOL_MEMORY"])
-    assert f"{options['uid']}:{options['gid']}" == dockerfile.user(DOCKERFILE, "cpu")
+    caches = sum(service.replicas * parse_size(service.environ["BATON_KV_MEMORY"]) for service in in_it)
+    assert parse_size(options["size"]) >= 2 * caches + parse_size(by_default["pool"].environ["BATON_POOL_MEMORY"])
+    assert f"{options['uid']}:{options['gid']}" == dockerfile.image_user(DOCKERFILE, "cpu")
     assert options["mode"] == "0700"
-    for node in nodes():
+    for node in node_services():
         assert node.environ["BATON_SEGMENT_DIR"] in {
             mount.target for mount in node.mounts if mount.source == "segments"
         }
         own = "BATON_POOL_MEMORY" if node.name == "pool" else "BATON_KV_MEMORY"
-        assert size(node.raw["shm_size"]) > size(node.environ[own])
+        assert parse_size(node.raw["shm_size"]) > parse_size(node.environ[own])
 
 
 def test_files_that_are_mounted_exist() -> None:
@@ -280,5 +280,5 @@ def test_files_that_are_mounted_exist() -> None:
             if mount.kind == "bind" and mount.source != "./models":
                 assert (ROOT / mount.source).is_dir(), mount
             if mount.kind == "volume":
-                assert mount.source in compose().raw["volumes"]
+                assert mount.source in load_compose().raw["volumes"]
     assert os.access(ROOT / "deploy" / "new-env.sh", os.R_OK)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.compose_file import MissingVariable, load, seconds, size, substitute, variables_in
+from tests.compose_file import MissingVariable, load_compose_file, parse_duration, parse_size, substitute_variables, list_variables
 
-GIVEN = {"A": "one", "EMPTY": ""}
+VARIABLES = {"A": "one", "EMPTY": ""}
 
 
 @pytest.mark.parametrize(
@@ -25,29 +25,29 @@ GIVEN = {"A": "one", "EMPTY": ""}
         ("http://x/${B:-a:b-c?d}", "http://x/a:b-c?d"),
     ],
 )
-def test_interpolation(text: str, wanted: str) -> None:
-    assert substitute(text, GIVEN) == wanted
+def test_variables_are_interpolated(text: str, wanted: str) -> None:
+    assert substitute_variables(text, VARIABLES) == wanted
 
 
 @pytest.mark.parametrize("text", ["${B:?set it}", "${B?set it}", "${EMPTY:?set it}", "${A:-x}${B:-${C:?set it}}"])
-def test_what_is_required_is_asked_for(text: str) -> None:
+def test_missing_required_variable_is_an_error(text: str) -> None:
     with pytest.raises(MissingVariable, match="set it"):
-        substitute(text, GIVEN)
+        substitute_variables(text, VARIABLES)
 
 
 @pytest.mark.parametrize("text", ["${A", "${A/x/y}", "${}", "100$ "])
-def test_what_compose_does_not_understand(text: str) -> None:
+def test_invalid_syntax_is_refused(text: str) -> None:
     with pytest.raises(AssertionError):
-        substitute(text, GIVEN)
+        substitute_variables(text, VARIABLES)
 
 
 def test_variables_are_found() -> None:
-    assert variables_in("${A:-${B:-1}} $${C} ${D:?x}") == {"A", "B", "D"}
+    assert list_variables("${A:-${B:-1}} $${C} ${D:?x}") == {"A", "B", "D"}
 
 
-def test_units() -> None:
-    assert (seconds("45s"), seconds("1m30s"), seconds("2h")) == (45, 90, 7200)
-    assert (size("512m"), size("1g"), size("512MiB"), size("1.5GiB")) == (512 << 20, 1 << 30, 512 << 20, 3 << 29)
+def test_durations_and_sizes_are_parsed() -> None:
+    assert (parse_duration("45s"), parse_duration("1m30s"), parse_duration("2h")) == (45, 90, 7200)
+    assert (parse_size("512m"), parse_size("1g"), parse_size("512MiB"), parse_size("1.5GiB")) == (512 << 20, 1 << 30, 512 << 20, 3 << 29)
 
 
 FILE = """
@@ -62,9 +62,9 @@ services:
 
 def test_services_are_read(tmp_path: Path) -> None:
     (tmp_path / "compose.yml").write_text(FILE)
-    compose = load(tmp_path / "compose.yml", {"A": "one", "PASSED": "through"})
+    compose = load_compose_file(tmp_path / "compose.yml", {"A": "one", "PASSED": "through"})
     first = compose.services["first"]
     assert first.environ == {"SHARED": "one", "PASSED": "through"}
-    assert (first.replicas, first.stop_grace, first.mounts[0].target) == (2, 60, "/tmp")
-    assert [service.name for service in compose.started()] == ["first", "last"]
-    assert {service.name for service in compose.started("more")} == {"first", "last", "extra"}
+    assert (first.replicas, first.stop_grace_seconds, first.mounts[0].target) == (2, 60, "/tmp")
+    assert [service.name for service in compose.startup_order()] == ["first", "last"]
+    assert {service.name for service in compose.startup_order("more")} == {"first", "last", "extra"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import dockerfile
-from tests.compose_file import load
+from tests.compose_file import load_compose_file
 from tests.unit.deploy.test_compose_file import SECRETS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -19,8 +19,8 @@ TARGETS = ("cpu", "cuda")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
-def test_stages() -> None:
-    stages = dockerfile.stages(FILE)
+def test_dockerfile_has_the_expected_stages() -> None:
+    stages = dockerfile.parse_stages(FILE)
     assert list(stages)[-1] == "cpu"  # what is built when no target is named
     assert {name: stage.base for name, stage in stages.items() if stage.base in stages} == dict.fromkeys(
         TARGETS, "runtime"
@@ -31,16 +31,16 @@ def test_stages() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_processes_are_not_root(target: str) -> None:
-    user, _, group = dockerfile.user(FILE, target).partition(":")
+    user, _, group = dockerfile.image_user(FILE, target).partition(":")
     assert int(user) >= 10000
     assert int(group) >= 10000
-    assert dockerfile.lineage(FILE, target)[-1][0] == "USER"
+    assert dockerfile.list_steps(FILE, target)[-1][0] == "USER"
 
 
 def test_no_compiler_and_no_package_installer_in_the_cpu_image() -> None:
-    steps = [words for step, words in dockerfile.lineage(FILE, "cpu") if step == "RUN"]
+    steps = [words for step, words in dockerfile.list_steps(FILE, "cpu") if step == "RUN"]
     assert not any(re.search(r"\b(apt-get|gcc|pip|curl|wget)\b", words) for words in steps)
-    copied = [words for step, words in dockerfile.lineage(FILE, "cpu") if step in ("COPY", "ADD")]
+    copied = [words for step, words in dockerfile.list_steps(FILE, "cpu") if step in ("COPY", "ADD")]
     assert copied == ["--from=build /opt/baton /opt/baton"]
 
 
@@ -49,8 +49,8 @@ def test_the_file_names_no_secret() -> None:
 
 
 def test_services_use_targets_and_ports_that_exist() -> None:
-    compose = load(ROOT / "docker-compose.yml", SECRETS)
-    exposed = {port for step, words in dockerfile.lineage(FILE, "cpu") if step == "EXPOSE" for port in words.split()}
+    compose = load_compose_file(ROOT / "docker-compose.yml", SECRETS)
+    exposed = {port for step, words in dockerfile.list_steps(FILE, "cpu") if step == "EXPOSE" for port in words.split()}
     for service in compose.services.values():
         if "build" in service.raw:
             assert service.raw["build"]["target"] in TARGETS
@@ -58,7 +58,7 @@ def test_services_use_targets_and_ports_that_exist() -> None:
             assert {port.split(":")[-1] for port in service.raw.get("ports", ())} <= exposed
 
 
-def ignored(path: str) -> bool:
+def is_ignored(path: str) -> bool:
     """By .dockerignore: the last rule that matches the path or a folder that it is in."""
     verdict = False
     for line in (ROOT / ".dockerignore").read_text().splitlines():
@@ -76,16 +76,16 @@ def ignored(path: str) -> bool:
     return verdict
 
 
-def test_the_build_sees_what_the_wheel_needs_and_nothing_private() -> None:
+def test_build_context_has_what_the_wheel_needs_and_nothing_private() -> None:
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
     if not tracked:
         pytest.skip("not a git checkout")
     packages = [name.rstrip("*") for name in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
     tops = [f"kernels/{name}" if name == "kv_kernels" else name for name in packages]
     needed = [path for path in tracked if path.startswith(tuple(f"{top}/" for top in tops))]
-    assert [path for path in (*needed, "pyproject.toml", "README.md", "deploy/requirements.py") if ignored(path)] == []
+    assert [path for path in (*needed, "pyproject.toml", "README.md", "deploy/requirements.py") if is_ignored(path)] == []
     private = (".env", ".git/config", ".venv/bin/python", "tests/models.py", "shared.key", "baton/__pycache__/x.pyc")
-    assert [path for path in private if not ignored(path)] == []
+    assert [path for path in private if not is_ignored(path)] == []
 
 
 def test_requirements_are_those_of_the_project() -> None:

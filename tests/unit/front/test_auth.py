@@ -6,9 +6,9 @@ import pytest
 
 from baton.config import Config
 from baton.errors import ConfigError, Unauthenticated
-from baton.exposure import check_exposure, is_loopback
-from coordinator.auth import AdminGate, BearerKey
-from coordinator.grpc_terms import peer_address
+from baton.exposure import check_coordinator_binds, is_loopback
+from coordinator.auth import AdminAuthenticator, BearerKey
+from coordinator.grpc_terms import parse_peer_address
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost", "::ffff:127.0.0.1"])
@@ -37,30 +37,30 @@ def test_not_loopback(host: str) -> None:
     ],
 )
 def test_grpc_names_of_peers(peer: str, host: str | None) -> None:
-    assert peer_address(peer) == host
+    assert parse_peer_address(peer) == host
 
 
 @pytest.mark.parametrize("sent", [None, b"", b"Bearer", b"Bearer other", b"Basic key", b"key", b"Bearer key2"])
 def test_wrong_keys(sent: bytes | None) -> None:
     with pytest.raises(Unauthenticated) as caught:
-        BearerKey("key", "--api-key").check(sent)
+        BearerKey("key", "--api-key").check_authorization(sent)
     assert "--api-key" in caught.value.message
 
 
 def test_right_keys() -> None:
-    BearerKey("key", "--api-key").check(b"Bearer key")
+    BearerKey("key", "--api-key").check_authorization(b"Bearer key")
     BearerKey("schlüssel", "--api-key").check("bearer schlüssel".encode())
-    BearerKey("", "--api-key").check(None)
+    BearerKey("", "--api-key").check_authorization(None)
 
 
-def test_the_admin_gate() -> None:
-    AdminGate("").check("127.0.0.1", None)
+def test_admin_token_or_loopback_is_required() -> None:
+    AdminAuthenticator("").check_caller("127.0.0.1", None)
     for peer in ("10.0.0.1", None):
         with pytest.raises(Unauthenticated, match="--admin-token"):
-            AdminGate("").check(peer, b"Bearer x")
-    AdminGate("token").check("10.0.0.1", b"Bearer token")
+            AdminAuthenticator("").check_caller(peer, b"Bearer x")
+    AdminAuthenticator("token").check_caller("10.0.0.1", b"Bearer token")
     with pytest.raises(Unauthenticated):
-        AdminGate("token").check("127.0.0.1", None)
+        AdminAuthenticator("token").check_caller("127.0.0.1", None)
 
 
 @pytest.mark.parametrize(
@@ -79,10 +79,10 @@ def test_the_admin_gate() -> None:
         ("", None, False),
     ],
 )
-def test_pages_need_the_token(host: str, origin: str | None, open_: bool) -> None:
-    AdminGate("token").check_page(host, origin)
+def test_cross_origin_pages_need_the_admin_token(host: str, origin: str | None, open_: bool) -> None:
+    AdminAuthenticator("token").check_same_origin(host, origin)
     with nullcontext() if open_ else pytest.raises(Unauthenticated, match="--admin-token"):
-        AdminGate("").check_page(host, origin)
+        AdminAuthenticator("").check_same_origin(host, origin)
 
 
 @pytest.mark.parametrize(
@@ -96,19 +96,19 @@ def test_pages_need_the_token(host: str, origin: str | None, open_: bool) -> Non
         ("user-agent", True),
     ],
 )
-def test_calls_through_a_proxy_need_the_token(name: str, direct: bool) -> None:
-    AdminGate("token").check_direct(["host", name])
+def test_proxied_calls_need_the_admin_token(name: str, direct: bool) -> None:
+    AdminAuthenticator("token").check_not_proxied(["host", name])
     with nullcontext() if direct else pytest.raises(Unauthenticated, match="--admin-token"):
-        AdminGate("").check_direct(["host", name])
+        AdminAuthenticator("").check_not_proxied(["host", name])
 
 
 @pytest.mark.parametrize(
     ("host", "key"), [("host", "api_key"), ("cluster_host", "cluster_token"), ("admin_host", "admin_token")]
 )
 def test_exposed_ports_need_their_key(host: str, key: str) -> None:
-    check_exposure(Config())
+    check_coordinator_binds(Config())
     with pytest.raises(ConfigError, match="or say --insecure") as caught:
-        check_exposure(Config(**{host: "0.0.0.0"}))
+        check_coordinator_binds(Config(**{host: "0.0.0.0"}))
     assert caught.value.param == key
-    check_exposure(Config(**{host: "0.0.0.0", key: "secret"}))
-    check_exposure(Config(**{host: "0.0.0.0", "insecure": True}))
+    check_coordinator_binds(Config(**{host: "0.0.0.0", key: "secret"}))
+    check_coordinator_binds(Config(**{host: "0.0.0.0", "insecure": True}))

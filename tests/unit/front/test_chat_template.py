@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerFast
 
 from baton.errors import ConfigError, InvalidRequest
 from coordinator import chat_template
-from coordinator.chat_template import ChatTemplate, Conversation
-from tests.integration.front_text import EOS, byte_level
+from coordinator.chat_template import ChatTemplate, ChatPrompt
+from tests.integration.front_text import EOS_TOKEN, byte_level_tokenizer
 
 CHATML = """{{ bos_token }}
 {%- for message in messages %}
@@ -41,15 +41,15 @@ TALK = [
 
 @pytest.mark.parametrize("source", [CHATML, ALTERNATING, EVERYTHING], ids=["chatml", "alternating", "everything"])
 @pytest.mark.parametrize("answer", [True, False])
-def test_it_is_what_transformers_renders(source: str, answer: bool) -> None:
-    theirs = PreTrainedTokenizerFast(tokenizer_object=byte_level(), bos_token=EOS, chat_template=source)
-    ours = ChatTemplate(source, {"bos_token": EOS}).render(Conversation(TALK, answer))
+def test_rendering_equals_transformers(source: str, answer: bool) -> None:
+    theirs = PreTrainedTokenizerFast(tokenizer_object=byte_level_tokenizer(), bos_token=EOS_TOKEN, chat_template=source)
+    ours = ChatTemplate(source, {"bos_token": EOS_TOKEN}).render(ChatPrompt(TALK, answer))
     assert ours == theirs.apply_chat_template(TALK, tokenize=False, add_generation_prompt=answer)
 
 
-def test_a_template_that_raises_is_quoted() -> None:
+def test_template_refusal_is_quoted() -> None:
     with pytest.raises(InvalidRequest, match="refuses these messages: roles must alternate") as told:
-        ChatTemplate(ALTERNATING, {}).render(Conversation([{"role": "system", "content": "secret"}]))
+        ChatTemplate(ALTERNATING, {}).render(ChatPrompt([{"role": "system", "content": "secret"}]))
     assert told.value.param == "messages"
 
 
@@ -66,27 +66,27 @@ HARM = [
 
 
 @pytest.mark.parametrize("source", HARM)
-def test_what_a_template_may_not_do(source: str) -> None:
+def test_unsafe_templates_are_refused(source: str) -> None:
     with pytest.raises(InvalidRequest, match="cannot render") as told:
-        print(ChatTemplate(source, {}).render(Conversation([{"role": "user", "content": "secret"}])))  # noqa: T201
+        print(ChatTemplate(source, {}).render(ChatPrompt([{"role": "user", "content": "secret"}])))  # noqa: T201
     assert "secret" not in told.value.message
 
 
 def test_output_and_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     endless = ChatTemplate("{% for i in range(9000) %}{% for j in range(9000) %}x{% endfor %}{% endfor %}", {})
-    monkeypatch.setattr(chat_template, "MAX_RENDERED", 100_000)
+    monkeypatch.setattr(chat_template, "MAX_RENDERED_CHARS", 100_000)
     with pytest.raises(InvalidRequest, match="too much for the chat template"):
-        endless.render(Conversation(TALK))
+        endless.render(ChatPrompt(TALK))
     now = iter(range(100))
     slow = ChatTemplate("{% for i in range(90) %}x{% endfor %}", {}, clock=lambda: float(next(now)))
     with pytest.raises(InvalidRequest, match="10 s"):
-        slow.render(Conversation(TALK))
+        slow.render(ChatPrompt(TALK))
 
 
 @pytest.mark.parametrize("count", [0, 2049])
 def test_the_number_of_messages_is_bounded(count: int) -> None:
     with pytest.raises(InvalidRequest, match=f"messages has {count} messages: it must have 1 to 2048"):
-        ChatTemplate("", {}).render(Conversation(TALK[:1] * count))
+        ChatTemplate("", {}).render(ChatPrompt(TALK[:1] * count))
 
 
 def test_a_broken_template_is_a_start_up_error() -> None:
@@ -96,4 +96,4 @@ def test_a_broken_template_is_a_start_up_error() -> None:
 
 def test_messages_come_to_the_template_as_they_were_sent() -> None:
     message: dict[str, Any] = {"role": "tool", "content": "4", "tool_call_id": "call_1"}
-    assert json.loads(ChatTemplate("{{ messages[0] | tojson }}", {}).render(Conversation([message]))) == message
+    assert json.loads(ChatTemplate("{{ messages[0] | tojson }}", {}).render(ChatPrompt([message]))) == message

@@ -9,9 +9,9 @@ import pytest
 from baton import config, config_flags
 from baton.config import Config
 from baton.errors import ConfigError
-from coordinator.__main__ import FIELDS
+from coordinator.__main__ import COORDINATOR_FIELDS
 from coordinator.dispatcher import Dispatcher
-from node_engine.host.launch import NODE_FIELDS
+from node_engine.host.launch import NODE_CONFIG_FIELDS
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,25 +24,25 @@ def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def parse(*argv: str, fields: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    config_flags.add_flags(parser, fields)
+    config_flags.add_config_flags(parser, fields)
     return parser.parse_args(argv)
 
 
 def load(*argv: str) -> Config:
-    return config_flags.load(argv, prog="baton", description="")
+    return config_flags.load_config(argv, prog="baton", description="")
 
 
 def test_every_setting_has_a_flag() -> None:
     text = argparse.ArgumentParser(allow_abbrev=False)
-    config_flags.add_flags(text)
+    config_flags.add_config_flags(text)
     shown = text.format_help()
     for field in Config.__struct_fields__:
         assert f"--{field.replace('_', '-')}" in shown
 
 
 READERS = {
-    "coordinator": (FIELDS, ("coordinator",)),
-    "node": (NODE_FIELDS, ("prefill_node", "decode_node", "node_engine", "kv_transfer")),
+    "coordinator": (COORDINATOR_FIELDS, ("coordinator",)),
+    "node": (NODE_CONFIG_FIELDS, ("prefill_node", "decode_node", "node_engine", "kv_transfer")),
 }
 
 
@@ -54,20 +54,20 @@ def test_every_setting_that_a_process_reads_is_a_flag_of_it(process: str) -> Non
     assert read & set(Config.__struct_fields__) <= set(fields)
 
 
-def test_nothing_typed_is_nothing_given() -> None:
-    assert config_flags.given(parse()) == {}
+def test_no_flags_give_no_settings() -> None:
+    assert config_flags.get_typed_settings(parse()) == {}
 
 
 def test_help_shows_default_and_choices() -> None:
     parser = argparse.ArgumentParser(prog="x")
-    config_flags.add_flags(parser, ["port", "device", "api_key"])
+    config_flags.add_config_flags(parser, ["port", "device", "api_key"])
     shown = " ".join(parser.format_help().split())
     assert "HTTP port; 0 picks a free one (default 8000)" in shown
     assert "{auto,cpu,cuda}" in shown
     assert "--model" not in shown
 
 
-def test_typed_values_are_converted_by_the_table() -> None:
+def test_flag_values_are_converted() -> None:
     settings = load("--port", "0", "--request-timeout=1.5", "--insecure", "--dtype", "bfloat16")
     assert (settings.port, settings.request_timeout, settings.insecure) == (0, 1.5, True)
     assert settings.dtype == "bfloat16"
@@ -118,9 +118,9 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path, monkeyp
 
 def test_set_reaches_settings_without_a_flag_here() -> None:
     namespace = parse("--set", "block-size=32", fields=["port"])
-    assert config.resolve(config_flags.given(namespace)).block_size == 32
+    assert config.resolve_config(config_flags.get_typed_settings(namespace)).block_size == 32
 
 
-def test_an_objective_that_is_none_is_said_at_the_start() -> None:
+def test_invalid_slo_is_refused_at_start() -> None:
     with pytest.raises(ConfigError, match=r"--slo: 'soon' is not ttft=TIME"):
         Dispatcher(Config(slo="soon"))

@@ -6,7 +6,7 @@ import pytest
 
 from baton.clock import FakeClock
 from baton.errors import Overloaded
-from baton.limits import MAX_SMALL_BODY
+from baton.limits import MAX_SMALL_BODY_BYTES
 from coordinator import decoding_pacer
 from coordinator.decoding_pacer import LARGE_RATE, MAX_WAIT, MODERATE_BODY, DecodingPacer
 
@@ -18,7 +18,7 @@ async def test_small_and_moderate_bodies_do_not_wait_for_large_ones() -> None:
     await pacer.wait_turn(LARGE)
     waiting = asyncio.create_task(pacer.wait_turn(LARGE))
     await asyncio.sleep(0)
-    await pacer.wait_turn(MAX_SMALL_BODY)
+    await pacer.wait_turn(MAX_SMALL_BODY_BYTES)
     await pacer.wait_turn(MODERATE_BODY)
     assert not waiting.done()
     waiting.cancel()

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from coordinator.detokenizer import Vocabulary
-from tests.integration.front_text import EOS, byte_level, byte_tokens
+from tests.integration.front_text import EOS_TOKEN, byte_level_tokenizer, byte_tokens
 
 WORDS = ["▁", "▁hello", "hello", "▁wörld", "日", "本", "😀", "a", "b", " ", ".", "\ufffd", "▁▁", "e\u0301", "\u0301"]
 
 
 @functools.cache
 def byte_level_with_additions() -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    tokenizer = tokenizers.Tokenizer.from_str(byte_level_tokenizer().to_str())
     tokenizer.add_special_tokens([AddedToken("<|tool|>", special=True)])
     tokenizer.add_tokens([AddedToken("two words"), AddedToken("ünï"), AddedToken("\u00a0"), AddedToken("€")])
     return tokenizer
@@ -61,7 +61,7 @@ def byte_level_among_others() -> tokenizers.Tokenizer:
 
 
 KINDS: list[Callable[[], tokenizers.Tokenizer]] = [
-    byte_level,
+    byte_level_tokenizer,
     byte_level_with_additions,
     byte_level_among_others,
     sentencepiece,
@@ -71,7 +71,7 @@ KINDS: list[Callable[[], tokenizers.Tokenizer]] = [
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_streamed_text_is_the_decoding_of_all_tokens(kind: Callable[[], tokenizers.Tokenizer]) -> None:
+def test_streamed_text_equals_decoding_all_tokens(kind: Callable[[], tokenizers.Tokenizer]) -> None:
     backend = kind()
     vocabulary = Vocabulary(backend)
     beyond = backend.get_vocab_size() + 3  # models have padded vocabularies
@@ -79,8 +79,8 @@ def test_streamed_text_is_the_decoding_of_all_tokens(kind: Callable[[], tokenize
     @settings(max_examples=150)
     @given(st.lists(st.lists(st.integers(0, beyond), min_size=1, max_size=4), max_size=30))
     def holds(steps: list[list[int]]) -> None:
-        detokenizer = vocabulary.detokenizer()
-        streamed = [detokenizer.add(step) for step in steps]
+        detokenizer = vocabulary.create_detokenizer()
+        streamed = [detokenizer.append_tokens(step) for step in steps]
         streamed.append(detokenizer.flush())
         everything = [token for step in steps for token in step]
         assert "".join(streamed) == backend.decode(everything, skip_special_tokens=True)
@@ -88,16 +88,16 @@ def test_streamed_text_is_the_decoding_of_all_tokens(kind: Callable[[], tokenize
     holds()
 
 
-class CountedBackend:
+class DecodeCountingBackend:
     """A tokenizer that counts the tokens that it decodes."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
-        self.decoded = self.longest = 0
+        self.decoded_tokens = self.longest_call_tokens = 0
 
     def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
-        self.decoded += len(tokens)
-        self.longest = max(self.longest, len(tokens))
+        self.decoded_tokens += len(tokens)
+        self.longest_call_tokens = max(self.longest_call_tokens, len(tokens))
         return self._backend.decode(tokens, skip_special_tokens=skip_special_tokens)
 
     def __getattr__(self, name: str) -> Any:
@@ -109,56 +109,56 @@ class CountedBackend:
 )
 def test_tokens_that_are_replacement_characters_are_decoded_once(kind: Callable[[], tokenizers.Tokenizer]) -> None:
     """Such a token looks like one that ends in the middle of a character, and nothing that follows changes that."""
-    backend = CountedBackend(kind())
+    backend = DecodeCountingBackend(kind())
     vocabulary = Vocabulary(cast(tokenizers.Tokenizer, backend))
     bad = kind().token_to_id("\ufffd") or byte_tokens(b"\x80")[0]
-    detokenizer = vocabulary.detokenizer()
-    backend.decoded = backend.longest = 0
-    shown = [detokenizer.add([bad]) for _ in range(500)]
+    detokenizer = vocabulary.create_detokenizer()
+    backend.decoded_tokens = backend.longest_call_tokens = 0
+    shown = [detokenizer.append_tokens([bad]) for _ in range(500)]
     assert all(shown)
-    assert backend.decoded <= 2 * 500  # each behind one that is cut off again
-    assert backend.longest <= 2
+    assert backend.decoded_tokens <= 2 * 500  # each behind one that is cut off again
+    assert backend.longest_call_tokens <= 2
     assert "".join(shown) + detokenizer.flush() == kind().decode([bad] * 500)
 
 
 @settings(max_examples=200)
 @given(st.text(max_size=40))
-def test_no_step_shows_half_a_character(text: str) -> None:
+def test_no_step_emits_a_partial_character(text: str) -> None:
     """Byte by byte, every prefix of what is shown is a prefix of the text."""
-    detokenizer = Vocabulary(byte_level()).detokenizer()
+    detokenizer = Vocabulary(byte_level_tokenizer()).create_detokenizer()
     shown = ""
     for token in byte_tokens(text.encode()):
-        shown += detokenizer.add([token])
+        shown += detokenizer.append_tokens([token])
         assert text.startswith(shown)
     assert shown + detokenizer.flush() == text
 
 
 @settings(max_examples=200)
 @given(st.binary(max_size=40))
-def test_bytes_that_are_no_text(data: bytes) -> None:
-    backend = byte_level()
-    detokenizer = Vocabulary(backend).detokenizer()
+def test_invalid_utf8_becomes_replacement_characters(data: bytes) -> None:
+    backend = byte_level_tokenizer()
+    detokenizer = Vocabulary(backend).create_detokenizer()
     tokens = byte_tokens(data)
-    streamed = "".join(detokenizer.add([token]) for token in tokens) + detokenizer.flush()
+    streamed = "".join(detokenizer.append_tokens([token]) for token in tokens) + detokenizer.flush()
     assert streamed == backend.decode(tokens) == data.decode(errors="replace")
 
 
 def test_an_emoji_comes_whole() -> None:
-    detokenizer = Vocabulary(byte_level()).detokenizer()
-    assert [detokenizer.add([token]) for token in byte_tokens("a😀b".encode())] == ["a", "", "", "", "😀", "b"]
+    detokenizer = Vocabulary(byte_level_tokenizer()).create_detokenizer()
+    assert [detokenizer.append_tokens([token]) for token in byte_tokens("a😀b".encode())] == ["a", "", "", "", "😀", "b"]
 
 
 def test_byte_fallback_waits_for_the_end_of_its_run() -> None:
     """One bad byte turns the whole run into replacements, so none of it may be shown before."""
     backend = sentencepiece()
-    detokenizer = Vocabulary(backend).detokenizer()
+    detokenizer = Vocabulary(backend).create_detokenizer()
     euro_then_bad = [backend.token_to_id(f"<0x{byte:02X}>") for byte in (0xE2, 0x82, 0xAC, 0xFF)]
-    assert [detokenizer.add([token]) for token in euro_then_bad] == [""] * 4
-    assert detokenizer.add([backend.token_to_id("a")]) == "\ufffd" * 4 + "a"
+    assert [detokenizer.append_tokens([token]) for token in euro_then_bad] == [""] * 4
+    assert detokenizer.append_tokens([backend.token_to_id("a")]) == "\ufffd" * 4 + "a"
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_text_that_continues_is_what_it_adds(kind: Callable[[], tokenizers.Tokenizer]) -> None:
+def test_continuation_equals_the_text_it_adds(kind: Callable[[], tokenizers.Tokenizer]) -> None:
     """As in Llama 2, where a decoding loses the space that its first word brings."""
     backend = kind()
     vocabulary = Vocabulary(backend)
@@ -168,33 +168,33 @@ def test_text_that_continues_is_what_it_adds(kind: Callable[[], tokenizers.Token
     @settings(max_examples=80)
     @given(st.lists(st.integers(0, backend.get_vocab_size() - 1), max_size=12))
     def holds(tokens: list[int]) -> None:
-        detokenizer = vocabulary.detokenizer(continuing=True)
-        added = "".join(detokenizer.add([token]) for token in tokens) + detokenizer.flush()
+        detokenizer = vocabulary.create_detokenizer(continuing=True)
+        added = "".join(detokenizer.append_tokens([token]) for token in tokens) + detokenizer.flush()
         alone = backend.decode([before], skip_special_tokens=True)
         assert alone + added == backend.decode([before, *tokens], skip_special_tokens=True)
 
     holds()
 
 
-def test_a_word_that_continues_keeps_its_space() -> None:
+def test_continuing_word_keeps_its_leading_space() -> None:
     backend = sentencepiece()
     word = [backend.token_to_id("▁hello")]
-    assert Vocabulary(backend).detokenizer().add(word) == "hello"
-    assert Vocabulary(backend).detokenizer(continuing=True).add(word) == " hello"
+    assert Vocabulary(backend).create_detokenizer().append_tokens(word) == "hello"
+    assert Vocabulary(backend).create_detokenizer(continuing=True).append_tokens(word) == " hello"
 
 
-NAMES = [(byte_level, "Ġ", " "), (sentencepiece, "▁hello", " hello"), (sentencepiece, "<0x0A>", "\n")]
-NAMES += [(sentencepiece, "<0xE2>", "bytes:\\xe2"), (byte_level, EOS, EOS), (byte_level, "Ã", "bytes:\\xc3")]
+NAMES = [(byte_level_tokenizer, "Ġ", " "), (sentencepiece, "▁hello", " hello"), (sentencepiece, "<0x0A>", "\n")]
+NAMES += [(sentencepiece, "<0xE2>", "bytes:\\xe2"), (byte_level_tokenizer, EOS_TOKEN, EOS_TOKEN), (byte_level_tokenizer, "Ã", "bytes:\\xc3")]
 
 
 @pytest.mark.parametrize(("kind", "piece", "text"), NAMES)
-def test_the_text_of_a_token_by_itself(kind: Callable[[], tokenizers.Tokenizer], piece: str, text: str) -> None:
+def test_token_text(kind: Callable[[], tokenizers.Tokenizer], piece: str, text: str) -> None:
     vocabulary = Vocabulary(kind())
     assert vocabulary.token_text(kind().token_to_id(piece)) == text
     assert vocabulary.token_text(100_000) is None
 
 
 def test_special_tokens_leave_no_text() -> None:
-    detokenizer = Vocabulary(byte_level()).detokenizer()
-    end = byte_level().token_to_id(EOS)
-    assert detokenizer.add([end, *byte_level().encode("hello").ids, end]) == "hello"
+    detokenizer = Vocabulary(byte_level_tokenizer()).create_detokenizer()
+    end = byte_level_tokenizer().token_to_id(EOS_TOKEN)
+    assert detokenizer.append_tokens([end, *byte_level_tokenizer().encode("hello").ids, end]) == "hello"

@@ -7,10 +7,10 @@ import grpc.aio
 import pytest
 
 from baton.errors import InvalidRequest
-from coordinator.grpc_terms import told
+from coordinator.grpc_terms import grpc_errors
 
 
-class Body:
+class WeaklyReferencedBody:
     """Stands for the bytes of a request, to which nobody can hold a weak reference."""
 
 
@@ -27,7 +27,7 @@ class KeepingContext:
 
 def refuse(error: Exception) -> NoReturn:
     """Raises `error` from a frame that holds a body, behind another error that does, too."""
-    body = Body()
+    body = WeaklyReferencedBody()
     REFERENCES.append(weakref.ref(body))
     try:
         raise ValueError("no message")
@@ -35,15 +35,15 @@ def refuse(error: Exception) -> NoReturn:
         raise error from None
 
 
-REFERENCES: list[weakref.ref[Body]] = []
+REFERENCES: list[weakref.ref[WeaklyReferencedBody]] = []
 
 
 @pytest.mark.parametrize("error", [InvalidRequest("refused"), ZeroDivisionError("unforeseen")], ids=str)
-async def test_the_error_of_a_refused_call_does_not_hold_its_request(error: Exception) -> None:
+async def test_error_of_an_aborted_call_does_not_keep_its_request_alive(error: Exception) -> None:
     context: Any = KeepingContext()
     REFERENCES.clear()
     with pytest.raises(grpc.aio.AbortError) as caught:
-        async with told(context):
+        async with grpc_errors(context):
             refuse(error)
     held = context.error
     assert held is caught.value
@@ -55,7 +55,7 @@ async def test_an_abort_within_the_block_passes() -> None:
     context: Any = KeepingContext()
     abort = grpc.aio.AbortError("by the block")
     with pytest.raises(grpc.aio.AbortError) as caught:
-        async with told(context):
+        async with grpc_errors(context):
             raise abort
     assert caught.value is abort
     assert context.error is None

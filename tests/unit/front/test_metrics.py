@@ -6,15 +6,15 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.config import Config
-from coordinator.core.known_labels import known_labels
-from coordinator.core.tenants import DEFAULT_CLASS, Tenants
+from coordinator.core.known_labels import list_known_labels
+from coordinator.core.tenants import DEFAULT_CLASS, TenantTable
 from coordinator.dispatcher import Dispatcher
-from coordinator.metrics import PHASES, STAGES, Metrics
+from coordinator.metrics import ROLE_SWITCH_PHASES, TTFT_STAGES, CoordinatorMetrics
 
 CLASSES = ("premium", "standard", "batch")
 
 
-def scraped(metrics: Metrics) -> dict[str, dict[tuple[str, ...], float]]:
+def scrape_samples(metrics: CoordinatorMetrics) -> dict[str, dict[tuple[str, ...], float]]:
     """Label values in their order, by the name of the sample."""
     found: dict[str, dict[tuple[str, ...], float]] = {}
     for family in text_string_to_metric_families(generate_latest(metrics.registry).decode()):
@@ -23,24 +23,24 @@ def scraped(metrics: Metrics) -> dict[str, dict[tuple[str, ...], float]]:
     return found
 
 
-async def test_series_are_there_at_zero_from_the_start() -> None:
-    seen = scraped(Metrics(Dispatcher(Config())))
-    for name, known in known_labels((DEFAULT_CLASS,)).items():
+async def test_series_start_at_zero() -> None:
+    seen = scrape_samples(CoordinatorMetrics(Dispatcher(Config())))
+    for name, known in list_known_labels((DEFAULT_CLASS,)).items():
         assert {tuple(sorted(labels)) for labels in seen[name]} == {tuple(sorted(labels)) for labels in known}, name
         assert set(seen[name].values()) == {0.0}, name
     for quantity in ("ttft", "tpot"):
         counts = seen[f"baton_request_{quantity}_seconds_count"]
         assert counts == {(DEFAULT_CLASS,): 0.0, ("internal",): 0.0}
-    assert seen["baton_request_stage_seconds_count"].keys() == {(stage,) for stage in STAGES}
-    assert seen["baton_role_switch_seconds_count"].keys() == {(phase,) for phase in PHASES}
+    assert seen["baton_request_stage_seconds_count"].keys() == {(stage,) for stage in TTFT_STAGES}
+    assert seen["baton_role_switch_seconds_count"].keys() == {(phase,) for phase in ROLE_SWITCH_PHASES}
 
 
-async def test_classes_of_another_file_of_tenants_have_their_series_at_the_next_scrape() -> None:
+async def test_reloaded_tenant_classes_have_series_at_the_next_scrape() -> None:
     dispatcher = Dispatcher(Config())
-    metrics = Metrics(dispatcher)
-    scraped(metrics)
-    dispatcher.reload_tenants(Tenants(classes=CLASSES))
-    seen = scraped(metrics)
+    metrics = CoordinatorMetrics(dispatcher)
+    scrape_samples(metrics)
+    dispatcher.reload_tenants(TenantTable(classes=CLASSES))
+    seen = scrape_samples(metrics)
     for name in ("baton_requests_total", "baton_rejected_total"):
         assert {each for labels in seen[name] for each in labels} >= {*CLASSES, "internal"}
     assert seen["baton_request_ttft_seconds_count"].keys() >= {(each,) for each in CLASSES}
@@ -48,18 +48,18 @@ async def test_classes_of_another_file_of_tenants_have_their_series_at_the_next_
 
 async def test_what_was_counted_is_shown_instead_of_zero() -> None:
     dispatcher = Dispatcher(Config())
-    metrics = Metrics(dispatcher)
+    metrics = CoordinatorMetrics(dispatcher)
     dispatcher.brain.counters.requests["length", "default"] = 7
-    dispatcher.brain.counters.nodes_lost["node_gone"] = 2
-    seen = scraped(metrics)
+    dispatcher.brain.counters.lost_nodes["node_gone"] = 2
+    seen = scrape_samples(metrics)
     assert sum(seen["baton_requests_total"].values()) == 7
     assert seen["baton_nodes_lost_total"]["node_gone",] == 2
-    assert metrics.counters()['baton_nodes_lost_total{reason="node_gone"}'] == 2
-    assert 'baton_nodes_lost_total{reason="stalled"}' not in metrics.counters(), "Status tells what was counted"
+    assert metrics.get_counter_values()['baton_nodes_lost_total{reason="node_gone"}'] == 2
+    assert 'baton_nodes_lost_total{reason="stalled"}' not in metrics.get_counter_values(), "Status tells what was counted"
 
 
 async def test_no_counter_and_gauge_share_a_name() -> None:
     """OpenMetrics names a counter without `_total`, where it would meet a gauge of that name."""
-    text = generate_latest(Metrics(Dispatcher(Config())).registry).decode()
+    text = generate_latest(CoordinatorMetrics(Dispatcher(Config())).registry).decode()
     names = [line.split()[2].removesuffix("_total") for line in text.splitlines() if line.startswith("# TYPE ")]
     assert [name for name, times in Counter(names).items() if times > 1] == []

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from baton.config import Config
-from baton.model_files import read_model_files
-from coordinator.assemble import served_model
-from coordinator.core.identity import CoordinatorModel
+from baton.model_files import compute_file_digests
+from coordinator.assemble import read_served_model
+from coordinator.core.identity import ServedModel
 
 
 @pytest.mark.parametrize(
@@ -18,12 +18,12 @@ from coordinator.core.identity import CoordinatorModel
         ({"engine": "model", "model": ""}, ""),
     ],
 )
-def test_without_a_folder_the_engine_is_known_and_no_file(settings: dict[str, str], engine: str) -> None:
-    assert served_model(Config(**settings)) == CoordinatorModel(engine)  # type: ignore[arg-type]
+def test_without_a_model_folder_only_the_engine_is_known(settings: dict[str, str], engine: str) -> None:
+    assert read_served_model(Config(**settings)) == ServedModel(engine)  # type: ignore[arg-type]
 
 
-def test_the_files_of_a_folder_are_known(tmp_path: Path) -> None:
+def test_files_of_a_model_folder_are_known(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    known = served_model(Config(engine="model", model=str(tmp_path)))
-    assert known == CoordinatorModel("model", read_model_files(tmp_path))
-    assert known.files.config
+    known = read_served_model(Config(engine="model", model=str(tmp_path)))
+    assert known == ServedModel("model", compute_file_digests(tmp_path))
+    assert known.files.config_digest

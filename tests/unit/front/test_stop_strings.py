@@ -3,12 +3,12 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.stop_strings import StopStrings
+from coordinator.stop_strings import StopStringMatcher
 
 WORDS = st.text(alphabet="ab", min_size=1, max_size=4)
 
 
-def plain(text: str, stops: list[str]) -> int | None:
+def find_stop_naively(text: str, stops: list[str]) -> int | None:
     """Where the match begins that ends first; of those that end together, the longest."""
     found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     return min(found)[1] if found else None
@@ -16,21 +16,21 @@ def plain(text: str, stops: list[str]) -> int | None:
 
 @settings(max_examples=500)
 @given(st.lists(WORDS, min_size=1, max_size=4), st.lists(st.text(alphabet="abc", max_size=3), max_size=12))
-def test_it_finds_what_a_search_finds_and_holds_what_may_begin_one(stops: list[str], steps: list[str]) -> None:
-    search = StopStrings(stops)
+def test_matcher_equals_naive_search_and_holds_possible_prefixes(stops: list[str], steps: list[str]) -> None:
+    search = StopStringMatcher(stops)
     text = ""
     for step in steps:
-        found = search.add(step)
+        found = search.feed_text(step)
         text += step
-        assert found == plain(text, stops)
+        assert found == find_stop_naively(text, stops)
         if found is not None:
             break
         beginnings = [size for stop in stops for size in range(len(stop)) if text.endswith(stop[:size])]
-        assert search.held == max(beginnings)
+        assert search.held_characters == max(beginnings)
 
 
-def test_what_is_skipped_is_no_part_of_a_match() -> None:
-    search = StopStrings(["ab"])
-    search.skip(3)
-    assert search.add("b") is None
-    assert search.add("xab") == 5
+def test_skipped_characters_are_not_matched() -> None:
+    search = StopStringMatcher(["ab"])
+    search.skip_characters(3)
+    assert search.feed_text("b") is None
+    assert search.feed_text("xab") == 5

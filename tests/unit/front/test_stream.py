@@ -5,66 +5,66 @@ from collections.abc import Coroutine
 
 import pytest
 
-from baton.errors import NodeGone, SlowReader
+from baton.errors import NodeLost, SlowReader
 from baton.pb.common_pb2 import Timeline
 from baton.types import FinishReason, RequestId
-from coordinator.generation import Delta, Done, Event
-from coordinator.stream import MAX_UNREAD, Stream
+from coordinator.generation import TokensEvent, FinishedEvent, GenerationEvent
+from coordinator.stream import MAX_UNREAD_TOKENS, GenerationStream
 
 LINE = Timeline(total=3.0, attempts=8)
 
 
-class Reader:
+class StoppingReader:
     """Reads a stream, and wants no more once it has had `enough` events."""
 
     def __init__(self, enough: int | None = None) -> None:
-        self.told: list[str] = []
-        self.read: list[Event] = []
-        self.stream = Stream(RequestId("r"), lambda _: self.told.append("cancel"), lambda _: self.told.append("stop"))
-        self._enough = enough
+        self.callbacks: list[str] = []
+        self.events: list[GenerationEvent] = []
+        self.stream = GenerationStream(RequestId("r"), lambda _: self.callbacks.append("cancel"), lambda _: self.callbacks.append("stop"))
+        self._stop_after_events = enough
 
     async def read_all(self) -> None:
         async for event in self.stream:
-            self.read.append(event)
-            if len(self.read) == self._enough:
+            self.events.append(event)
+            if len(self.events) == self._stop_after_events:
                 self.stream.stop()
 
 
-def run(part: Coroutine[None, None, None]) -> None:
+def run_coroutine(part: Coroutine[None, None, None]) -> None:
     asyncio.run(part)
 
 
-def test_what_came_before_an_error_is_read_first() -> None:
-    reader = Reader()
-    reader.stream.push(Delta((1, 2)))
-    reader.stream.end(NodeGone("dead"), LINE)
-    with pytest.raises(NodeGone):
-        run(reader.read_all())
-    assert reader.read == [Delta((1, 2))]
-    assert reader.told == []
+def test_events_before_an_error_are_read_first() -> None:
+    reader = StoppingReader()
+    reader.stream.push_tokens(TokensEvent((1, 2)))
+    reader.stream.end_stream(NodeLost("dead"), LINE)
+    with pytest.raises(NodeLost):
+        run_coroutine(reader.read_all())
+    assert reader.events == [TokensEvent((1, 2))]
+    assert reader.callbacks == []
 
 
-def test_an_error_behind_what_the_reader_wanted_is_none_to_it() -> None:
+def test_error_after_the_stop_point_is_not_raised() -> None:
     """A stop text was complete in what it had not read yet when the last attempt failed."""
-    reader = Reader(enough=1)
-    reader.stream.push(Delta((1, 2)))
-    reader.stream.push(Delta((3,)))
-    reader.stream.end(SlowReader("too slow"), LINE)
-    run(reader.read_all())
-    assert reader.read == [Delta((1, 2)), Delta((3,)), Done(FinishReason.STOP, 0, LINE)]
-    assert reader.told == []
+    reader = StoppingReader(enough=1)
+    reader.stream.push_tokens(TokensEvent((1, 2)))
+    reader.stream.push_tokens(TokensEvent((3,)))
+    reader.stream.end_stream(SlowReader("too slow"), LINE)
+    run_coroutine(reader.read_all())
+    assert reader.events == [TokensEvent((1, 2)), TokensEvent((3,)), FinishedEvent(FinishReason.STOP, 0, LINE)]
+    assert reader.callbacks == []
 
 
-def test_there_is_one_end_however_often_the_reader_has_enough() -> None:
-    reader = Reader(enough=1)
-    reader.stream.push(Delta((1,)))
-    reader.stream.end(Done(FinishReason.LENGTH, 5, LINE), LINE)
+def test_stream_ends_once_even_if_stopped_after_its_end() -> None:
+    reader = StoppingReader(enough=1)
+    reader.stream.push_tokens(TokensEvent((1,)))
+    reader.stream.end_stream(FinishedEvent(FinishReason.LENGTH, 5, LINE), LINE)
     reader.stream.stop()
-    run(reader.read_all())
-    assert reader.read == [Delta((1,)), Done(FinishReason.LENGTH, 5, LINE)]
+    run_coroutine(reader.read_all())
+    assert reader.events == [TokensEvent((1,)), FinishedEvent(FinishReason.LENGTH, 5, LINE)]
 
 
-def test_what_is_unread_is_bounded() -> None:
-    reader = Reader()
-    assert reader.stream.push(Delta((0,) * MAX_UNREAD))
-    assert not reader.stream.push(Delta((1,)))
+def test_unread_tokens_are_bounded() -> None:
+    reader = StoppingReader()
+    assert reader.stream.push_tokens(TokensEvent((0,) * MAX_UNREAD_TOKENS))
+    assert not reader.stream.push_tokens(TokensEvent((1,)))

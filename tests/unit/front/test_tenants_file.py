@@ -7,10 +7,10 @@ import pytest
 
 from baton.config import Config
 from baton.errors import ConfigError, Unauthenticated
-from baton.exposure import check_exposure
-from coordinator.auth import Clients
+from baton.exposure import check_coordinator_binds
+from coordinator.auth import ClientAuthenticator
 from coordinator.core.tenants import hash_key
-from coordinator.tenants_file import load, parse
+from coordinator.tenants_file import load_tenants, parse_tenants
 
 KEY = b"a long and random key"
 
@@ -19,7 +19,7 @@ def tenant(name: str = "acme", key: bytes = KEY, **fields: Any) -> dict[str, Any
     return {"name": name, "keys": [f"sha256:{hash_key(key).hex()}"], **fields}
 
 
-def test_what_a_file_says() -> None:
+def test_parse_tenants() -> None:
     data = {
         "max_wait": {"premium": 2},
         "tenants": [
@@ -27,20 +27,20 @@ def test_what_a_file_says() -> None:
             tenant("jobs", b"another long key", **{"class": "batch"}, requests_per_second=0.5),
         ],
     }
-    tenants = parse(data)
+    tenants = parse_tenants(data)
     assert tenants.classes == ("premium", "standard", "batch")
-    assert (tenants.reserve, tenants.headroom) == (0.3, 0.35)
-    assert parse({**data, "headroom": 0}).headroom == 0.0
-    assert tenants.max_wait == {"premium": 2.0}
-    acme, jobs = tenants.tenants["acme"], tenants.tenants["jobs"]
+    assert (tenants.reserved_share, tenants.headroom_share) == (0.3, 0.35)
+    assert parse_tenants({**data, "headroom": 0}).headroom_share == 0.0
+    assert tenants.max_wait_seconds == {"premium": 2.0}
+    acme, jobs = tenants.by_name["acme"], tenants.by_name["jobs"]
     assert (acme.weight, acme.tokens_per_second, acme.token_burst) == (2.0, 100.0, 100.0)
     assert (jobs.requests_per_second, jobs.request_burst) == (0.5, 1.0)
-    assert acme.salt != jobs.salt
-    assert tenants.find(KEY) is acme
+    assert acme.cache_salt != jobs.cache_salt
+    assert tenants.find_by_key(KEY) is acme
 
 
-def test_without_premium_nothing_is_reserved() -> None:
-    assert parse({"tenants": [tenant()]}).reserve == 0.0
+def test_no_reserve_without_a_premium_tenant() -> None:
+    assert parse_tenants({"tenants": [tenant()]}).reserved_share == 0.0
 
 
 @pytest.mark.parametrize(
@@ -61,30 +61,30 @@ def test_without_premium_nothing_is_reserved() -> None:
         ({"tenants": [tenant()], "headroom": 1}, "headroom"),
     ],
 )
-def test_what_is_wrong_is_named(data: dict[str, Any], why: str) -> None:
+def test_errors_name_the_wrong_value(data: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        parse(data)
+        parse_tenants(data)
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_file_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        load(str(tmp_path / "none"))
+        load_tenants(str(tmp_path / "none"))
     (tmp_path / "bad").write_text("tenants = [")
     with pytest.raises(ConfigError, match="--tenants"):
-        load(str(tmp_path / "bad"))
+        load_tenants(str(tmp_path / "bad"))
 
 
-def test_keys_of_the_file_let_in_and_no_others() -> None:
-    clients = Clients(tenants=parse({"tenants": [tenant()]}))
-    assert clients.identify(b"Bearer " + KEY).name == "acme"
-    assert clients.standing(clients.identify(b"bearer " + KEY), 0).tenant_class == "standard"
+def test_only_keys_of_the_file_are_accepted() -> None:
+    clients = ClientAuthenticator(tenants=parse_tenants({"tenants": [tenant()]}))
+    assert clients.identify_tenant(b"Bearer " + KEY).name == "acme"
+    assert clients.make_principal(clients.identify_tenant(b"bearer " + KEY), 0).tenant_class == "standard"
     for sent in (None, b"", b"Bearer", b"Bearer other", b"Basic " + KEY):
         with pytest.raises(Unauthenticated):
-            clients.identify(sent)
+            clients.identify_tenant(sent)
 
 
-def test_tenants_are_keys_enough_to_listen_anywhere_and_exclude_a_common_key() -> None:
+def test_tenants_file_allows_a_public_bind_and_excludes_api_key() -> None:
     open_to_all = {"host": "0.0.0.0", "cluster_token": "t", "admin_token": "a"}
-    check_exposure(Config(tenants="file", **open_to_all))
+    check_coordinator_binds(Config(tenants="file", **open_to_all))
     with pytest.raises(ConfigError, match="both set"):
-        check_exposure(Config(tenants="file", api_key="k"))
+        check_coordinator_binds(Config(tenants="file", api_key="k"))

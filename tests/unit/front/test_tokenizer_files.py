@@ -12,22 +12,22 @@ from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from coordinator import tokenizer_files
-from coordinator.chat_template import Conversation
-from tests.integration.front_text import CORPUS, EOS, byte_level
+from coordinator.chat_template import ChatPrompt
+from tests.integration.front_text import CORPUS, EOS_TOKEN, byte_level_tokenizer
 
 BOS = "<|begin|>"
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 TALK = [{"role": "user", "content": "hello wörld 😀"}]
 
 
-def folder(where: Path, *, begins: bool = False, **settings: Any) -> Path:
+def write_tokenizer_files(where: Path, *, begins: bool = False, **settings: Any) -> Path:
     """A model folder; with `begins`, tokenizer.json itself puts BOS before a text."""
-    backend = tokenizers.Tokenizer.from_str(byte_level().to_str())
+    backend = tokenizers.Tokenizer.from_str(byte_level_tokenizer().to_str())
     backend.add_special_tokens([BOS])
     if begins:
         bos = backend.token_to_id(BOS)
         backend.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bos)])
-    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS).save_pretrained(where)
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS_TOKEN).save_pretrained(where)
     file = where / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
     return where
@@ -46,9 +46,9 @@ def folder(where: Path, *, begins: bool = False, **settings: Any) -> Path:
     ],
     ids=str,
 )
-async def test_it_encodes_as_transformers_does(tmp_path: Path, settings: dict[str, Any]) -> None:
-    where = folder(tmp_path, **settings)
-    ours, theirs = await tokenizer_files.load(str(where), "model"), AutoTokenizer.from_pretrained(where)
+async def test_encoding_equals_transformers(tmp_path: Path, settings: dict[str, Any]) -> None:
+    where = write_tokenizer_files(tmp_path, **settings)
+    ours, theirs = await tokenizer_files.load_tokenizer(str(where), "model"), AutoTokenizer.from_pretrained(where)
     for text in [*CORPUS[:5], f"a{EOS}b", ""]:
         for special in (True, False):
             expected = theirs.encode(text, add_special_tokens=special)
@@ -59,11 +59,11 @@ async def test_it_encodes_as_transformers_does(tmp_path: Path, settings: dict[st
 async def test_the_chat_template_is_found(tmp_path: Path, place: str) -> None:
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": TEMPLATE}]
     settings = {"settings": {"chat_template": TEMPLATE}, "names": {"chat_template": named}}.get(place, {})
-    where = folder(tmp_path, begins=True, **settings)
+    where = write_tokenizer_files(tmp_path, begins=True, **settings)
     if place == "file":
         (where / "chat_template.jinja").write_text(TEMPLATE)
-    ours, theirs = await tokenizer_files.load(str(where), "model"), AutoTokenizer.from_pretrained(where)
-    prompt = await ours.converse(Conversation(TALK))
+    ours, theirs = await tokenizer_files.load_tokenizer(str(where), "model"), AutoTokenizer.from_pretrained(where)
+    prompt = await ours.encode_chat(ChatPrompt(TALK))
     rendered = theirs.apply_chat_template(TALK, tokenize=False)
     assert await ours.decode(prompt) == rendered == f"{BOS}user: hello wörld 😀{EOS}"
     ids = theirs.apply_chat_template(TALK, return_dict=False)
@@ -71,9 +71,9 @@ async def test_the_chat_template_is_found(tmp_path: Path, place: str) -> None:
     assert ids.count(theirs.bos_token_id) == 1
 
 
-def test_reading_takes_no_transformers(tmp_path: Path) -> None:
+def test_loading_does_not_import_transformers(tmp_path: Path) -> None:
     """Its import costs seconds, and brings torch."""
-    where = folder(tmp_path, chat_template=TEMPLATE)
+    where = write_tokenizer_files(tmp_path, chat_template=TEMPLATE)
     code = (
         "import asyncio, sys\n"
         "from coordinator import assemble, tokenizer_files\n"

@@ -8,24 +8,24 @@ import torch
 
 from kv_kernels import attention
 from kv_kernels.attention import (
-    Context,
-    PrefillChunk,
+    AttentionContext,
+    TiledPrefillAttention,
     causal_mask,
     plan_decode,
     plan_prefill,
     window_mask,
-    within_window,
+    clip_to_window,
 )
-from kv_kernels.causal_chunk import CausalChunk, plan_prefill_at_once
+from kv_kernels.causal_chunk import FusedPrefillAttention, plan_fused_prefill
 from kv_kernels.paged_cache import PagedCache
 
 LAYER = 1
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 
 
-def cache_for(
+def make_cache(
     lengths: list[int], kv_heads: int, dim: int, block_size: int, dtype: torch.dtype
-) -> tuple[PagedCache, list[Context]]:
+) -> tuple[PagedCache, list[AttentionContext]]:
     """A cache with shuffled blocks; places behind a sequence's end hold zeros, other blocks hold NaN."""
     generator = torch.Generator().manual_seed(0)
     widths = [-(-length // block_size) for length in lengths]
@@ -36,13 +36,13 @@ def cache_for(
     contexts = []
     for length, blocks in zip(lengths, np.split(order[:total], np.cumsum(widths)[:-1]), strict=True):
         arena[blocks[-1], :, :, :, (length - 1) % block_size + 1 :] = 0.0
-        contexts.append(Context(blocks, length))
-    return PagedCache.over(arena), contexts
+        contexts.append(AttentionContext(blocks, length))
+    return PagedCache.from_arena(arena), contexts
 
 
-def dense(query: torch.Tensor, cache: PagedCache, context: Context, window: int | None = None) -> torch.Tensor:
+def dense_attention(query: torch.Tensor, cache: PagedCache, context: AttentionContext, window: int | None = None) -> torch.Tensor:
     """query [n, heads, dim], the newest n tokens of the whole context -> [n, heads, dim]."""
-    blocks = cache.arena[torch.from_numpy(context.blocks), LAYER].double()
+    blocks = cache.arena[torch.from_numpy(context.block_table), LAYER].double()
     key, value = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, : context.length]
     group = query.shape[1] // cache.kv_heads
     key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
@@ -61,21 +61,21 @@ def dense(query: torch.Tensor, cache: PagedCache, context: Context, window: int 
     ids=["one token", "full blocks", "one group", "several groups", "nothing padded"],
 )
 def test_decode_equals_dense_attention(lengths: list[int], dtype: torch.dtype) -> None:
-    cache, contexts = cache_for(lengths, kv_heads=2, dim=32, block_size=16, dtype=dtype)
+    cache, contexts = make_cache(lengths, kv_heads=2, dim=32, block_size=16, dtype=dtype)
     wide = torch.randn(len(lengths), 8, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
     query = wide[:, :6]  # a slice of the fused projection: rows are not adjacent
     out = torch.full(query.shape, torch.nan, dtype=dtype)
     for part in plan_decode(cache, contexts, dtype):
         part(query, LAYER, out)
-    expected = torch.cat([dense(query[i : i + 1], cache, c) for i, c in enumerate(contexts)])
+    expected = torch.cat([dense_attention(query[i : i + 1], cache, c) for i, c in enumerate(contexts)])
     torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=0.0)
 
 
 def test_groups_end_with_similar_lengths_and_with_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache, contexts = cache_for([100, 99, 50, 49, 49], kv_heads=1, dim=8, block_size=16, dtype=torch.float32)
+    cache, contexts = make_cache([100, 99, 50, 49, 49], kv_heads=1, dim=8, block_size=16, dtype=torch.float32)
     sizes = [(group.first, group.last) for group in plan_decode(cache, contexts, torch.float32)]
     assert sizes == [(0, 2), (2, 5)]
-    monkeypatch.setattr(attention, "GATHER_BYTES", 2 * 50 * cache.token_bytes)
+    monkeypatch.setattr(attention, "MAX_GATHER_BYTES", 2 * 50 * cache.token_bytes)
     sizes = [(group.first, group.last) for group in plan_decode(cache, contexts, torch.float32)]
     assert sizes == [(0, 1), (1, 2), (2, 4), (4, 5)]
 
@@ -83,28 +83,28 @@ def test_groups_end_with_similar_lengths_and_with_the_cache(monkeypatch: pytest.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 64), (0, 150), (16, 64), (37, 65), (200, 2)])
 def test_prefill_equals_dense_attention(start: int, count: int, dtype: torch.dtype) -> None:
-    cache, [context] = cache_for([start + count], kv_heads=2, dim=32, block_size=16, dtype=dtype)
+    cache, [context] = make_cache([start + count], kv_heads=2, dim=32, block_size=16, dtype=dtype)
     query = torch.randn(count + 3, 8, 32, generator=torch.Generator().manual_seed(1)).to(dtype)[:, :6]
     out = torch.full(query.shape, torch.nan, dtype=dtype)
     mask = causal_mask(256, dtype, torch.device("cpu"))
-    for plan in (plan_prefill, plan_prefill_at_once):
+    for plan in (plan_prefill, plan_fused_prefill):
         out.fill_(torch.nan)
         part = plan(cache, 2, count, context, mask)
-        assert type(part) is (CausalChunk if plan is plan_prefill_at_once else PrefillChunk)
+        assert type(part) is (FusedPrefillAttention if plan is plan_fused_prefill else TiledPrefillAttention)
         part(query, LAYER, out)
         torch.testing.assert_close(
-            out[2:-1].double(), dense(query[2:-1], cache, context), atol=TOLERANCE[dtype], rtol=0.0
+            out[2:-1].double(), dense_attention(query[2:-1], cache, context), atol=TOLERANCE[dtype], rtol=0.0
         )
         assert out[:2].isnan().all()
         assert out[-1].isnan().all()
 
 
-def spoil_behind(cache: PagedCache, context: Context, window: int, queries: int) -> Context:
+def poison_outside_window(cache: PagedCache, context: AttentionContext, window: int, queries: int) -> AttentionContext:
     """What is seen of the context; the blocks that no query sees are NaN from here on."""
-    seen = within_window(context, window, queries, cache.block_size)
+    seen = clip_to_window(context, window, queries, cache.block_size)
     oldest = context.length - queries - window + 1  # position of the oldest token that the first query sees
-    assert len(context.blocks) - len(seen.blocks) == max(0, oldest) // cache.block_size
-    cache.arena[context.blocks[: -len(seen.blocks)]] = torch.nan
+    assert len(context.block_table) - len(seen.block_table) == max(0, oldest) // cache.block_size
+    cache.arena[context.block_table[: -len(seen.block_table)]] = torch.nan
     return seen
 
 
@@ -112,10 +112,10 @@ def spoil_behind(cache: PagedCache, context: Context, window: int, queries: int)
 @pytest.mark.parametrize("window", [1, 16, 37, 300])
 def test_windowed_decode_reads_the_window_alone(window: int, dtype: torch.dtype) -> None:
     lengths = [301, 300, 128, 54, 53, 38, 37, 36, 16, 1]
-    cache, contexts = cache_for(lengths, kv_heads=2, dim=32, block_size=16, dtype=dtype)
+    cache, contexts = make_cache(lengths, kv_heads=2, dim=32, block_size=16, dtype=dtype)
     query = torch.randn(len(lengths), 6, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
-    expected = torch.cat([dense(query[i : i + 1], cache, c, window) for i, c in enumerate(contexts)])
-    seen = [spoil_behind(cache, context, window, 1) for context in contexts]
+    expected = torch.cat([dense_attention(query[i : i + 1], cache, c, window) for i, c in enumerate(contexts)])
+    seen = [poison_outside_window(cache, context, window, 1) for context in contexts]
     out = torch.full(query.shape, torch.nan, dtype=dtype)
     for part in plan_decode(cache, seen, dtype):
         part(query, LAYER, out)
@@ -126,13 +126,13 @@ def test_windowed_decode_reads_the_window_alone(window: int, dtype: torch.dtype)
 @pytest.mark.parametrize("window", [1, 37, 64, 100, 400])
 @pytest.mark.parametrize(("start", "count"), [(0, 2), (0, 150), (37, 65), (200, 130)])
 def test_windowed_prefill_reads_the_window_alone(start: int, count: int, window: int, dtype: torch.dtype) -> None:
-    cache, [context] = cache_for([start + count], kv_heads=2, dim=32, block_size=16, dtype=dtype)
+    cache, [context] = make_cache([start + count], kv_heads=2, dim=32, block_size=16, dtype=dtype)
     query = torch.randn(count, 6, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
-    expected = dense(query, cache, context, window)
-    seen = spoil_behind(cache, context, window, count)
+    expected = dense_attention(query, cache, context, window)
+    seen = poison_outside_window(cache, context, window, count)
     out = torch.full(query.shape, torch.nan, dtype=dtype)
     mask = window_mask(window, dtype, torch.device("cpu"))
-    for plan in (plan_prefill, plan_prefill_at_once):
+    for plan in (plan_prefill, plan_fused_prefill):
         out.fill_(torch.nan)
         plan(cache, 0, count, seen, mask)(query, LAYER, out)
         torch.testing.assert_close(out.double(), expected, atol=TOLERANCE[dtype], rtol=0.0)
@@ -140,7 +140,7 @@ def test_windowed_prefill_reads_the_window_alone(start: int, count: int, window:
 
 def test_a_sequence_reads_only_its_own_blocks() -> None:
     lengths = [40, 39, 20]
-    cache, contexts = cache_for(lengths, kv_heads=1, dim=8, block_size=16, dtype=torch.float32)
+    cache, contexts = make_cache(lengths, kv_heads=1, dim=8, block_size=16, dtype=torch.float32)
     query = torch.randn(3, 2, 8, generator=torch.Generator().manual_seed(1))
 
     def answers() -> list[torch.Tensor]:
@@ -151,7 +151,7 @@ def test_a_sequence_reads_only_its_own_blocks() -> None:
 
     before = answers()
     for spoilt, other in itertools.permutations(range(3), 2):
-        saved = cache.arena[contexts[spoilt].blocks].clone()
-        cache.arena[contexts[spoilt].blocks] = torch.nan
+        saved = cache.arena[contexts[spoilt].block_table].clone()
+        cache.arena[contexts[spoilt].block_table] = torch.nan
         assert torch.equal(answers()[other], before[other])
-        cache.arena[contexts[spoilt].blocks] = saved
+        cache.arena[contexts[spoilt].block_table] = saved

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kv_kernels.elementwise import RMSNorm, rotary_, silu_mul
-from kv_kernels.linear import PACK_FP32_FROM, PackedLinear, PlainLinear, cpu_linear
+from kv_kernels.linear import MIN_PACKED_FP32_WEIGHTS, PackedLinear, PlainLinear, make_cpu_linear
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -65,6 +65,6 @@ def test_linear_with_bias_and_residual(kind: type[PlainLinear | PackedLinear], d
 
 
 def test_small_fp32_weights_stay_plain_and_large_ones_are_packed() -> None:
-    small, large = torch.zeros(4, 4), torch.zeros(PACK_FP32_FROM // 64, 64)
-    assert isinstance(cpu_linear(small, None), PlainLinear)
-    assert isinstance(cpu_linear(large, None), PackedLinear)
+    small, large = torch.zeros(4, 4), torch.zeros(MIN_PACKED_FP32_WEIGHTS // 64, 64)
+    assert isinstance(make_cpu_linear(small, None), PlainLinear)
+    assert isinstance(make_cpu_linear(large, None), PackedLinear)

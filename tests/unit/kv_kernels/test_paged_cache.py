@@ -3,7 +3,7 @@ import torch
 
 from kv_kernels.paged_cache import (
     PagedCache,
-    Slots,
+    SlotMapping,
     clear_blocks,
     copy_blocks,
     gather_slabs,
@@ -23,7 +23,7 @@ def arena() -> torch.Tensor:
 def test_the_memory_order_is_block_layer_part_head_token_dim(arena: torch.Tensor) -> None:
     block, layer, head, token = 4, 2, 1, 3
     kv = torch.arange(2 * KV_HEADS * DIM, dtype=torch.float32).view(1, 2 * KV_HEADS, DIM) + 100.0
-    write_kv(kv, PagedCache.over(arena), layer, Slots(torch.tensor([block]), torch.tensor([token])))
+    write_kv(kv, PagedCache.from_arena(arena), layer, SlotMapping(torch.tensor([block]), torch.tensor([token])))
     flat = arena.view(-1)
     for part in (0, 1):
         row = (((block * LAYERS + layer) * 2 + part) * KV_HEADS + head) * BLOCK_SIZE + token
@@ -35,7 +35,7 @@ def test_write_touches_nothing_but_its_slots(arena: torch.Tensor) -> None:
     wide = torch.randn(3, 5 + 2 * KV_HEADS, DIM, generator=torch.Generator().manual_seed(1))
     kv = wide[:, 5:]  # a slice of the fused projection: rows are not adjacent
     blocks, offsets = torch.tensor([1, 5, 1]), torch.tensor([0, 2, 3])
-    write_kv(kv, PagedCache.over(arena), 1, Slots(blocks, offsets))
+    write_kv(kv, PagedCache.from_arena(arena), 1, SlotMapping(blocks, offsets))
     for i in range(3):
         written = arena[blocks[i], 1, :, :, offsets[i]]
         assert torch.equal(written, kv[i].view(2, KV_HEADS, DIM))

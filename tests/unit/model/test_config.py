@@ -7,7 +7,7 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Conf
 
 from baton.errors import ConfigError
 from baton.generation_defaults import GenerationDefaults, parse_generation_defaults
-from node_engine.model.config import load_config, parse_config
+from node_engine.model.config import load_model_config, parse_model_config
 from node_engine.model.rope import RopeConfig
 
 LLAMA: dict[str, Any] = {
@@ -37,7 +37,7 @@ LLAMA3 = {
 
 
 def test_defaults_of_an_old_llama() -> None:
-    config = parse_config({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}, NOTHING)
+    config = parse_model_config({k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}, NOTHING)
     assert (config.num_kv_heads, config.head_dim, config.stored_dtype) == (4, 16, "bfloat16")
     assert config.rope == RopeConfig("default", 10000.0)
     assert not any((config.tied_embeddings, config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm))
@@ -58,7 +58,7 @@ def test_biases_of_each_family(
     architecture: str, silent: tuple[bool, bool, bool], asked: tuple[bool, bool, bool]
 ) -> None:
     for extra, expected in (({}, silent), ({"attention_bias": True, "mlp_bias": True}, asked)):
-        config = parse_config(LLAMA | {"architectures": [architecture]} | extra, NOTHING)
+        config = parse_model_config(LLAMA | {"architectures": [architecture]} | extra, NOTHING)
         assert (config.qkv_bias, config.output_bias, config.mlp_bias) == expected
         assert config.qk_norm == (architecture == "Qwen3ForCausalLM")
 
@@ -85,12 +85,12 @@ ASSUMED: list[tuple[type[PreTrainedConfig], str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("cls", "architecture", "said"), ASSUMED, ids=str)
-def test_a_silent_config_means_what_transformers_takes_it_for(
+def test_missing_config_keys_default_as_in_transformers(
     cls: type[PreTrainedConfig], architecture: str, said: dict[str, Any]
 ) -> None:
     theirs = cls(**said)
     sizes = {key: getattr(theirs, key) for key in SIZES}
-    mine = parse_config({"architectures": [architecture]} | sizes | said, NOTHING)
+    mine = parse_model_config({"architectures": [architecture]} | sizes | said, NOTHING)
     kv_heads, positions = theirs.num_key_value_heads, theirs.max_position_embeddings
     assert (mine.num_kv_heads, mine.max_position_embeddings) == (kv_heads, positions)
     assert mine.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
@@ -101,8 +101,8 @@ def test_a_silent_config_means_what_transformers_takes_it_for(
     assert mine.windows == tuple(everywhere if kind == "sliding_attention" else None for kind in kinds)
 
 
-def test_layer_types_mix_windows_in_a_mistral_as_in_a_ministral() -> None:
-    config = parse_config(LLAMA | MISTRAL | {"sliding_window": 8, "layer_types": MIXED}, NOTHING)
+def test_layer_types_mix_full_and_sliding_layers() -> None:
+    config = parse_model_config(LLAMA | MISTRAL | {"sliding_window": 8, "layer_types": MIXED}, NOTHING)
     assert config.windows == (None, 8)
 
 
@@ -119,7 +119,7 @@ def test_layer_types_mix_windows_in_a_mistral_as_in_a_ministral() -> None:
     ids=["rope_scaling", "rope_scaling with type", "rope_parameters"],
 )
 def test_llama3_scaling_in_every_spelling(spelling: dict[str, Any]) -> None:
-    assert parse_config(LLAMA | spelling, NOTHING).rope == RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 1024)
+    assert parse_model_config(LLAMA | spelling, NOTHING).rope == RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 1024)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_llama3_scaling_in_every_spelling(spelling: dict[str, Any]) -> None:
     ids=["rope_scaling with type", "rope_scaling", "rope_parameters", "both"],
 )
 def test_linear_scaling_in_every_spelling(spelling: dict[str, Any]) -> None:
-    assert parse_config(LLAMA | spelling, NOTHING).rope == RopeConfig("linear", 1e6, 2.5)
+    assert parse_model_config(LLAMA | spelling, NOTHING).rope == RopeConfig("linear", 1e6, 2.5)
     theirs = LlamaConfig(**spelling).rope_parameters
     assert (theirs["rope_type"], theirs["rope_theta"], theirs["factor"]) == ("linear", 1e6, 2.5)
 
@@ -147,7 +147,7 @@ def test_linear_scaling_in_every_spelling(spelling: dict[str, Any]) -> None:
     ],
 )
 def test_default_rope_in_every_spelling(spelling: dict[str, Any]) -> None:
-    assert parse_config(LLAMA | spelling, NOTHING).rope == RopeConfig("default", 1e6)
+    assert parse_model_config(LLAMA | spelling, NOTHING).rope == RopeConfig("default", 1e6)
 
 
 @pytest.mark.parametrize(
@@ -162,10 +162,10 @@ def test_default_rope_in_every_spelling(spelling: dict[str, Any]) -> None:
         ({"eos_token_id": None}, {}, ()),
     ],
 )
-def test_every_eos_of_both_files_stops(
+def test_eos_ids_of_both_files_are_merged(
     config: dict[str, Any], generation: dict[str, Any], expected: tuple[int, ...]
 ) -> None:
-    assert parse_config(LLAMA | config, parse_generation_defaults(generation)).eos_token_ids == expected
+    assert parse_model_config(LLAMA | config, parse_generation_defaults(generation)).eos_token_ids == expected
 
 
 REFUSED: list[tuple[dict[str, Any], list[str]]] = [
@@ -215,9 +215,9 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("change", "named"), REFUSED, ids=[str(change)[:50] for change, _ in REFUSED])
-def test_what_is_not_built_is_refused_by_name(change: dict[str, Any], named: list[str]) -> None:
+def test_unsupported_config_is_refused_by_name(change: dict[str, Any], named: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
-        parse_config(LLAMA | change, NOTHING)
+        parse_model_config(LLAMA | change, NOTHING)
     for word in named:
         assert word in refused.value.message
 
@@ -227,12 +227,12 @@ def test_an_unreadable_config_is_named(tmp_path: Path, content: str | None) -> N
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"config\.json"):
-        load_config(tmp_path)
+        load_model_config(tmp_path)
     with pytest.raises(ConfigError, match="no-such-folder"):
-        load_config(tmp_path / "no-such-folder")
+        load_model_config(tmp_path / "no-such-folder")
 
 
 def test_a_folder_is_read_with_its_generation_config(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"eos_token_id": 2}))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 5}))
-    assert load_config(tmp_path).eos_token_ids == (2, 5)
+    assert load_model_config(tmp_path).eos_token_ids == (2, 5)

@@ -9,13 +9,13 @@ import torch
 
 from baton.errors import ConfigError, OutOfMemory
 from baton.types import BlockIndex, SamplingParams
-from kv_kernels.host_memory import CannotPin
-from node_engine.core.step import Computed, DeviceLost, SampleSpec, SequenceId, Slice, StepBatch
+from kv_kernels.host_memory import MemoryPinError
+from node_engine.core.step import SliceResult, DeviceLost, SampleSpec, SequenceId, SequenceSlice, StepBatch
 from node_engine.model.engine import ModelEngine
 from tests.models import build_model
 
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
-STEP = StepBatch((Slice(SequenceId(1), (3, 4), 0, [BlockIndex(2)], SampleSpec(GREEDY, 0, 2)),))
+STEP = StepBatch((SequenceSlice(SequenceId(1), (3, 4), 0, [BlockIndex(2)], SampleSpec(GREEDY, 0, 2)),))
 BLOCKS = 4
 
 
@@ -31,11 +31,11 @@ def engine(folder: Path) -> ModelEngine:
 
 def bound(engine: ModelEngine) -> bytearray:
     memory = bytearray(BLOCKS * engine.layout.block_bytes)
-    engine.bind(memoryview(memory), BLOCKS)
+    engine.bind_cache(memoryview(memory), BLOCKS)
     return memory
 
 
-def test_it_says_what_the_folder_says(folder: Path) -> None:
+def test_engine_properties_match_the_model_folder(folder: Path) -> None:
     engine = ModelEngine.load(folder, dtype="bfloat16", device="cpu", block_size=8, max_model_len=100)
     layout = engine.layout
     assert (layout.num_layers, layout.num_kv_heads, layout.head_dim) == (2, 2, 16)
@@ -44,30 +44,30 @@ def test_it_says_what_the_folder_says(folder: Path) -> None:
     assert engine.eos_token_ids == ()
 
 
-def test_nothing_runs_before_there_is_a_cache(engine: ModelEngine) -> None:
+def test_run_before_bind_cache_is_refused(engine: ModelEngine) -> None:
     with pytest.raises(RuntimeError, match="before bind"):
         engine.run(STEP)
 
 
-def test_a_step_may_be_copies_alone(engine: ModelEngine) -> None:
+def test_step_of_block_copies_alone(engine: ModelEngine) -> None:
     memory = bound(engine)
     engine.run(STEP)
     size = engine.layout.block_bytes
     block = bytes(memory[2 * size : 3 * size])
     assert any(block)
-    assert engine.run(StepBatch((), copies=((BlockIndex(2), BlockIndex(0)),))) == ()
+    assert engine.run(StepBatch((), block_copies=((BlockIndex(2), BlockIndex(0)),))) == ()
     assert bytes(memory[:size]) == block
 
 
-def test_slices_that_are_not_sampled_draw_nothing(engine: ModelEngine) -> None:
+def test_unsampled_slices_return_no_token(engine: ModelEngine) -> None:
     bound(engine)
     piece = STEP.slices[0]
-    silent = Slice(SequenceId(2), (5,), 0, [BlockIndex(1)], None)
+    silent = SequenceSlice(SequenceId(2), (5,), 0, [BlockIndex(1)], None)
     first, second, third = engine.run(StepBatch((silent, piece, silent)))
-    assert (first, third) == (Computed(), Computed())
-    assert second.token is not None
+    assert (first, third) == (SliceResult(), SliceResult())
+    assert second.token_id is not None
     assert engine.run(STEP) == (second,)
-    assert engine.run(StepBatch((silent,))) == (Computed(),)
+    assert engine.run(StepBatch((silent,))) == (SliceResult(),)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_slices_that_are_not_sampled_draw_nothing(engine: ModelEngine) -> None:
         torch.OutOfMemoryError("CUDA out of memory"),
     ],
 )
-def test_the_end_of_memory_is_an_error_of_ours(
+def test_torch_out_of_memory_becomes_out_of_memory(
     engine: ModelEngine, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bound(engine)
@@ -90,7 +90,7 @@ def test_the_end_of_memory_is_an_error_of_ours(
         engine.run(STEP)
 
 
-def test_a_gpu_that_failed_is_no_failed_step(engine: ModelEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_device_is_not_a_failed_step(engine: ModelEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     bound(engine)
 
     def fail(*_: object) -> None:
@@ -101,24 +101,24 @@ def test_a_gpu_that_failed_is_no_failed_step(engine: ModelEngine, monkeypatch: p
         engine.run(STEP)
 
 
-def test_nor_is_it_a_wrong_setting(engine: ModelEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_device_is_not_a_config_error(engine: ModelEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise torch.AcceleratorError("CUDA error: the device is lost")
 
-    monkeypatch.setattr(engine._kernels, "adopt", fail)
+    monkeypatch.setattr(engine._kernels, "memory_as_tensor", fail)
     with pytest.raises(DeviceLost, match="is lost"):
         bound(engine)
 
 
-def test_other_errors_of_torch_stay_what_they_are(engine: ModelEngine) -> None:
+def test_other_torch_errors_are_not_translated(engine: ModelEngine) -> None:
     bound(engine)
-    beyond = Slice(SequenceId(1), (10**6,), 0, [BlockIndex(0)], None)
+    beyond = SequenceSlice(SequenceId(1), (10**6,), 0, [BlockIndex(0)], None)
     with pytest.raises(IndexError):
         engine.run(StepBatch((beyond,)))
 
 
 @pytest.mark.parametrize("watched", [True, False])
-def test_a_person_sees_the_weights_load(folder: Path, watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_loading_shows_progress_on_a_terminal(folder: Path, watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.StringIO()
     terminal.isatty = lambda: watched  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stderr", terminal)
@@ -127,12 +127,12 @@ def test_a_person_sees_the_weights_load(folder: Path, watched: bool, monkeypatch
     assert ("loading weights" in terminal.getvalue()) == watched
 
 
-def test_memory_that_the_device_refuses_is_told_with_its_remedy(
+def test_pinning_failure_names_the_remedy(
     engine: ModelEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
-        raise CannotPin(f"cudaHostRegister of {memory.nbytes} bytes: invalid argument (1)")
+        raise MemoryPinError(f"cudaHostRegister of {memory.nbytes} bytes: invalid argument (1)")
 
-    monkeypatch.setattr(engine._kernels, "adopt", refuse)
+    monkeypatch.setattr(engine._kernels, "memory_as_tensor", refuse)
     with pytest.raises(ConfigError, match=r"invalid argument \(1\).*/dev/shm.*--segment-dir"):
         bound(engine)

@@ -4,7 +4,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from kv_kernels.elementwise import rotary_
-from node_engine.model.rope import RopeConfig, angles, inverse_frequencies
+from node_engine.model.rope import RopeConfig, compute_angles, compute_inverse_frequencies
 
 HEAD_DIM = 32
 LINEAR = RopeConfig("linear", 1e4, 4.0)
@@ -34,14 +34,14 @@ def test_rotation_equals_transformers(rope: RopeConfig) -> None:
     cos, sin = reference(rope)(x, positions[None])
     expected, _ = apply_rotary_pos_emb(x, x, cos, sin)
     mine = x[0].transpose(0, 1).clone()
-    rotary_(mine, *angles(inverse_frequencies(rope, HEAD_DIM), positions, torch.float32))
+    rotary_(mine, *compute_angles(compute_inverse_frequencies(rope, HEAD_DIM), positions, torch.float32))
     torch.testing.assert_close(mine, expected[0].transpose(0, 1), atol=1e-5, rtol=0.0)
 
 
 def test_llama3_keeps_short_wavelengths_and_stretches_long_ones() -> None:
     plain, scaled = (
-        inverse_frequencies(RopeConfig("default", 5e5), HEAD_DIM),
-        inverse_frequencies(LLAMA3, HEAD_DIM),
+        compute_inverse_frequencies(RopeConfig("default", 5e5), HEAD_DIM),
+        compute_inverse_frequencies(LLAMA3, HEAD_DIM),
     )
     assert scaled[0] == plain[0]
     torch.testing.assert_close(scaled[-1], plain[-1] / LLAMA3.factor)

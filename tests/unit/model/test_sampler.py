@@ -10,8 +10,8 @@ import torch
 from baton.errors import NodeFailed
 from baton.types import SamplingParams
 from node_engine.core.step import SampleSpec
-from node_engine.model.philox import WORD, philox4x32
-from node_engine.model.sampler import draw, gumbel_noise, sample
+from node_engine.model.philox import WORD_MASK, philox4x32
+from node_engine.model.sampler import draw_token, compute_gumbel_noise, sample_tokens
 
 DRAWN = SamplingParams(max_tokens=1, temperature=1.0, seed=12345)
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
@@ -19,7 +19,7 @@ GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 # The known answers for philox4x32-10 that Random123 is distributed with: counter, key, result.
 KNOWN_ANSWERS = [
     ((0,) * 4, (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((WORD,) * 4, (WORD, WORD), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    ((WORD_MASK,) * 4, (WORD_MASK, WORD_MASK), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
     (
         (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
         (0xA4093822, 0x299F31D0),
@@ -29,7 +29,7 @@ KNOWN_ANSWERS = [
 
 
 def spec(position: int = 0, params: SamplingParams = DRAWN, **others: object) -> SampleSpec:
-    return replace(SampleSpec(params, choice=0, position=position), **others)  # type: ignore[arg-type]
+    return replace(SampleSpec(params, choice_index=0, position=position), **others)  # type: ignore[arg-type]
 
 
 def logits_of(size: int, seed: int = 0) -> np.ndarray:
@@ -45,23 +45,23 @@ def test_philox_gives_the_known_answers(
 
 
 def test_noise_of_a_token_does_not_depend_on_which_others_are_asked_for() -> None:
-    whole = gumbel_noise(1003, spec())
+    whole = compute_gumbel_noise(1003, spec())
     few, many = np.array([0, 5, 6, 1002]), np.arange(2, 1003)
-    assert np.array_equal(gumbel_noise(1003, spec(), few), whole[few])
-    assert np.array_equal(gumbel_noise(1003, spec(), many), whole[many])
+    assert np.array_equal(compute_gumbel_noise(1003, spec(), few), whole[few])
+    assert np.array_equal(compute_gumbel_noise(1003, spec(), many), whole[many])
 
 
 def test_noise_depends_on_seed_choice_and_position() -> None:
     high = replace(DRAWN, seed=DRAWN.seed + (1 << 40))
     specs = [spec(), spec(1), spec(choice=1), spec(params=replace(DRAWN, seed=1)), spec(params=high)]
-    noises = [gumbel_noise(64, one) for one in specs]
+    noises = [compute_gumbel_noise(64, one) for one in specs]
     for i, first in enumerate(noises):
         for second in noises[:i]:
             assert np.abs(first - second).min() > 0
 
 
 def test_noise_is_gumbel() -> None:
-    noise = np.sort(gumbel_noise(50_000, spec()).astype(np.float64))
+    noise = np.sort(compute_gumbel_noise(50_000, spec()).astype(np.float64))
     expected = np.exp(-np.exp(-noise))
     distance = np.abs(expected - np.arange(1, len(noise) + 1) / len(noise)).max()
     assert distance < 1.63 / math.sqrt(len(noise))  # Kolmogorov and Smirnov, 1%
@@ -95,7 +95,7 @@ def test_draws_follow_the_filtered_distribution(params: SamplingParams, kept: in
     exact /= exact.sum()
     assert kept is None or (exact > 0).sum() == kept
 
-    counts = np.bincount([draw(logits, spec(i, params)) for i in range(3000)], minlength=12)
+    counts = np.bincount([draw_token(logits, spec(i, params)) for i in range(3000)], minlength=12)
     assert counts[exact == 0].sum() == 0
     possible = exact > 0
     # The 99.9% points of chi-square with 2 .. 11 degrees of freedom lie between 13.8 and 31.3.
@@ -108,7 +108,7 @@ def test_greedy_is_argmax_and_forbidden_ids_are_never_drawn() -> None:
     best = int(logits[0].argmax())
     only = tuple(token for token in range(50) if token != 7)
     specs = [spec(params=GREEDY), spec(params=GREEDY, forbidden=(best, 10**6)), spec(forbidden=only)]
-    greedy, second, forced = (made.token for made in sample(logits.clone(), specs))
+    greedy, second, forced = (made.token_id for made in sample_tokens(logits.clone(), specs))
     assert greedy == best
     assert second == int(logits[0].topk(2).indices[1])
     assert forced == 7
@@ -119,15 +119,15 @@ def test_greedy_is_argmax_and_forbidden_ids_are_never_drawn() -> None:
     [replace(DRAWN, top_k=1), replace(DRAWN, top_p=1e-6), replace(DRAWN, temperature=1e-30)],
     ids=["top-k 1", "tiny top-p", "tiny temperature"],
 )
-def test_the_narrowest_filters_leave_the_best(params: SamplingParams) -> None:
+def test_narrowest_filters_are_greedy(params: SamplingParams) -> None:
     logits = logits_of(300)
-    assert {draw(logits, spec(i, params)) for i in range(20)} == {int(logits.argmax())}
+    assert {draw_token(logits, spec(i, params)) for i in range(20)} == {int(logits.argmax())}
 
 
-def test_equals_of_the_last_one_kept_are_kept() -> None:
+def test_ties_with_the_lowest_kept_score_are_kept() -> None:
     logits = np.zeros(8, dtype=np.float32)
     for params in (replace(DRAWN, top_k=3), replace(DRAWN, top_p=0.3)):
-        assert {draw(logits, spec(i, params)) for i in range(200)} == set(range(8))
+        assert {draw_token(logits, spec(i, params)) for i in range(200)} == set(range(8))
 
 
 def test_a_sequence_draws_the_same_in_any_batch() -> None:
@@ -140,9 +140,9 @@ def test_a_sequence_draws_the_same_in_any_batch() -> None:
         spec(3, choice=1),
         spec(9, forbidden=(1, 2)),
     ]
-    together = sample(rows.clone(), specs)
-    backwards = sample(rows.flip(0).clone(), specs[::-1])[::-1]
-    alone = [sample(rows[i : i + 1].clone(), specs[i : i + 1])[0] for i in range(6)]
+    together = sample_tokens(rows.clone(), specs)
+    backwards = sample_tokens(rows.flip(0).clone(), specs[::-1])[::-1]
+    alone = [sample_tokens(rows[i : i + 1].clone(), specs[i : i + 1])[0] for i in range(6)]
     assert together == backwards == alone
 
 
@@ -152,4 +152,4 @@ def test_damaged_logits_are_an_error(params: SamplingParams, bad: float) -> None
     logits = torch.zeros(2, 30)
     logits[1, 4] = bad
     with pytest.raises(NodeFailed, match="not finite"):
-        sample(logits, [spec(params=params)] * 2)
+        sample_tokens(logits, [spec(params=params)] * 2)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from baton.errors import ConfigError
 from node_engine.model.engine import ModelEngine
-from tests.models import build_model, load_reference
+from tests.models import build_model, load_reference_model
 
 ROOT = Path(__file__).parents[3]
 Tensors = dict[str, torch.Tensor]
@@ -45,7 +45,7 @@ def digest(folder: Path, **options: object) -> bytes:
 
 
 def test_shards_and_dtype_of_computation_do_not_change_the_digest(original: Path, tmp_path: Path) -> None:
-    load_reference(original).save_pretrained(tmp_path, max_shard_size="100KB")
+    load_reference_model(original).save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
     assert len(digest(original)) == 32
     assert digest(original) == digest(tmp_path) == digest(original, dtype="bfloat16")

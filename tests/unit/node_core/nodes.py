@@ -4,31 +4,31 @@ from collections.abc import Sequence
 
 from baton.block_hash import BlockHash, root_hash
 from baton.clock import FakeClock
-from baton.types import AttemptKey, BlockIndex, Request, RequestId, SamplingParams, TicketId, Work
+from baton.types import AttemptKey, BlockIndex, Request, RequestId, SamplingParams, TicketId, AttemptSpec
 from node_engine.core.block_pool import BlockPool
-from node_engine.core.outcome import Emitted, Failed, Outcome, PrefillCompleted
+from node_engine.core.outcome import TokenEmitted, SequenceFailed, SequenceOutcome, PrefillCompleted
 from node_engine.core.scheduler import Scheduler, SchedulerLimits
 from node_engine.core.sequence import Sequence as NodeSequence
 from node_engine.core.step import StepBatch
-from node_engine.paced import FREE_OF_COST, PacedEngine, paced_reference
+from node_engine.paced import ZERO_COSTS, PacedEngine, paced_reference_tokens
 
 VOCAB = 1000
 BLOCK = 16
-T = TicketId("t")
+TICKET_ID = TicketId("t")
 PROMPT = [(7 * position) % 997 + 1 for position in range(512)]
 
 
-def other(length: int, salt: int) -> list[int]:
+def unshared_prompt(length: int, salt: int) -> list[int]:
     """A prompt that shares no beginning with any other."""
     return [(salt * 31 + position) % 997 + 1 for position in range(length)]
 
 
-def shape(batch: StepBatch | None) -> list[tuple[int, int, bool]]:
+def batch_shape(batch: StepBatch | None) -> list[tuple[int, int, bool]]:
     assert batch is not None
-    return [(piece.start, len(piece.tokens), piece.sample is not None) for piece in batch.slices]
+    return [(piece.start, len(piece.token_ids), piece.sample_spec is not None) for piece in batch.slices]
 
 
-def work(
+def make_work(
     name: str | int,
     prompt: Sequence[int],
     max_tokens: int = 8,
@@ -37,21 +37,21 @@ def work(
     min_tokens: int = 0,
     stop: Sequence[int] = (),
     ignore_eos: bool = False,
-) -> Work:
+) -> AttemptSpec:
     key = AttemptKey(RequestId(f"r{name}"), 0, 0)
     sampling = SamplingParams(
         max_tokens, min_tokens=min_tokens, ignore_eos=ignore_eos, stop_token_ids=tuple(stop), temperature=0.0
     )
-    return Work(key, Request(key.request, tuple(prompt), sampling, timeout=60.0), tuple(emitted))
+    return AttemptSpec(key, Request(key.request_id, tuple(prompt), sampling, timeout_seconds=60.0), tuple(emitted))
 
 
-def expected(job: Work) -> list[int]:
+def expected_tokens(job: AttemptSpec) -> list[int]:
     """Every token that the job has still to emit."""
-    left = job.request.sampling.max_tokens - len(job.emitted)
-    return paced_reference(job.context, left, VOCAB)
+    left = job.request.sampling.max_tokens - len(job.emitted_token_ids)
+    return paced_reference_tokens(job.context_token_ids, left, VOCAB)
 
 
-class Node:
+class SteppedNode:
     """`step()` is one turn of a node's compute loop."""
 
     def __init__(
@@ -64,30 +64,30 @@ class Node:
         eos_probability: float = 0.0,
     ) -> None:
         self.clock = FakeClock()
-        self.engine = PacedEngine(FREE_OF_COST, vocab_size=VOCAB, eos_probability=eos_probability, clock=self.clock)
+        self.engine = PacedEngine(ZERO_COSTS, vocab_size=VOCAB, eos_probability=eos_probability, clock=self.clock)
         self.arena = bytearray(num_blocks * self.engine.layout.block_bytes)
-        self.engine.bind(memoryview(self.arena), num_blocks)
+        self.engine.bind_cache(memoryview(self.arena), num_blocks)
         self.pool = BlockPool(num_blocks, BLOCK, self.clock)
         limits = SchedulerLimits(max_num_seqs, max_batched_tokens, max_model_len)
         self.scheduler = Scheduler(self.pool, limits, self.engine.eos_token_ids)
         self.root: BlockHash = root_hash(self.engine.model_digest, self.engine.layout, b"")
-        self.outcomes: list[Outcome] = []
+        self.outcomes: list[SequenceOutcome] = []
         self.batches: list[StepBatch] = []
 
-    def add(self, job: Work, *, hand_off: bool = False) -> NodeSequence:
-        return self.scheduler.add(job, self.root, hand_off=hand_off)
+    def add_work(self, job: AttemptSpec, *, hand_off: bool = False) -> NodeSequence:
+        return self.scheduler.add_sequence(job, self.root, hand_off=hand_off)
 
     def step(self) -> StepBatch | None:
         """Returns the batch that was run, or None if there was nothing to compute."""
-        plan = self.scheduler.next_step()
+        plan = self.scheduler.schedule_step()
         self.outcomes += plan.outcomes
         if plan.batch is None:
-            assert not self.scheduler.next_step().outcomes, "a plan without a batch settles everything"
+            assert not self.scheduler.schedule_step().outcomes, "a plan without a batch settles everything"
         else:
             self.check_batch(plan.batch)
             self.batches.append(plan.batch)
-            self.outcomes += self.scheduler.update(plan.batch, self.engine.run(plan.batch))
-        self.pool.check()
+            self.outcomes += self.scheduler.update_from_results(plan.batch, self.engine.run(plan.batch))
+        self.pool.check_invariants()
         return plan.batch
 
     def run(self, max_steps: int = 5000) -> None:
@@ -100,48 +100,48 @@ class Node:
     def check_batch(self, batch: StepBatch) -> None:
         limits = self.scheduler.limits
         assert 0 < batch.num_tokens <= limits.max_batched_tokens
-        assert len({piece.sequence for piece in batch.slices}) == len(batch.slices) <= limits.max_num_seqs
-        assert len({destination for _, destination in batch.copies}) == len(batch.copies)
+        assert len({piece.sequence_id for piece in batch.slices}) == len(batch.slices) <= limits.max_num_seqs
+        assert len({destination for _, destination in batch.block_copies}) == len(batch.block_copies)
         written: dict[BlockIndex, int] = {}  # and the first token of the block that is
-        copied = [each.copy[0] for each in self.scheduler.sequences() if each.copy is not None]
+        copied = [each.pending_copy[0] for each in self.scheduler.list_sequences() if each.pending_copy is not None]
         for piece in batch.slices:
-            sequence = self.scheduler.computing(piece.sequence)
-            end = piece.start + len(piece.tokens)
-            assert piece.tokens == tuple(sequence.tokens[piece.start : end])
+            sequence = self.scheduler.get_sequence_in_flight(piece.sequence_id)
+            end = piece.start + len(piece.token_ids)
+            assert piece.token_ids == tuple(sequence.token_ids[piece.start : end])
             assert len(piece.block_table) * BLOCK >= end
-            assert (piece.sample is None) == (end < len(sequence.tokens))
+            assert (piece.sample_spec is None) == (end < len(sequence.token_ids))
             assert end % BLOCK == 0 or end >= sequence.context_len, "a chunk ends inside a block"
             for number in range(piece.start // BLOCK, -(-end // BLOCK)):
                 assert piece.block_table[number] not in written, "a block is written twice in a step"
                 written[piece.block_table[number]] = max(0, piece.start - number * BLOCK)
         for block, first in written.items():
-            assert self.pool.refs(block) == 1 + copied.count(block), "a shared block is written"
-            found = len(self.pool.index.entry(block).tokens) if block in self.pool.index else 0
+            assert self.pool.get_ref_count(block) == 1 + copied.count(block), "a shared block is written"
+            found = len(self.pool.prefix_index.get_entry(block).token_ids) if block in self.pool.prefix_index else 0
             assert found <= first, "what others can find is written"
 
-    def emitted(self, job: Work) -> list[int]:
-        events = [each.event for each in self.outcomes if isinstance(each, Emitted) and each.event.key == job.key]
-        assert [event.index for event in events] == list(range(len(job.emitted), len(job.emitted) + len(events)))
-        assert all(event.finish is None for event in events[:-1])
-        return [event.token for event in events]
+    def emitted_tokens(self, job: AttemptSpec) -> list[int]:
+        events = [each.event for each in self.outcomes if isinstance(each, TokenEmitted) and each.event.key == job.key]
+        assert [event.output_index for event in events] == list(range(len(job.emitted_token_ids), len(job.emitted_token_ids) + len(events)))
+        assert all(event.finish_reason is None for event in events[:-1])
+        return [event.token_id for event in events]
 
-    def errors(self) -> dict[AttemptKey, str]:
-        return {each.sequence.key: each.error.code for each in self.outcomes if isinstance(each, Failed)}
+    def error_codes(self) -> dict[AttemptKey, str]:
+        return {each.sequence.key: each.error.code for each in self.outcomes if isinstance(each, SequenceFailed)}
 
 
-def deliver(source: Node, target: Node, key: AttemptKey, ticket: TicketId) -> None:
+def transfer_kv(source: SteppedNode, target: SteppedNode, key: AttemptKey, ticket: TicketId) -> None:
     """What the transfer plane does: copy the promised blocks from arena to arena, then seal and commit."""
-    sent, awaited = source.scheduler.get(key), target.scheduler.get(key)
+    sent, awaited = source.scheduler.get_sequence(key), target.scheduler.get_sequence(key)
     assert sent is not None
     assert awaited is not None
     size = source.engine.layout.block_bytes
     first = len(awaited.block_table)
     target.pool.mark_writing(ticket)
-    for number, destination in enumerate(awaited.promised):
+    for number, destination in enumerate(awaited.reserved_blocks):
         block = sent.block_table[first + number]
         target.arena[destination * size : (destination + 1) * size] = source.arena[block * size : (block + 1) * size]
     completed = next(
         each for each in reversed(source.outcomes) if isinstance(each, PrefillCompleted) and each.event.key == key
     )
-    target.outcomes += target.scheduler.adopt(key, (completed.event.token,))
-    source.scheduler.release(key)
+    target.outcomes += target.scheduler.commit_handoff(key, (completed.event.token_id,))
+    source.scheduler.finish_handoff(key)

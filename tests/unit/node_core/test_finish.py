@@ -3,7 +3,7 @@
 import pytest
 
 from baton.types import FinishReason, SamplingParams
-from node_engine.core.finish import finish_reason, forbidden_ids
+from node_engine.core.finish import finish_reason, forbidden_token_ids
 
 EOS = (2, 3)
 
@@ -46,5 +46,5 @@ def test_finish_reason(
         (SamplingParams(8, min_tokens=2, stop_token_ids=(9,), ignore_eos=True), 1, (9,)),
     ],
 )
-def test_forbidden_ids(params: SamplingParams, generated: int, want: tuple[int, ...]) -> None:
-    assert forbidden_ids(params, EOS, generated) == want
+def test_forbidden_token_ids(params: SamplingParams, generated: int, want: tuple[int, ...]) -> None:
+    assert forbidden_token_ids(params, EOS, generated) == want

@@ -6,124 +6,124 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.limits import LOCAL_PREFILL_BURST as BURST
+from baton.limits import LOCAL_PREFILL_BURST_STEPS as BURST
 from baton.types import SamplingParams
-from node_engine.core.prefill_allowance import PrefillAllowance
-from node_engine.core.step import SampleSpec, SequenceId, Slice, StepBatch
+from node_engine.core.prefill_allowance import PrefillTokenBudget
+from node_engine.core.step import SampleSpec, SequenceId, SequenceSlice, StepBatch
 from node_engine.paced import PacedCosts
-from tests.unit.node_core.nodes import BLOCK, Node, expected, work
-from tests.unit.node_core.test_scheduler import other
+from tests.unit.node_core.nodes import BLOCK, SteppedNode, expected_tokens, make_work
+from tests.unit.node_core.test_scheduler import unshared_prompt
 
-COSTS = PacedCosts(prefill_per_token=50.0, prefill_per_cached_token=0.0, decode_base=5000.0)
+COSTS = PacedCosts(prefill_us_per_token=50.0, prefill_us_per_cached_token=0.0, decode_base_us=5000.0)
 DRAWN = SampleSpec(SamplingParams(8), 0, 0)
 
 
-def batch(residents: int, resident: int, prompts: list[tuple[int, int]]) -> StepBatch:
+def make_batch(residents: int, resident: int, prompts: list[tuple[int, int]]) -> StepBatch:
     """`prompts`: tokens before, and in the step."""
     ids = map(SequenceId, count())
-    pieces = [Slice(next(ids), (1,), resident, (), DRAWN) for _ in range(residents)]
-    pieces += [Slice(next(ids), (1,) * length, before, (), None) for before, length in prompts]
+    pieces = [SequenceSlice(next(ids), (1,), resident, (), DRAWN) for _ in range(residents)]
+    pieces += [SequenceSlice(next(ids), (1,) * length, before, (), None) for before, length in prompts]
     return StepBatch(tuple(pieces))
 
 
-class Timed:
+class TimedNode:
     """An allowance and the steps that it leads to, which take what `costs` say."""
 
     def __init__(self, share: float | None, residents: int, costs: PacedCosts = COSTS) -> None:
-        self.allowance = PrefillAllowance(BLOCK)
-        self.allowance.share = share
+        self.prefill_budget = PrefillTokenBudget(BLOCK)
+        self.prefill_budget.prefill_step_share = share
         self.costs = costs
-        self.residents, self.resident = residents, 20
+        self.num_running, self.context_tokens = residents, 20
         for _ in range(20):
             self.step(0, 0)
-        self.plain = self.step(0, 0)
+        self.decode_step_seconds = self.step(0, 0)
 
     def step(self, before: int, length: int) -> float:
-        self.resident += 1
-        made = batch(self.residents, self.resident, [(before, length)] if length else [])
-        seconds = self.costs.seconds(made)
-        self.allowance.took(made, seconds)
+        self.context_tokens += 1
+        made = make_batch(self.num_running, self.context_tokens, [(before, length)] if length else [])
+        seconds = self.costs.compute_step_seconds(made)
+        self.prefill_budget.observe_step(made, seconds)
         return seconds
 
-    def compute(self, tokens: int) -> list[tuple[float, int]]:
+    def compute_prompt(self, tokens: int) -> list[tuple[float, int]]:
         """A prompt: seconds and tokens of each of its steps."""
         before = 0
         steps: list[tuple[float, int]] = []
         while before < tokens:
-            granted = self.allowance.tokens(self.residents, self.residents * self.resident, before)
+            granted = self.prefill_budget.compute_token_limit(self.num_running, self.num_running * self.context_tokens, before)
             length = min(512, tokens - before, 512 if granted is None else granted // BLOCK * BLOCK)
             steps.append((self.step(before, length), length))
             before += length
             assert len(steps) < 20_000, "starved"
         return steps
 
-    def slowdown(self, steps: list[tuple[float, int]]) -> float:
-        return sum(seconds for seconds, _ in steps) / len(steps) / self.plain
+    def compute_slowdown(self, steps: list[tuple[float, int]]) -> float:
+        return sum(seconds for seconds, _ in steps) / len(steps) / self.decode_step_seconds
 
 
 @pytest.mark.parametrize("share", [0.1, 0.25, 0.5, 1.0])
 @pytest.mark.parametrize("residents", [1, 8])
 def test_running_sequences_keep_their_pace(share: float, residents: int) -> None:
-    node = Timed(share, residents)
-    node.compute(600)  # what prompts cost is learned from it
-    steps = node.compute(1600)
+    node = TimedNode(share, residents)
+    node.compute_prompt(600)  # what prompts cost is learned from it
+    steps = node.compute_prompt(1600)
     at_once = BURST * share / len(steps)
-    slowdown = node.slowdown(steps)
+    slowdown = node.compute_slowdown(steps)
     assert 1.0 + 0.8 * share <= slowdown <= (1.0 + share) * 1.05 + at_once, "what is allowed is used, and no more"
-    block = BLOCK * COSTS.prefill_per_token * 1e-6
-    saved = max(BURST * share * node.plain, block)
-    assert max(seconds for seconds, _ in steps) <= 1.05 * ((1.0 + share) * node.plain + saved)
+    block = BLOCK * COSTS.prefill_us_per_token * 1e-6
+    saved = max(BURST * share * node.decode_step_seconds, block)
+    assert max(seconds for seconds, _ in steps) <= 1.05 * ((1.0 + share) * node.decode_step_seconds + saved)
 
 
 def test_a_short_prompt_is_computed_at_once_and_the_next_one_is_not() -> None:
-    node = Timed(0.5, 4)
-    node.compute(600)
+    node = TimedNode(0.5, 4)
+    node.compute_prompt(600)
     for _ in range(2 * BURST):
         node.step(0, 0)
-    assert len(node.compute(256)) == 1, "12.8 ms of computing, and 20 were saved up"
-    node.compute(1600)
-    assert len(node.compute(256)) > 3
+    assert len(node.compute_prompt(256)) == 1, "12.8 ms of computing, and 20 were saved up"
+    node.compute_prompt(1600)
+    assert len(node.compute_prompt(256)) > 3
 
 
-def test_without_a_share_prompts_fill_the_step() -> None:
-    assert {length for _, length in Timed(None, 2).compute(1024)} == {512}
+def test_no_limit_without_a_share() -> None:
+    assert {length for _, length in TimedNode(None, 2).compute_prompt(1024)} == {512}
 
 
-def test_beside_nobody_prompts_fill_the_step() -> None:
-    allowance = PrefillAllowance(BLOCK)
-    allowance.share = 0.1
-    assert allowance.tokens(0, 0, 0) is None
+def test_no_limit_without_running_sequences() -> None:
+    allowance = PrefillTokenBudget(BLOCK)
+    allowance.prefill_step_share = 0.1
+    assert allowance.compute_token_limit(0, 0, 0) is None
 
 
-def test_a_share_too_small_for_a_block_saves_up_for_one() -> None:
-    node = Timed(0.5, 1, PacedCosts(prefill_per_token=1000.0, prefill_per_cached_token=0.0, decode_base=5000.0))
-    node.compute(160)
-    steps = node.compute(160)
+def test_small_share_saves_credit_for_a_whole_block() -> None:
+    node = TimedNode(0.5, 1, PacedCosts(prefill_us_per_token=1000.0, prefill_us_per_cached_token=0.0, decode_base_us=5000.0))
+    node.compute_prompt(160)
+    steps = node.compute_prompt(160)
     assert {length for _, length in steps} == {0, BLOCK}, "16 ms of computing for 2.5 ms of each step"
     assert 5 <= len(steps) / 10 <= 8
 
 
 def test_the_end_of_a_long_context_is_reached() -> None:
     """What a block costs grows along a prompt, and so does what may be saved up for it."""
-    attention = PacedCosts(prefill_per_token=100.0, prefill_per_cached_token=0.5, decode_base=1000.0)
-    Timed(0.2, 1, attention).compute(4096)
+    attention = PacedCosts(prefill_us_per_token=100.0, prefill_us_per_cached_token=0.5, decode_base_us=1000.0)
+    TimedNode(0.2, 1, attention).compute_prompt(4096)
 
 
 def test_a_share_may_change_at_any_time() -> None:
-    node = Timed(0.1, 1)
-    node.compute(600)
-    few = len(node.compute(600))
-    node.allowance.share = 1.0
-    assert len(node.compute(600)) < few / 3
+    node = TimedNode(0.1, 1)
+    node.compute_prompt(600)
+    few = len(node.compute_prompt(600))
+    node.prefill_budget.prefill_step_share = 1.0
+    assert len(node.compute_prompt(600)) < few / 3
 
 
-def test_what_a_prompt_adds_to_a_step() -> None:
-    node = Timed(0.5, 4)
-    node.compute(600)
+def test_compute_time_share() -> None:
+    node = TimedNode(0.5, 4)
+    node.compute_prompt(600)
     added = 96 * 50.0 / (96 * 50.0 + 5000.0 + 4 * 20.0)
-    assert node.allowance.share_of(batch(4, 50, [(0, 64), (0, 32)]), 64) == pytest.approx(added * 2 / 3, rel=0.1)
-    assert node.allowance.share_of(batch(0, 0, [(0, 64), (0, 32)]), 32) == pytest.approx(1 / 3)
-    assert node.allowance.share_of(batch(3, 50, []), 1) == pytest.approx(1 / 3), "all but the last token was cached"
+    assert node.prefill_budget.compute_time_share(make_batch(4, 50, [(0, 64), (0, 32)]), 64) == pytest.approx(added * 2 / 3, rel=0.1)
+    assert node.prefill_budget.compute_time_share(make_batch(0, 0, [(0, 64), (0, 32)]), 32) == pytest.approx(1 / 3)
+    assert node.prefill_budget.compute_time_share(make_batch(3, 50, []), 1) == pytest.approx(1 / 3), "all but the last token was cached"
 
 
 @settings(max_examples=60)
@@ -135,28 +135,28 @@ def test_what_a_prompt_adds_to_a_step() -> None:
 def test_no_prompt_is_starved_whatever_steps_took(
     share: float, steps: list[tuple[int, int, float]], before: int
 ) -> None:
-    allowance = PrefillAllowance(BLOCK)
-    allowance.share = share
+    allowance = PrefillTokenBudget(BLOCK)
+    allowance.prefill_step_share = share
     for residents, new, seconds in steps:
-        allowance.took(batch(residents, 100, [(before, new)] if new > 1 else []), seconds)
-    plain, earned, block = batch(4, 100, []), 0.0, 0.0
+        allowance.observe_step(make_batch(residents, 100, [(before, new)] if new > 1 else []), seconds)
+    plain, earned, block = make_batch(4, 100, []), 0.0, 0.0
     for _ in range(64):
-        granted = allowance.tokens(4, 400, before)
+        granted = allowance.compute_token_limit(4, 400, before)
         if granted is None or granted >= BLOCK:
             return
         assert granted >= 0
-        block = 4.0 * BLOCK * sum(map(float.__mul__, allowance._prompts.coefficients, (1 / 1024, before / 1024**2)))
+        block = 4.0 * BLOCK * sum(map(float.__mul__, allowance._prefill_fit.coefficients, (1 / 1024, before / 1024**2)))
         took = max(0.01, block / share)  # a step long enough to pay a debt and a block
-        allowance.took(plain, took)
+        allowance.observe_step(plain, took)
         earned += share * took
     raise AssertionError(f"{earned} s were earned, and a block costs about {block / 4}")
 
 
 @given(st.floats(0.01, 4.0), st.integers(1, 64), st.integers(0, 4000))
-def test_grants_come_in_few_sizes(share: float, residents: int, before: int) -> None:
-    allowance = PrefillAllowance(BLOCK)
-    allowance.share = share
-    granted = allowance.tokens(residents, residents * 100, before)
+def test_token_limits_come_in_few_sizes(share: float, residents: int, before: int) -> None:
+    allowance = PrefillTokenBudget(BLOCK)
+    allowance.prefill_step_share = share
+    granted = allowance.compute_token_limit(residents, residents * 100, before)
     assert granted is not None
     blocks, rest = divmod(granted, BLOCK)
     assert rest == 0
@@ -164,23 +164,23 @@ def test_grants_come_in_few_sizes(share: float, residents: int, before: int) -> 
     assert blocks >> max(0, blocks.bit_length() - 3) << max(0, blocks.bit_length() - 3) == blocks
 
 
-def test_the_scheduler_keeps_to_it_and_tokens_are_the_same_however_prompts_are_cut() -> None:
-    jobs = [work(name, other(40 + 30 * name, name), 6) for name in range(4)]
+def test_scheduler_keeps_the_budget_and_chunking_changes_no_token() -> None:
+    jobs = [make_work(name, unshared_prompt(40 + 30 * name, name), 6) for name in range(4)]
     cuts = []
     for share in (None, 0.02, 0.08):
-        node = Node(num_blocks=96, max_batched_tokens=512)
-        node.scheduler.allowance.share = share
-        resident = work("resident", other(20, 90), 400)
-        node.add(resident)
+        node = SteppedNode(num_blocks=96, max_batched_tokens=512)
+        node.scheduler.prefill_budget.prefill_step_share = share
+        resident = make_work("resident", unshared_prompt(20, 90), 400)
+        node.add_work(resident)
         begun = 0
-        while not all(len(node.emitted(job)) == 6 for job in jobs):
+        while not all(len(node.emitted_tokens(job)) == 6 for job in jobs):
             made = node.step()
             assert made is not None
-            node.scheduler.allowance.took(made, COSTS.seconds(made))
-            if begun < len(jobs) and len(node.emitted(resident)) > 16 * (begun + 1):
-                node.add(jobs[begun])
+            node.scheduler.prefill_budget.observe_step(made, COSTS.compute_step_seconds(made))
+            if begun < len(jobs) and len(node.emitted_tokens(resident)) > 16 * (begun + 1):
+                node.add_work(jobs[begun])
                 begun += 1
-        assert [node.emitted(job) for job in jobs] == [expected(job) for job in jobs]
-        cuts.append(sum(any(len(piece.tokens) > 1 for piece in each.slices) for each in node.batches))
+        assert [node.emitted_tokens(job) for job in jobs] == [expected_tokens(job) for job in jobs]
+        cuts.append(sum(any(len(piece.token_ids) > 1 for piece in each.slices) for each in node.batches))
     assert cuts[0] == 5, "each prompt in one step"
     assert cuts[0] < cuts[2] < cuts[1]

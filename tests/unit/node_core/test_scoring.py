@@ -5,33 +5,33 @@ from dataclasses import replace
 
 import pytest
 
-from baton.types import TicketId, Work
-from node_engine.core.outcome import Dropped, Emitted, Outcome, PrefillCompleted, PromptScored
-from node_engine.core.residency import Refusal
+from baton.types import TicketId, AttemptSpec
+from node_engine.core.outcome import PrefillRequeued, TokenEmitted, SequenceOutcome, PrefillCompleted, PromptLogprobsComputed
+from node_engine.core.residency import CapacityRefusal
 from node_engine.core.step import SampleSpec
-from node_engine.paced import paced_scores
-from tests.unit.node_core.nodes import BLOCK, VOCAB, Node, deliver, expected, work
+from node_engine.paced import paced_reference_logprobs
+from tests.unit.node_core.nodes import BLOCK, VOCAB, SteppedNode, transfer_kv, expected_tokens, make_work
 
 PROMPT = tuple((17 * position) % 983 + 1 for position in range(150))
 T = TicketId("t")
 
 
-def asking(job: Work, **fields: object) -> Work:
+def with_sampling(job: AttemptSpec, **fields: object) -> AttemptSpec:
     sampling = replace(job.request.sampling, **fields)  # type: ignore[arg-type]
     return replace(job, request=replace(job.request, sampling=sampling))
 
 
-def prompt_scores(outcomes: list[Outcome], job: Work) -> list[PromptScored]:
-    return [each for each in outcomes if isinstance(each, PromptScored) and each.sequence.key == job.key]
+def prompt_scores(outcomes: list[SequenceOutcome], job: AttemptSpec) -> list[PromptLogprobsComputed]:
+    return [each for each in outcomes if isinstance(each, PromptLogprobsComputed) and each.sequence.key == job.key]
 
 
-def check_prompt_scores(found: list[PromptScored], job: Work, top: int) -> None:
+def check_prompt_scores(found: list[PromptLogprobsComputed], job: AttemptSpec, top: int) -> None:
     """Every token of the prompt but the first, in order, without a gap."""
-    wanted = paced_scores(job.request.prompt, top, VOCAB)
+    wanted = paced_reference_logprobs(job.request.prompt_token_ids, top, VOCAB)
     scores = []
     for each in found:
-        assert each.first == len(scores) + 1
-        scores += each.scores
+        assert each.first_position == len(scores) + 1
+        scores += each.logprobs
     assert scores == wanted
 
 
@@ -40,30 +40,30 @@ def check_prompt_scores(found: list[PromptScored], job: Work, top: int) -> None:
 
 @pytest.mark.parametrize("top", [0, 5])
 def test_tokens_are_scored_if_asked_for(top: int) -> None:
-    node = Node()
-    job, plain = asking(work("a", PROMPT[:20], 6), logprobs=top), work("b", PROMPT[:30], 6)
-    node.add(job)
-    node.add(plain)
+    node = SteppedNode()
+    job, plain = with_sampling(make_work("a", PROMPT[:20], 6), logprobs=top), make_work("b", PROMPT[:30], 6)
+    node.add_work(job)
+    node.add_work(plain)
     node.run()
-    events = [each.event for each in node.outcomes if isinstance(each, Emitted)]
-    scores = [event.score for event in events if event.key == job.key]
-    assert scores == paced_scores([*PROMPT[:20], *expected(job)], top, VOCAB)[19:]
-    assert {event.score for event in events if event.key == plain.key} == {None}
+    events = [each.event for each in node.outcomes if isinstance(each, TokenEmitted)]
+    scores = [event.logprobs for event in events if event.key == job.key]
+    assert scores == paced_reference_logprobs([*PROMPT[:20], *expected_tokens(job)], top, VOCAB)[19:]
+    assert {event.logprobs for event in events if event.key == plain.key} == {None}
 
 
-def test_the_first_tokens_score_crosses_with_it() -> None:
-    prefill, decode = Node(), Node()
-    job = asking(work("a", PROMPT[:40], 3), logprobs=2)
-    prefill.add(job, hand_off=True)
-    awaited = decode.scheduler.expect(job, decode.root, T)
-    assert not isinstance(awaited, Refusal)
+def test_handoff_carries_the_first_tokens_score() -> None:
+    prefill, decode = SteppedNode(), SteppedNode()
+    job = with_sampling(make_work("a", PROMPT[:40], 3), logprobs=2)
+    prefill.add_work(job, hand_off=True)
+    awaited = decode.scheduler.reserve_for_handoff(job, decode.root, T)
+    assert not isinstance(awaited, CapacityRefusal)
     prefill.run()
     [completed] = prefill.outcomes
     assert isinstance(completed, PrefillCompleted)
-    assert completed.event.score == paced_scores([*PROMPT[:40], expected(job)[0]], 2, VOCAB)[-1]
+    assert completed.event.logprobs == paced_reference_logprobs([*PROMPT[:40], expected_tokens(job)[0]], 2, VOCAB)[-1]
     decode.pool.mark_writing(T)
-    [first] = decode.scheduler.adopt(job.key, (completed.event.token,), completed.event.score)
-    assert isinstance(first, Emitted)
+    [first] = decode.scheduler.commit_handoff(job.key, (completed.event.token_id,), completed.event.logprobs)
+    assert isinstance(first, TokenEmitted)
     assert first.event == replace(completed.event)
 
 
@@ -71,92 +71,92 @@ def test_the_first_tokens_score_crosses_with_it() -> None:
 
 
 def test_a_prompt_is_scored_chunk_by_chunk_before_its_first_token() -> None:
-    node = Node(max_batched_tokens=48)
-    job, other = asking(work("a", PROMPT, 3), prompt_logprobs=4), work("b", PROMPT[::-1], 3)
-    node.add(other)
-    node.add(job)
+    node = SteppedNode(max_batched_tokens=48)
+    job, other = with_sampling(make_work("a", PROMPT, 3), prompt_logprobs=4), make_work("b", PROMPT[::-1], 3)
+    node.add_work(other)
+    node.add_work(job)
     node.run()
     found = prompt_scores(node.outcomes, job)
     assert len(found) > 2
     check_prompt_scores(found, job, 4)
     mine = [each for each in node.outcomes if each.sequence.key == job.key]
     assert mine[: len(found)] == found, "before the first token"
-    assert node.emitted(job) == expected(job)
+    assert node.emitted_tokens(job) == expected_tokens(job)
     assert not prompt_scores(node.outcomes, other)
 
 
 @pytest.mark.parametrize("length", [1, 2, 16, 17])
 def test_short_prompts(length: int) -> None:
-    node, job = Node(), asking(work("a", PROMPT[:length], 2), prompt_logprobs=0)
-    node.add(job)
+    node, job = SteppedNode(), with_sampling(make_work("a", PROMPT[:length], 2), prompt_logprobs=0)
+    node.add_work(job)
     node.run()
     check_prompt_scores(prompt_scores(node.outcomes, job), job, 0)
-    assert node.emitted(job) == expected(job)
+    assert node.emitted_tokens(job) == expected_tokens(job)
 
 
-def test_what_is_cached_is_computed_again_to_score_it_and_shared_afterwards() -> None:
-    node = Node()
-    node.add(work("warm", PROMPT[:64], 1))
+def test_scored_prompt_ignores_the_cache_and_is_cached_afterwards() -> None:
+    node = SteppedNode()
+    node.add_work(make_work("warm", PROMPT[:64], 1))
     node.run()
-    job = asking(work("a", PROMPT[:64], 2), prompt_logprobs=1)
-    assert node.scheduler.survey(job, node.root).lacking == 64
-    sequence = node.add(job)
+    job = with_sampling(make_work("a", PROMPT[:64], 2), prompt_logprobs=1)
+    assert node.scheduler.estimate_admission(job, node.root).num_missing_tokens == 64
+    sequence = node.add_work(job)
     node.run()
-    assert sequence.num_cached == 0
+    assert sequence.num_cached_tokens == 0
     check_prompt_scores(prompt_scores(node.outcomes, job), job, 1)
-    after = node.add(work("b", PROMPT[:64], 2))
+    after = node.add_work(make_work("b", PROMPT[:64], 2))
     node.run()
-    assert after.num_cached == 63
+    assert after.num_cached_tokens == 63
 
 
 def test_decode_reserves_all_of_a_prompt_that_is_scored() -> None:
-    prefill, decode = Node(), Node()
-    decode.add(work("warm", PROMPT[:64], 1))
+    prefill, decode = SteppedNode(), SteppedNode()
+    decode.add_work(make_work("warm", PROMPT[:64], 1))
     decode.run()
-    job = asking(work("a", PROMPT[:64], 4), prompt_logprobs=1)
-    awaited = decode.scheduler.expect(job, decode.root, T)
-    assert not isinstance(awaited, Refusal)
-    assert len(awaited.promised) == 4
-    prefill.add(job, hand_off=True)
+    job = with_sampling(make_work("a", PROMPT[:64], 4), prompt_logprobs=1)
+    awaited = decode.scheduler.reserve_for_handoff(job, decode.root, T)
+    assert not isinstance(awaited, CapacityRefusal)
+    assert len(awaited.reserved_blocks) == 4
+    prefill.add_work(job, hand_off=True)
     prefill.run()
     check_prompt_scores(prompt_scores(prefill.outcomes, job), job, 1)
-    deliver(prefill, decode, job.key, T)
+    transfer_kv(prefill, decode, job.key, T)
     decode.run()
-    assert decode.emitted(job) == expected(job)
+    assert decode.emitted_tokens(job) == expected_tokens(job)
     assert not prompt_scores(decode.outcomes, job)
 
 
 def test_a_resumed_attempt_scores_the_prompt_alone() -> None:
     """Also in a chunk that begins behind the prompt, or ends just there."""
     for length in (15, 16, 17, 40):
-        node = Node(max_batched_tokens=BLOCK, max_num_seqs=1)
-        whole = work("a", PROMPT[:length], 60)
-        job = asking(replace(whole, emitted=tuple(expected(whole)[:50])), prompt_logprobs=2)
-        node.add(job)
+        node = SteppedNode(max_batched_tokens=BLOCK, max_num_seqs=1)
+        whole = make_work("a", PROMPT[:length], 60)
+        job = with_sampling(replace(whole, emitted_token_ids=tuple(expected_tokens(whole)[:50])), prompt_logprobs=2)
+        node.add_work(job)
         node.run()
         check_prompt_scores(prompt_scores(node.outcomes, job), job, 2)
-        assert node.emitted(job) == expected(job)
+        assert node.emitted_tokens(job) == expected_tokens(job)
 
 
-def test_who_is_dropped_scores_its_prompt_anew() -> None:
-    node = Node(num_blocks=10)
-    job = asking(work("a", PROMPT[:100], 4), prompt_logprobs=1)
-    node.add(job, hand_off=True)
+def test_requeued_prefill_scores_its_prompt_anew() -> None:
+    node = SteppedNode(num_blocks=10)
+    job = with_sampling(make_work("a", PROMPT[:100], 4), prompt_logprobs=1)
+    node.add_work(job, hand_off=True)
     node.step()
     assert prompt_scores(node.outcomes, job)
-    firm = work("b", PROMPT[::-1][:100], 1)
-    node.add(firm)
+    firm = make_work("b", PROMPT[::-1][:100], 1)
+    node.add_work(firm)
     node.run()
-    dropped = next(place for place, each in enumerate(node.outcomes) if isinstance(each, Dropped))
+    dropped = next(place for place, each in enumerate(node.outcomes) if isinstance(each, PrefillRequeued))
     check_prompt_scores(prompt_scores(node.outcomes[dropped:], job), job, 1)
-    assert node.emitted(firm) == expected(firm)
+    assert node.emitted_tokens(firm) == expected_tokens(firm)
 
 
 # penalties
 
 
-def sampled(node: Node, job: Work) -> list[SampleSpec]:
-    return [piece.sample for batch in node.batches for piece in batch.slices if piece.sample is not None]
+def list_sample_specs(node: SteppedNode, job: AttemptSpec) -> list[SampleSpec]:
+    return [piece.sample_spec for batch in node.batches for piece in batch.slices if piece.sample_spec is not None]
 
 
 @pytest.mark.parametrize(
@@ -164,55 +164,55 @@ def sampled(node: Node, job: Work) -> list[SampleSpec]:
     [("presence_penalty", False), ("frequency_penalty", False), ("repetition_penalty", True)],
 )
 def test_penalties_count_the_output_of_every_attempt(field: str, counts_prompt: bool) -> None:
-    whole = asking(work("a", PROMPT[:20], 12, stop=()), **{field: 1.5})
-    emitted = (7, 7, PROMPT[0], *expected(whole)[:4])
-    job = replace(whole, emitted=emitted)
-    node = Node()
-    sequence = node.add(job)
+    whole = with_sampling(make_work("a", PROMPT[:20], 12, stop=()), **{field: 1.5})
+    emitted = (7, 7, PROMPT[0], *expected_tokens(whole)[:4])
+    job = replace(whole, emitted_token_ids=emitted)
+    node = SteppedNode()
+    sequence = node.add_work(job)
     seen = list(emitted)
     while node.step() is not None:
-        [*_, spec] = sampled(node, job)
-        assert spec.counts is not None
+        [*_, spec] = list_sample_specs(node, job)
+        assert spec.token_counts is not None
         counted = Counter(seen)
         tokens = {*seen, *PROMPT[:20]} if counts_prompt else set(seen)
-        assert dict(zip(spec.counts.ids.tolist(), spec.counts.in_output.tolist(), strict=True)) == {
+        assert dict(zip(spec.token_counts.token_ids.tolist(), spec.token_counts.output_counts.tolist(), strict=True)) == {
             token: counted[token] for token in tokens
         }
-        seen = list(sequence.output)
+        seen = list(sequence.output_token_ids)
     assert len(seen) == 12
 
 
-def test_who_has_no_penalty_counts_nothing() -> None:
-    node, job = Node(), work("a", PROMPT[:20], 4)
-    sequence = node.add(job)
+def test_no_counts_without_penalties() -> None:
+    node, job = SteppedNode(), make_work("a", PROMPT[:20], 4)
+    sequence = node.add_work(job)
     node.run()
-    assert sequence.counts is None
-    assert all(spec.counts is None for spec in sampled(node, job))
+    assert sequence.token_counts is None
+    assert all(spec.token_counts is None for spec in list_sample_specs(node, job))
 
 
 def test_counts_are_of_the_step_that_is_tried_again() -> None:
-    node, job = Node(), asking(work("a", PROMPT[:20], 4), frequency_penalty=1.0)
-    node.add(job)
+    node, job = SteppedNode(), with_sampling(make_work("a", PROMPT[:20], 4), frequency_penalty=1.0)
+    node.add_work(job)
     node.step()
     for _ in range(2):
-        plan = node.scheduler.next_step()
+        plan = node.scheduler.schedule_step()
         assert plan.batch is not None
-        spec = plan.batch.slices[0].sample
+        spec = plan.batch.slices[0].sample_spec
         assert spec is not None
-        assert spec.counts is not None
-        assert spec.counts.num_output == 1
-        node.scheduler.abandon(plan.batch)
+        assert spec.token_counts is not None
+        assert spec.token_counts.num_output_tokens == 1
+        node.scheduler.abandon_step(plan.batch)
 
 
-def test_who_is_dropped_counts_anew() -> None:
-    node = Node(num_blocks=8)
-    job = asking(work("a", PROMPT[:100], 4), presence_penalty=1.0)
-    sequence = node.add(job, hand_off=True)
+def test_requeued_prefill_counts_anew() -> None:
+    node = SteppedNode(num_blocks=8)
+    job = with_sampling(make_work("a", PROMPT[:100], 4), presence_penalty=1.0)
+    sequence = node.add_work(job, hand_off=True)
     while node.step() is not None:
         pass
-    assert len(sequence.output) == 1
-    firm = work("b", PROMPT[::-1][:100], 1)
-    node.add(firm)
+    assert len(sequence.output_token_ids) == 1
+    firm = make_work("b", PROMPT[::-1][:100], 1)
+    node.add_work(firm)
     node.run()
-    assert any(isinstance(each, Dropped) for each in node.outcomes)
-    assert sequence.counted().num_output == len(sequence.output)
+    assert any(isinstance(each, PrefillRequeued) for each in node.outcomes)
+    assert sequence.update_token_counts().num_output_tokens == len(sequence.output_token_ids)

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from baton import advertise
-from baton.advertise import advertised, own_address
+from baton.advertise import with_advertised_address, find_own_address
 from baton.config import Config
 from baton.errors import ConfigError
 
 
 async def resolved(**settings: Any) -> str:
     config = Config(**{"coordinator": "127.0.0.1:50052", **settings})
-    return (await advertised(config, asyncio.Event())).advertise
+    return (await with_advertised_address(config, asyncio.Event())).advertise
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ async def test_it_is_the_interface_that_leads_to_the_coordinator() -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as elsewhere:
         elsewhere.bind(("127.0.0.1", 0))
         port = elsewhere.getsockname()[1]
-        assert await own_address("localhost", port) in ("127.0.0.1", "[::1]")
+        assert await find_own_address("localhost", port) in ("127.0.0.1", "[::1]")
         elsewhere.setblocking(False)
         with pytest.raises(BlockingIOError):  # nothing was sent
             elsewhere.recv(1)
@@ -63,7 +63,7 @@ async def test_an_address_of_ipv6_stands_in_brackets(monkeypatch: pytest.MonkeyP
             return ("fd00::2", 4711, 0, 0)
 
     monkeypatch.setattr(advertise.socket, "socket", Asking)
-    assert await own_address("::1", 50052) == "[fd00::2]"
+    assert await find_own_address("::1", 50052) == "[fd00::2]"
 
 
 async def test_it_waits_for_a_name_that_does_not_resolve_yet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +75,7 @@ async def test_it_waits_for_a_name_that_does_not_resolve_yet(monkeypatch: pytest
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
         return "10.0.0.7"
 
-    monkeypatch.setattr(advertise, "own_address", later)
+    monkeypatch.setattr(advertise, "find_own_address", later)
     assert await resolved(advertise="auto", coordinator="coordinator:50052") == "10.0.0.7"
     assert tries == ["coordinator"] * 3
 
@@ -87,10 +87,10 @@ async def test_a_stop_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         stop.set()
         raise OSError("unreachable")
 
-    monkeypatch.setattr(advertise, "own_address", never)
+    monkeypatch.setattr(advertise, "find_own_address", never)
     config = Config(advertise="auto", coordinator="coordinator:50052")
     async with asyncio.timeout(30):
-        assert await advertised(config, stop) is config
+        assert await with_advertised_address(config, stop) is config
 
 
 @pytest.mark.parametrize("coordinator", ["coordinator", ":50052", "coordinator:", "coordinator:http"])

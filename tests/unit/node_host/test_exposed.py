@@ -7,17 +7,17 @@ import pytest
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.types import Role
-from node_engine.host.process import host_node
-from node_engine.role import NodeParts, RolePolicy
+from node_engine.host.process import run_node
+from node_engine.role import RoleContext, RolePolicy
 
 
-def no_role(parts: NodeParts) -> RolePolicy:
+def fail_to_make_role(parts: RoleContext) -> RolePolicy:
     raise AssertionError("too late")
 
 
 @pytest.mark.parametrize("role", Role)
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "node.example:7000"])
-async def test_it_refuses_before_it_loads_anything(role: Role, listen: str) -> None:
+async def test_exposed_node_without_token_is_refused_before_loading(role: Role, listen: str) -> None:
     config = Config(coordinator="127.0.0.1:1", listen=listen)
     with pytest.raises(ConfigError, match=r"set --cluster-token, .*or say --insecure"):
-        await host_node(config, role, {role: no_role}, asyncio.Event())
+        await run_node(config, role, {role: fail_to_make_role}, asyncio.Event())

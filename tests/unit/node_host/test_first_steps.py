@@ -11,24 +11,24 @@ from baton.config import Config
 from baton.errors import NodeFailed, OutOfMemory
 from baton.types import Role
 from node_engine.core.step import DeviceLost
-from node_engine.host.process import host_node
+from node_engine.host.process import run_node
 from node_engine.paced import PacedEngine
-from node_engine.role import NodeParts, RolePolicy
+from node_engine.role import RoleContext, RolePolicy
 
 WarmUp = Callable[[PacedEngine, int, Callable[[], bool]], None]
 
 
-def no_role(parts: NodeParts) -> RolePolicy:
+def fail_to_make_role(parts: RoleContext) -> RolePolicy:
     raise AssertionError("too late")
 
 
 async def start(warm_up: WarmUp, folder: Path, stop: asyncio.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PacedEngine, "warm_up", warm_up)
     config = Config(coordinator="127.0.0.1:1", engine="paced", kv_memory="2MiB", segment_dir=str(folder))
-    await host_node(config, Role.DECODE, {Role.DECODE: no_role}, stop)
+    await run_node(config, Role.DECODE, {Role.DECODE: fail_to_make_role}, stop)
 
 
-async def test_it_ends_between_two_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stop_ends_warm_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, stop, steps = asyncio.get_running_loop(), asyncio.Event(), list[int]()
 
     def warm_up(engine: PacedEngine, max_batched_tokens: int, wanted: Callable[[], bool]) -> None:
@@ -52,7 +52,7 @@ async def _set(stop: asyncio.Event) -> None:
         (OutOfMemory("no memory left"), "no memory left"),
     ],
 )
-async def test_what_fails_is_told_in_one_line(
+async def test_warm_up_failure_is_one_line(
     error: Exception, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def warm_up(*_: object) -> None:

@@ -13,7 +13,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.health_port import NO_PORT, HealthPort
-from baton.health_service import STREAMS_PER_CONNECTION, OpenStreams, TooManyStreams
+from baton.health_service import MAX_STREAMS_PER_CONNECTION, StreamLimiter, TooManyStreams
 
 CHECK = health_pb2.HealthCheckRequest()
 KINDS = health_pb2.HealthCheckResponse
@@ -30,15 +30,15 @@ async def serving() -> AsyncIterator[HealthPort]:
         await health.stop()
 
 
-async def test_it_serves_and_says_when_the_node_leaves() -> None:
+async def test_health_is_not_serving_after_announced_shutdown() -> None:
     async with serving() as health, grpc.aio.insecure_channel(f"127.0.0.1:{health.port}") as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         assert (await stub.Check(CHECK, timeout=30)).status == KINDS.SERVING
-        await health.leaving()
+        await health.announce_shutdown()
         assert (await stub.Check(CHECK, timeout=30)).status == KINDS.NOT_SERVING
 
 
-async def test_it_says_what_it_serves() -> None:
+async def test_reflection_lists_services() -> None:
     async with serving() as health, grpc.aio.insecure_channel(f"127.0.0.1:{health.port}") as channel:
         call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(timeout=30)
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
@@ -55,7 +55,7 @@ async def test_watches_of_one_connection_are_bounded() -> None:
         refused = [answer for answer in answers if isinstance(answer, grpc.aio.AioRpcError)]
         codes = {answer.code() for answer in refused}  # of ours, and of HTTP/2 beyond its streams for a connection
         assert codes <= {grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE}
-        assert len(calls) - len(refused) == STREAMS_PER_CONNECTION
+        assert len(calls) - len(refused) == MAX_STREAMS_PER_CONNECTION
         assert (await stub.Check(CHECK, timeout=30)).status == KINDS.SERVING
         for call in calls:
             call.cancel()
@@ -63,8 +63,8 @@ async def test_watches_of_one_connection_are_bounded() -> None:
 
 async def test_watches_of_a_server_are_bounded_and_end_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.health_service.WATCH_SECONDS", 0.05)
-    streams = OpenStreams(most=2, per_connection=2)
-    with streams.one("a"), streams.one("b"), pytest.raises(TooManyStreams), streams.one("c"):
+    streams = StreamLimiter(most=2, per_connection=2)
+    with streams.open_stream("a"), streams.open_stream("b"), pytest.raises(TooManyStreams), streams.open_stream("c"):
         pass
     assert len(streams) == 0
     async with serving() as health, grpc.aio.insecure_channel(f"127.0.0.1:{health.port}") as channel:

@@ -2,154 +2,154 @@
 
 import pytest
 
-from kv_pool.core.disk import Move
-from kv_pool.core.eviction import Lru
-from kv_pool.core.holders import Holder
-from kv_pool.core.load_worth import UNKNOWN, LoadWorth
-from kv_pool.core.pool import Pool
-from kv_pool.core.tier import Tier
-from tests.unit.pool_core.prompts import SIZE, fill, of_blocks
+from kv_pool.core.disk import Demotion
+from kv_pool.core.eviction import LruEvictor
+from kv_pool.core.holders import PoolClientId
+from kv_pool.core.load_worth import DEFAULT_COMPUTE_SECONDS, LoadCostModel
+from kv_pool.core.pool import SharedBlockPool
+from kv_pool.core.tier import CacheTier
+from tests.unit.pool_core.prompts import PROMPT_BLOCK_TOKENS, insert_chain, make_block_chain
 
-NODE = Holder("node")
+CLIENT_ID = PoolClientId("node")
 
 
-def pool_of(memory: int, disk: int) -> Pool:
-    pool = Pool(Tier(memory, SIZE, Lru(memory)), Tier(disk, SIZE, Lru(disk)))
-    pool.attach(NODE, 0.0)
+def make_pool(memory: int, disk: int) -> SharedBlockPool:
+    pool = SharedBlockPool(CacheTier(memory, PROMPT_BLOCK_TOKENS, LruEvictor(memory)), CacheTier(disk, PROMPT_BLOCK_TOKENS, LruEvictor(disk)))
+    pool.attach_client(CLIENT_ID, 0.0)
     return pool
 
 
-def test_what_was_used_goes_to_disk_with_all_before_it() -> None:
-    pool = pool_of(4, 8)
-    path = fill(pool.memory, of_blocks(1, 2, 3))
-    pool.memory.match(of_blocks(1, 2), 1.0)
-    unused = fill(pool.memory, of_blocks(9), 2.0)
-    assert pool.reserve(NODE, of_blocks(7, 8), 0, 3.0).blocks == (path[2], path[1])
-    moves = pool.take_moves()
-    assert moves == (Move(path[0], 0), Move(path[1], 1)), "the third was never found, and is gone"
-    assert pool.take_moves() == ()
+def test_used_blocks_are_demoted_with_their_ancestors() -> None:
+    pool = make_pool(4, 8)
+    path = insert_chain(pool.memory, make_block_chain(1, 2, 3))
+    pool.memory.match_prefix(make_block_chain(1, 2), 1.0)
+    unused = insert_chain(pool.memory, make_block_chain(9), 2.0)
+    assert pool.reserve_blocks(CLIENT_ID, make_block_chain(7, 8), 0, 3.0).blocks == (path[2], path[1])
+    moves = pool.take_demotions()
+    assert moves == (Demotion(path[0], 0), Demotion(path[1], 1)), "the third was never found, and is gone"
+    assert pool.take_demotions() == ()
     assert unused[0] in pool.memory.index
     assert pool.disk is not None
-    assert list(pool.disk.match(of_blocks(1, 2, 3), 4.0)) == [0, 1]
-    found = pool.find(NODE, of_blocks(1, 2, 3), 100, 5.0)
+    assert list(pool.disk.match_prefix(make_block_chain(1, 2, 3), 4.0)) == [0, 1]
+    found = pool.find_prefix(CLIENT_ID, make_block_chain(1, 2, 3), 100, 5.0)
     assert list(found.blocks) == [path[0]]
-    assert list(pool.on_disk(of_blocks(1, 2, 3), len(found.blocks), 3, 5.0)) == [1]
+    assert list(pool.find_on_disk(make_block_chain(1, 2, 3), len(found.blocks), 3, 5.0)) == [1]
 
 
-def test_a_small_disk_takes_the_beginning() -> None:
-    pool = pool_of(3, 2)
-    fill(pool.memory, of_blocks(1, 2, 3))
-    pool.memory.match(of_blocks(1, 2, 3), 1.0)
-    pool.reserve(NODE, of_blocks(7), 0, 2.0)
-    assert [move.disk for move in pool.take_moves()] == [0, 1]
+def test_small_disk_keeps_the_leading_blocks() -> None:
+    pool = make_pool(3, 2)
+    insert_chain(pool.memory, make_block_chain(1, 2, 3))
+    pool.memory.match_prefix(make_block_chain(1, 2, 3), 1.0)
+    pool.reserve_blocks(CLIENT_ID, make_block_chain(7), 0, 2.0)
+    assert [move.disk_slot for move in pool.take_demotions()] == [0, 1]
     pool.memory.check()
     assert pool.disk is not None
     pool.disk.check()
 
 
-def test_what_is_on_disk_comes_back_as_a_publication() -> None:
-    pool, prompt = pool_of(3, 8), of_blocks(1, 2, 3)
-    fill(pool.memory, prompt)
-    pool.memory.match(prompt, 1.0)
-    other = pool.reserve(NODE, of_blocks(7, 8), 0, 2.0)
-    pool.take_moves()
-    assert other.publication is not None
-    pool.withdraw(NODE, other.publication)
-    found = pool.find(NODE, prompt, 100, 3.0)
-    more = pool.on_disk(prompt, len(found.blocks), len(prompt), 3.0)
-    granted = pool.reserve(NODE, prompt, len(found.blocks), 3.0, end=len(found.blocks) + len(more))
-    assert granted.publication is not None
-    sealed = pool.seal(NODE, granted.publication, 1, 4.0)  # the second one's checksum was wrong
+def test_disk_blocks_are_loaded_as_a_publication() -> None:
+    pool, prompt = make_pool(3, 8), make_block_chain(1, 2, 3)
+    insert_chain(pool.memory, prompt)
+    pool.memory.match_prefix(prompt, 1.0)
+    other = pool.reserve_blocks(CLIENT_ID, make_block_chain(7, 8), 0, 2.0)
+    pool.take_demotions()
+    assert other.publication_id is not None
+    pool.withdraw_publication(CLIENT_ID, other.publication_id)
+    found = pool.find_prefix(CLIENT_ID, prompt, 100, 3.0)
+    more = pool.find_on_disk(prompt, len(found.blocks), len(prompt), 3.0)
+    granted = pool.reserve_blocks(CLIENT_ID, prompt, len(found.blocks), 3.0, end=len(found.blocks) + len(more))
+    assert granted.publication_id is not None
+    sealed = pool.seal_publication(CLIENT_ID, granted.publication_id, 1, 4.0)  # the second one's checksum was wrong
     assert len(sealed.blocks) == len(found.blocks) + 1
     pool.check()
 
 
-def test_loading_pays_when_reading_is_faster_than_computing() -> None:
-    worth = LoadWorth()
-    worth.rate.measured(1 << 30, waited=0.001, took=1.0, now=0.0)
-    assert worth.patience(0, 1024, 50_000_000, 1e-4, 1.0) == pytest.approx(0.1024, rel=0.01)
-    assert worth.patience(0, 16, 50_000_000, 1e-4, 1.0) is None
-    assert worth.patience(0, 1024, 120_000_000, 1e-4, 1.0) is None
-    assert worth.patience(65536, 1024, 120_000_000, 1e-4, 1.0), "behind a long context a token costs half as much again"
+def test_load_is_chosen_when_faster_than_recompute() -> None:
+    worth = LoadCostModel()
+    worth.rate.record_load(1 << 30, waited=0.001, took=1.0, now=0.0)
+    assert worth.max_wait_seconds(0, 1024, 50_000_000, 1e-4, 1.0) == pytest.approx(0.1024, rel=0.01)
+    assert worth.max_wait_seconds(0, 16, 50_000_000, 1e-4, 1.0) is None
+    assert worth.max_wait_seconds(0, 1024, 120_000_000, 1e-4, 1.0) is None
+    assert worth.max_wait_seconds(65536, 1024, 120_000_000, 1e-4, 1.0), "behind a long context a token costs half as much again"
 
 
-def test_what_is_not_known_is_tried() -> None:
-    worth = LoadWorth()
-    assert worth.patience(0, 16, 1 << 30, None, 0.0) == UNKNOWN
-    assert worth.patience(0, 16, 1 << 30, 1e-4, 0.0), "no disk has been measured"
-    worth.rate.measured(1 << 20, waited=0.0, took=1.0, now=0.0)
-    assert worth.patience(0, 16, 1 << 30, None, 0.0) is None, "as another node told"
-    assert worth.patience(0, 16, 1 << 30, None, 61.0), "a slow moment is not for ever"
+def test_load_is_tried_while_rates_are_unknown() -> None:
+    worth = LoadCostModel()
+    assert worth.max_wait_seconds(0, 16, 1 << 30, None, 0.0) == DEFAULT_COMPUTE_SECONDS
+    assert worth.max_wait_seconds(0, 16, 1 << 30, 1e-4, 0.0), "no disk has been measured"
+    worth.rate.record_load(1 << 20, waited=0.0, took=1.0, now=0.0)
+    assert worth.max_wait_seconds(0, 16, 1 << 30, None, 0.0) is None, "as another node told"
+    assert worth.max_wait_seconds(0, 16, 1 << 30, None, 61.0), "a slow moment is not for ever"
 
 
-def test_what_may_move_is_bounded_and_begins_with_the_first() -> None:
-    pool = pool_of(4, 8)
+def test_demotions_are_bounded_and_take_ancestors_first() -> None:
+    pool = make_pool(4, 8)
     assert pool.disk is not None
-    pool.mount(pool.disk, lambda: 3)
-    fill(pool.memory, of_blocks(1, 2, 3, 4))
-    pool.memory.match(of_blocks(1, 2, 3, 4), 1.0)
-    pool.reserve(NODE, of_blocks(7, 8), 0, 2.0)
-    assert [move.disk for move in pool.take_moves()] == [0, 1, 2]
-    assert pool.not_moved == 1
-    assert list(pool.disk.match(of_blocks(1, 2, 3, 4), 3.0)) == [0, 1, 2]
-    pool.mount(None, lambda: 3)
-    pool.reserve(NODE, of_blocks(5, 6), 0, 4.0)
-    assert pool.take_moves() == ()
+    pool.mount_disk(pool.disk, lambda: 3)
+    insert_chain(pool.memory, make_block_chain(1, 2, 3, 4))
+    pool.memory.match_prefix(make_block_chain(1, 2, 3, 4), 1.0)
+    pool.reserve_blocks(CLIENT_ID, make_block_chain(7, 8), 0, 2.0)
+    assert [move.disk_slot for move in pool.take_demotions()] == [0, 1, 2]
+    assert pool.dropped_demotions == 1
+    assert list(pool.disk.match_prefix(make_block_chain(1, 2, 3, 4), 3.0)) == [0, 1, 2]
+    pool.mount_disk(None, lambda: 3)
+    pool.reserve_blocks(CLIENT_ID, make_block_chain(5, 6), 0, 4.0)
+    assert pool.take_demotions() == ()
 
 
-def test_a_disk_without_room_is_tried_once_for_each_grant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_tried_once_per_grant(monkeypatch: pytest.MonkeyPatch) -> None:
     """A try costs as much as the prompt is long, and there may be thousands of victims."""
-    pool = pool_of(8, 3)
-    prompt = of_blocks(1, 2, 3, 4, 5, 6, 7, 8)
-    fill(pool.memory, prompt)
+    pool = make_pool(8, 3)
+    prompt = make_block_chain(1, 2, 3, 4, 5, 6, 7, 8)
+    insert_chain(pool.memory, prompt)
     assert pool.disk is not None
-    fill(pool.disk, prompt)
-    pool.memory.match(prompt, 1.0)
+    insert_chain(pool.disk, prompt)
+    pool.memory.match_prefix(prompt, 1.0)
     tried: list[int] = []
     chain = pool.memory.index.chain
     monkeypatch.setattr(pool.memory.index, "chain", lambda block: (tried.append(block), chain(block))[1])
     for number in (1, 2):
-        granted = pool.reserve(NODE, of_blocks(*range(20, 24)), 0, 2.0)
-        assert pool.take_moves() == ()
+        granted = pool.reserve_blocks(CLIENT_ID, make_block_chain(*range(20, 24)), 0, 2.0)
+        assert pool.take_demotions() == ()
         assert len(tried) == number
-        assert pool.not_moved == 4 * number
-        assert granted.publication is not None
-        pool.withdraw(NODE, granted.publication)
-        fill(pool.memory, prompt, 3.0)
-        pool.memory.match(prompt, 4.0)
+        assert pool.dropped_demotions == 4 * number
+        assert granted.publication_id is not None
+        pool.withdraw_publication(CLIENT_ID, granted.publication_id)
+        insert_chain(pool.memory, prompt, 3.0)
+        pool.memory.match_prefix(prompt, 4.0)
     pool.disk.check()
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_what_the_disk_evicts_at_once_is_not_copied_over_what_follows_it(slots: int) -> None:
+def test_demotion_evicted_at_once_is_not_copied(slots: int) -> None:
     """Else the journal would have, for a moment, one block's checksum under another one's name."""
-    pool = pool_of(4, slots)
-    for prompt in (of_blocks(1, 2), of_blocks(3, 4)):
-        fill(pool.memory, prompt)
-        pool.memory.match(prompt, 1.0)
-    names = [pool.memory.index.name(block) for block in range(4)]
-    pool.reserve(NODE, of_blocks(7, 8, 9, 10), 0, 2.0)
-    moves = pool.take_moves()
+    pool = make_pool(4, slots)
+    for prompt in (make_block_chain(1, 2), make_block_chain(3, 4)):
+        insert_chain(pool.memory, prompt)
+        pool.memory.match_prefix(prompt, 1.0)
+    names = [pool.memory.index.block_hash(block) for block in range(4)]
+    pool.reserve_blocks(CLIENT_ID, make_block_chain(7, 8, 9, 10), 0, 2.0)
+    moves = pool.take_demotions()
     assert pool.disk is not None
-    assert len({move.disk for move in moves}) == len(moves) == slots
+    assert len({move.disk_slot for move in moves}) == len(moves) == slots
     for move in moves:
-        assert pool.disk.index.name(move.disk) == names[move.memory]
+        assert pool.disk.index.block_hash(move.disk_slot) == names[move.memory_block]
     pool.disk.check()
 
 
-def test_a_branch_is_dropped_unless_somebody_pins_it() -> None:
-    pool = pool_of(3, 8)
+def test_subtree_is_removed_unless_pinned() -> None:
+    pool = make_pool(3, 8)
     assert pool.disk is not None
     disk = pool.disk
-    fill(disk, of_blocks(1, 2, 3))
-    fill(disk, of_blocks(1, 2, 4, 5))
-    (second,) = disk.match(of_blocks(1, 2), 1.0)[1:]
-    deepest = disk.match(of_blocks(1, 2, 4, 5), 1.0)[-1]
+    insert_chain(disk, make_block_chain(1, 2, 3))
+    insert_chain(disk, make_block_chain(1, 2, 4, 5))
+    (second,) = disk.match_prefix(make_block_chain(1, 2), 1.0)[1:]
+    deepest = disk.match_prefix(make_block_chain(1, 2, 4, 5), 1.0)[-1]
     disk.pin(deepest)
-    disk.drop_branch(second)
+    disk.remove_subtree(second)
     assert len(disk.index) == 5
     disk.unpin(deepest)
-    disk.drop_branch(second)
+    disk.remove_subtree(second)
     assert len(disk.index) == 1
-    disk.drop_branch(second)
+    disk.remove_subtree(second)
     disk.check()

@@ -5,23 +5,23 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from kv_pool.core.chain import Chain
-from kv_pool.core.cost_eviction import CostEviction
-from kv_pool.core.eviction import Evictor, Lru
-from kv_pool.core.holders import Holder, PublicationId
-from kv_pool.core.pool import Pool
-from kv_pool.core.tier import Tier
-from tests.unit.pool_core.prompts import ROOTS, SIZE, chain
+from kv_pool.core.chain import PromptChain
+from kv_pool.core.cost_eviction import CostEvictor
+from kv_pool.core.eviction import Evictor, LruEvictor
+from kv_pool.core.holders import PoolClientId, PublicationId
+from kv_pool.core.pool import SharedBlockPool
+from kv_pool.core.tier import CacheTier
+from tests.unit.pool_core.prompts import ROOTS, PROMPT_BLOCK_TOKENS, make_chain
 
-HOLDERS = tuple(Holder(name) for name in ("a", "b", "c"))
-PROMPTS = st.builds(chain, st.lists(st.sampled_from([1, 2]), max_size=6 * SIZE), st.sampled_from(ROOTS[:2]))
-
-
-def content(prompt: Chain, number: int) -> tuple[bytes, bytes]:
-    return prompt.root, prompt.tokens[: (number + 1) * SIZE * 4]
+CLIENT_IDS = tuple(PoolClientId(name) for name in ("a", "b", "c"))
+PROMPTS = st.builds(make_chain, st.lists(st.sampled_from([1, 2]), max_size=6 * PROMPT_BLOCK_TOKENS), st.sampled_from(ROOTS[:2]))
 
 
-class PoolMachine(RuleBasedStateMachine):
+def content(prompt: PromptChain, number: int) -> tuple[bytes, bytes]:
+    return prompt.root_hash, prompt.packed_tokens[: (number + 1) * PROMPT_BLOCK_TOKENS * 4]
+
+
+class SharedBlockPoolMachine(RuleBasedStateMachine):
     """`memory` and `file` are what the blocks would hold: a (root, tokens up to the block's end) each. Pins are those
     of live and doubtful holders; nobody else's word ends them."""
 
@@ -31,133 +31,133 @@ class PoolMachine(RuleBasedStateMachine):
     @initialize(blocks=st.integers(1, 12), disk=st.integers(0, 6), cost=st.booleans())
     def start(self, blocks: int, disk: int, cost: bool) -> None:
         def evictor(total: int) -> Evictor:
-            return CostEviction(total, SIZE) if cost else Lru(total)
+            return CostEvictor(total, PROMPT_BLOCK_TOKENS) if cost else LruEvictor(total)
 
         self.now = 0.0
-        self.pool = Pool(Tier(blocks, SIZE, evictor(blocks)), Tier(disk, SIZE, evictor(disk)) if disk else None)
+        self.pool = SharedBlockPool(CacheTier(blocks, PROMPT_BLOCK_TOKENS, evictor(blocks)), CacheTier(disk, PROMPT_BLOCK_TOKENS, evictor(disk)) if disk else None)
         self.memory: dict[int, tuple[bytes, bytes]] = {}
         self.file: dict[int, tuple[bytes, bytes]] = {}
-        self.live: set[Holder] = set()
-        self.doubtful: set[Holder] = set()
-        self.pinned: dict[tuple[Holder, int], dict[int, tuple[bytes, bytes]]] = {}
-        self.writing: dict[tuple[Holder, int], set[int]] = {}
+        self.live_clients: set[PoolClientId] = set()
+        self.suspects: set[PoolClientId] = set()
+        self.pinned: dict[tuple[PoolClientId, int], dict[int, tuple[bytes, bytes]]] = {}
+        self.writing: dict[tuple[PoolClientId, int], set[int]] = {}
 
-    def obey(self) -> None:
-        for move in self.pool.take_moves():
-            self.file[move.disk] = self.memory[move.memory]
+    def carry_out_demotions(self) -> None:
+        for move in self.pool.take_demotions():
+            self.file[move.disk_slot] = self.memory[move.memory_block]
 
-    def guard(self, blocks: set[int]) -> None:
+    def assert_unused(self, blocks: set[int]) -> None:
         """Nobody reads or writes what is about to be written."""
         for held in self.pinned.values():
             assert not blocks & held.keys()
         for others in self.writing.values():
             assert not blocks & others
 
-    @rule(holder=st.sampled_from(HOLDERS))
-    def attach(self, holder: Holder) -> None:
-        if holder not in self.live | self.doubtful:
-            self.pool.attach(holder, self.now)
-            self.live.add(holder)
+    @rule(holder=st.sampled_from(CLIENT_IDS))
+    def attach(self, holder: PoolClientId) -> None:
+        if holder not in self.live_clients | self.suspects:
+            self.pool.attach_client(holder, self.now)
+            self.live_clients.add(holder)
 
-    @rule(target=pins, holder=st.sampled_from(HOLDERS), prompt=PROMPTS, less=st.integers(0, 5), partial=st.booleans())
-    def find(self, holder: Holder, prompt: Chain, less: int, partial: bool) -> object:
-        if holder not in self.live:
+    @rule(target=pins, holder=st.sampled_from(CLIENT_IDS), prompt=PROMPTS, less=st.integers(0, 5), partial=st.booleans())
+    def find(self, holder: PoolClientId, prompt: PromptChain, less: int, partial: bool) -> object:
+        if holder not in self.live_clients:
             return multiple()
-        most = max(0, len(prompt.tokens) // 4 - less)
-        found = self.pool.find(holder, prompt, most, self.now, partial=partial)
+        most = max(0, len(prompt.packed_tokens) // 4 - less)
+        found = self.pool.find_prefix(holder, prompt, most, self.now, partial=partial)
         held = {block: self.memory[block] for block in found.blocks}
         assert list(held.values()) == [content(prompt, number) for number in range(len(held))]
-        covered = len(held) * SIZE
-        if found.partial is not None:
-            block, tokens = found.partial
+        covered = len(held) * PROMPT_BLOCK_TOKENS
+        if found.partial_block is not None:
+            block, tokens = found.partial_block
             covered += tokens
             held[block] = self.memory[block]
             assert partial
             assert tokens > 0
             root, prefix = self.memory[block]
-            assert (root, prefix[: covered * 4]) == (prompt.root, prompt.tokens[: covered * 4])
+            assert (root, prefix[: covered * 4]) == (prompt.root_hash, prompt.packed_tokens[: covered * 4])
         assert covered <= most
-        if found.pin is None:
+        if found.pin_id is None:
             assert not held
             return multiple()
-        self.pinned[holder, found.pin] = held
-        return holder, found.pin
+        self.pinned[holder, found.pin_id] = held
+        return holder, found.pin_id
 
     @rule(pin=consumes(pins))
-    def release(self, pin: tuple[Holder, int]) -> None:
-        if pin in self.pinned and pin[0] in self.live:
-            self.pool.release(*pin)  # type: ignore[arg-type]
+    def release(self, pin: tuple[PoolClientId, int]) -> None:
+        if pin in self.pinned and pin[0] in self.live_clients:
+            self.pool.release_pin(*pin)  # type: ignore[arg-type]
             del self.pinned[pin]
 
-    @rule(target=publications, holder=st.sampled_from(HOLDERS), prompt=PROMPTS, first=st.integers(0, 3))
-    def reserve(self, holder: Holder, prompt: Chain, first: int) -> object:
-        if holder not in self.live:
+    @rule(target=publications, holder=st.sampled_from(CLIENT_IDS), prompt=PROMPTS, first=st.integers(0, 3))
+    def reserve(self, holder: PoolClientId, prompt: PromptChain, first: int) -> object:
+        if holder not in self.live_clients:
             return multiple()
-        granted = self.pool.reserve(holder, prompt, first, self.now)
-        self.guard(set(granted.blocks))
-        self.obey()
-        if granted.publication is None:
+        granted = self.pool.reserve_blocks(holder, prompt, first, self.now)
+        self.assert_unused(set(granted.blocks))
+        self.carry_out_demotions()
+        if granted.publication_id is None:
             assert not granted.blocks
             return multiple()
-        assert granted.first >= first
-        self.writing[holder, granted.publication] = set(granted.blocks)
-        return holder, granted.publication, prompt, granted.first, granted.blocks
+        assert granted.first_block >= first
+        self.writing[holder, granted.publication_id] = set(granted.blocks)
+        return holder, granted.publication_id, prompt, granted.first_block, granted.blocks
 
     @rule(what=consumes(publications), whole=st.integers(0, 6))
-    def seal(self, what: tuple[Holder, PublicationId, Chain, int, tuple[int, ...]], whole: int) -> None:
+    def seal(self, what: tuple[PoolClientId, PublicationId, PromptChain, int, tuple[int, ...]], whole: int) -> None:
         holder, publication, prompt, first, blocks = what
-        if (holder, publication) not in self.writing or holder not in self.live:
+        if (holder, publication) not in self.writing or holder not in self.live_clients:
             return
         for number, block in enumerate(blocks, first):
             self.memory[block] = content(prompt, number)
         del self.writing[holder, publication]
-        found = self.pool.seal(holder, publication, min(whole, len(blocks)), self.now)
+        found = self.pool.seal_publication(holder, publication, min(whole, len(blocks)), self.now)
         held = {block: self.memory[block] for block in found.blocks}
         assert list(held.values()) == [content(prompt, number) for number in range(len(held))]
         assert len(held) == first + min(whole, len(blocks))
-        if found.pin is not None:
-            self.pinned[holder, found.pin] = held
+        if found.pin_id is not None:
+            self.pinned[holder, found.pin_id] = held
 
     @rule(what=consumes(publications))
-    def withdraw(self, what: tuple[Holder, PublicationId, Chain, int, tuple[int, ...]]) -> None:
-        if what[:2] in self.writing and what[0] in self.live:
-            self.pool.withdraw(*what[:2])
+    def withdraw(self, what: tuple[PoolClientId, PublicationId, PromptChain, int, tuple[int, ...]]) -> None:
+        if what[:2] in self.writing and what[0] in self.live_clients:
+            self.pool.withdraw_publication(*what[:2])
             del self.writing[what[:2]]
 
-    @rule(holder=st.sampled_from(HOLDERS))
-    def stream_breaks(self, holder: Holder) -> None:
-        if holder in self.live:
-            self.pool.doubt(holder, self.now)
-            self.live.remove(holder)
-            self.doubtful.add(holder)
-        assert set(self.pool.doubtful) == self.doubtful
+    @rule(holder=st.sampled_from(CLIENT_IDS))
+    def stream_breaks(self, holder: PoolClientId) -> None:
+        if holder in self.live_clients:
+            self.pool.mark_suspect(holder, self.now)
+            self.live_clients.remove(holder)
+            self.suspects.add(holder)
+        assert set(self.pool.suspect_clients) == self.suspects
 
-    @rule(holder=st.sampled_from(HOLDERS))
-    def proven_gone(self, holder: Holder) -> None:
-        if holder in self.live | self.doubtful:
-            self.pool.gone(holder)
-            self.live.discard(holder)
-            self.doubtful.discard(holder)
+    @rule(holder=st.sampled_from(CLIENT_IDS))
+    def client_is_proven_gone(self, holder: PoolClientId) -> None:
+        if holder in self.live_clients | self.suspects:
+            self.pool.remove_client(holder)
+            self.live_clients.discard(holder)
+            self.suspects.discard(holder)
             self.pinned = {pin: held for pin, held in self.pinned.items() if pin[0] != holder}
             self.writing = {one: blocks for one, blocks in self.writing.items() if one[0] != holder}
 
-    @rule(prompt=PROMPTS, holder=st.sampled_from(HOLDERS))
-    def load_from_disk(self, prompt: Chain, holder: Holder) -> None:
-        if holder not in self.live or self.pool.disk is None:
+    @rule(prompt=PROMPTS, holder=st.sampled_from(CLIENT_IDS))
+    def load_from_disk(self, prompt: PromptChain, holder: PoolClientId) -> None:
+        if holder not in self.live_clients or self.pool.disk is None:
             return
-        found = self.pool.find(holder, prompt, len(prompt.tokens) // 4, self.now, partial=False)
-        more = self.pool.on_disk(prompt, len(found.blocks), len(prompt), self.now)
+        found = self.pool.find_prefix(holder, prompt, len(prompt.packed_tokens) // 4, self.now, partial=False)
+        more = self.pool.find_on_disk(prompt, len(found.blocks), len(prompt), self.now)
         for number, block in enumerate(more, len(found.blocks)):
             assert self.file[block] == content(prompt, number)
-        if found.pin is not None:
-            self.pool.release(holder, found.pin)
+        if found.pin_id is not None:
+            self.pool.release_pin(holder, found.pin_id)
 
     @rule(seconds=st.floats(0.1, 5000))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
     @invariant()
-    def the_books_agree(self) -> None:
+    def ledger_balances(self) -> None:
         if not hasattr(self, "pool"):
             return
         self.pool.check()
@@ -168,17 +168,17 @@ class PoolMachine(RuleBasedStateMachine):
                 assert self.memory[block] == what
                 assert block in self.pool.memory.index
         ledger = self.pool.ledger(self.now)
-        assert ledger.balanced
-        assert {entry.holder for entry in ledger.entries} <= self.live | self.doubtful
+        assert ledger.is_balanced
+        assert {entry.owner for entry in ledger.entries} <= self.live_clients | self.suspects
 
     def teardown(self) -> None:
         if hasattr(self, "pool"):
-            for holder in self.live | self.doubtful:
-                self.pool.gone(holder)
+            for holder in self.live_clients | self.suspects:
+                self.pool.remove_client(holder)
             self.pool.check()
             counts = {state.value: blocks for state, blocks in self.pool.ledger(self.now).counts.items()}
             assert counts["in_use"] == counts["quarantined"] == counts["writing"] == 0
 
 
-TestPoolMachine = pytest.mark.timeout(100)(PoolMachine.TestCase)
+TestPoolMachine = pytest.mark.timeout(100)(SharedBlockPoolMachine.TestCase)
 TestPoolMachine.settings = settings(max_examples=120, stateful_step_count=40)

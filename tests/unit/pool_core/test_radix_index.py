@@ -2,74 +2,74 @@
 
 import pytest
 
-from baton.block_hash import BlockHash, chain_names, pack_tokens
+from baton.block_hash import BlockHash, compute_packed_hashes, pack_tokens
 from baton.errors import InvalidRequest
-from kv_pool.core.chain import Chain
-from kv_pool.core.ledger import LedgerError
-from kv_pool.core.name_table import NameTable
+from kv_pool.core.chain import PromptChain
+from kv_pool.core.ledger import PoolLedgerError
+from kv_pool.core.name_table import BlockHashTable
 from kv_pool.core.radix_index import ROOT, RadixIndex
-from tests.unit.pool_core.prompts import ROOTS, SIZE, chain, of_blocks
+from tests.unit.pool_core.prompts import ROOTS, PROMPT_BLOCK_TOKENS, make_chain, make_block_chain
 
 
-def index_of(*prompts: Chain, blocks: int = 32) -> RadixIndex:
-    index, fresh = RadixIndex(blocks, SIZE), iter(range(blocks))
+def make_index(*prompts: PromptChain, blocks: int = 32) -> RadixIndex:
+    index, fresh = RadixIndex(blocks, PROMPT_BLOCK_TOKENS), iter(range(blocks))
     for prompt in prompts:
-        path = list(index.match(prompt))
+        path = list(index.match_prefix(prompt))
         for number in range(len(path), len(prompt)):
             path.append(next(fresh))
-            assert index.insert(path[-1], prompt, number, path[-2] if number else ROOT)
+            assert index.insert_block(path[-1], prompt, number, path[-2] if number else ROOT)
     index.check()
     return index
 
 
 def test_the_longest_prefix_is_found() -> None:
-    index = index_of(of_blocks(1, 2, 3), of_blocks(1, 2, 4, 5))
-    assert list(index.match(of_blocks(1, 2, 3, 9))) == [0, 1, 2]
-    assert list(index.match(of_blocks(1, 2, 4, 5))) == [0, 1, 3, 4]
-    assert list(index.match(of_blocks(1, 9))) == [0]
-    assert list(index.match(of_blocks(2, 3))) == []
-    assert list(index.match(of_blocks(1, 2, 3), most=2)) == [0, 1]
-    assert list(index.match(chain([1, 1]))) == []
+    index = make_index(make_block_chain(1, 2, 3), make_block_chain(1, 2, 4, 5))
+    assert list(index.match_prefix(make_block_chain(1, 2, 3, 9))) == [0, 1, 2]
+    assert list(index.match_prefix(make_block_chain(1, 2, 4, 5))) == [0, 1, 3, 4]
+    assert list(index.match_prefix(make_block_chain(1, 9))) == [0]
+    assert list(index.match_prefix(make_block_chain(2, 3))) == []
+    assert list(index.match_prefix(make_block_chain(1, 2, 3), most=2)) == [0, 1]
+    assert list(index.match_prefix(make_chain([1, 1]))) == []
 
 
-def test_another_root_shares_nothing() -> None:
-    index = index_of(of_blocks(1, 2))
-    assert list(index.match(of_blocks(1, 2, root=ROOTS[1]))) == []
+def test_roots_share_nothing() -> None:
+    index = make_index(make_block_chain(1, 2))
+    assert list(index.match_prefix(make_block_chain(1, 2, root=ROOTS[1]))) == []
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 2])
-def test_equal_names_of_other_tokens_end_the_match(wrong: int) -> None:
+def test_equal_hashes_with_other_tokens_end_the_match(wrong: int) -> None:
     """As if SHA-256 had collided."""
-    index, good = index_of(of_blocks(1, 2, 3)), of_blocks(1, 2, 3)
-    tokens = bytearray(good.tokens)
-    tokens[wrong * SIZE * 4] ^= 1
-    assert list(index.match(Chain(good.root, good.names, bytes(tokens), SIZE))) == [0, 1, 2][:wrong]
+    index, good = make_index(make_block_chain(1, 2, 3)), make_block_chain(1, 2, 3)
+    tokens = bytearray(good.packed_tokens)
+    tokens[wrong * PROMPT_BLOCK_TOKENS * 4] ^= 1
+    assert list(index.match_prefix(PromptChain(good.root_hash, good.packed_hashes, bytes(tokens), PROMPT_BLOCK_TOKENS))) == [0, 1, 2][:wrong]
 
 
-def test_equal_names_and_tokens_of_another_root_are_no_hit() -> None:
-    index, good = index_of(of_blocks(1, 2)), of_blocks(1, 2)
-    assert list(index.match(Chain(ROOTS[1], good.names, good.tokens, SIZE))) == []
+def test_equal_hashes_and_tokens_under_another_root_do_not_match() -> None:
+    index, good = make_index(make_block_chain(1, 2)), make_block_chain(1, 2)
+    assert list(index.match_prefix(PromptChain(ROOTS[1], good.packed_hashes, good.packed_tokens, PROMPT_BLOCK_TOKENS))) == []
 
 
-def test_a_key_that_is_taken_is_refused_and_what_follows_too() -> None:
-    first, other = of_blocks(1), of_blocks(2, 3)
-    names = bytearray(other.names)
-    names[:8] = first.names[:8]
-    clash = Chain(other.root, bytes(names), other.tokens, SIZE)
-    index = index_of(first)
-    assert not index.insert(5, clash, 0, ROOT)
-    assert list(index.match(clash)) == []
+def test_index_key_collision_is_refused_with_its_descendants() -> None:
+    first, other = make_block_chain(1), make_block_chain(2, 3)
+    names = bytearray(other.packed_hashes)
+    names[:8] = first.packed_hashes[:8]
+    clash = PromptChain(other.root_hash, bytes(names), other.packed_tokens, PROMPT_BLOCK_TOKENS)
+    index = make_index(first)
+    assert not index.insert_block(5, clash, 0, ROOT)
+    assert list(index.match_prefix(clash)) == []
     index.check()
 
 
-def test_names_in_the_wrong_place_are_no_hit() -> None:
-    good = of_blocks(1, 2)
-    swapped = Chain(good.root, good.name(1) + good.name(0), good.tokens, SIZE)
-    assert list(index_of(good).match(swapped)) == []
+def test_hashes_in_the_wrong_order_do_not_match() -> None:
+    good = make_block_chain(1, 2)
+    swapped = PromptChain(good.root_hash, good.block_hash(1) + good.block_hash(0), good.packed_tokens, PROMPT_BLOCK_TOKENS)
+    assert list(make_index(good).match_prefix(swapped)) == []
 
 
-def test_the_block_that_shares_most_of_what_comes_next() -> None:
-    index = index_of(chain([1, 1, 1, 1, 5, 6, 7, 8]), chain([1, 1, 1, 1, 5, 6, 9, 9]), chain([1, 1, 1, 1, 2, 2, 2, 2]))
+def test_partial_match_prefers_the_longest_shared_tokens() -> None:
+    index = make_index(make_chain([1, 1, 1, 1, 5, 6, 7, 8]), make_chain([1, 1, 1, 1, 5, 6, 9, 9]), make_chain([1, 1, 1, 1, 2, 2, 2, 2]))
     for rest, expected in {
         (5, 6, 7): (1, 3),
         (5, 6, 8, 1): (1, 2),
@@ -78,65 +78,65 @@ def test_the_block_that_shares_most_of_what_comes_next() -> None:
         (4, 4): None,
         (): None,
     }.items():
-        wanted = chain([1, 1, 1, 1, *rest])
-        assert index.beginning(wanted, index.match(wanted)) == expected
-    none = chain([1, 1, 2])
-    assert index.beginning(none, index.match(none)) == (0, 2)
-    assert index.beginning(chain([1, 1], ROOTS[1]), index.match(chain([]))) is None
+        wanted = make_chain([1, 1, 1, 1, *rest])
+        assert index.match_partial_block(wanted, index.match_prefix(wanted)) == expected
+    none = make_chain([1, 1, 2])
+    assert index.match_partial_block(none, index.match_prefix(none)) == (0, 2)
+    assert index.match_partial_block(make_chain([1, 1], ROOTS[1]), index.match_prefix(make_chain([]))) is None
 
 
 def test_only_leaves_are_removed() -> None:
-    index = index_of(of_blocks(1, 2), of_blocks(1, 3), of_blocks(1, 4))
-    with pytest.raises(LedgerError, match="no leaf"):
-        index.remove(0)
+    index = make_index(make_block_chain(1, 2), make_block_chain(1, 3), make_block_chain(1, 4))
+    with pytest.raises(PoolLedgerError, match="no leaf"):
+        index.remove_leaf(0)
     for block in (2, 1, 3, 0):
-        index.remove(block)
+        index.remove_leaf(block)
         index.check()
     assert len(index) == 0
-    with pytest.raises(LedgerError, match="no leaf"):
-        index.remove(0)
+    with pytest.raises(PoolLedgerError, match="no leaf"):
+        index.remove_leaf(0)
 
 
 def test_a_child_needs_its_parent() -> None:
-    index = index_of(of_blocks(1))
-    with pytest.raises(LedgerError, match="without a parent"):
-        index.insert(3, of_blocks(1, 2, 3), 2, 0)
+    index = make_index(make_block_chain(1))
+    with pytest.raises(PoolLedgerError, match="without a parent"):
+        index.insert_block(3, make_block_chain(1, 2, 3), 2, 0)
 
 
-def test_what_it_holds_can_be_read_back() -> None:
-    prompt = of_blocks(7, 8, 9)
-    index = index_of(of_blocks(1), prompt)
+def test_chain_can_be_read_back() -> None:
+    prompt = make_block_chain(7, 8, 9)
+    index = make_index(make_block_chain(1), prompt)
     assert index.chain(3) == prompt
-    assert index.find(prompt.name(1)) == 2
-    assert index.find(bytes(32)) is None
+    assert index.find_block(prompt.block_hash(1)) == 2
+    assert index.find_block(bytes(32)) is None
 
 
-def test_depth_costs_its_logarithm() -> None:
-    class Counting(NameTable):
+def test_match_takes_logarithmic_lookups() -> None:
+    class Counting(BlockHashTable):
         asked = 0
 
-        def find(self, name: bytes) -> int | None:
+        def find_block(self, name: bytes) -> int | None:
             self.asked += 1
-            return super().find(name)
+            return super().find_block(name)
 
-    prompt = chain(range(4 * 4096))
-    index = index_of(prompt, blocks=4096)
+    prompt = make_chain(range(4 * 4096))
+    index = make_index(prompt, blocks=4096)
     counting = Counting(4096)
     for block in range(4096):
-        counting.add(block, index.name(block))
-    index._names = counting
-    assert len(index.match(prompt)) == 4096
+        counting.add_block(block, index.block_hash(block))
+    index._hash_table = counting
+    assert len(index.match_prefix(prompt)) == 4096
     assert counting.asked <= 13
 
 
-def test_a_chain_says_what_does_not_fit() -> None:
+def test_inconsistent_chain_is_rejected() -> None:
     with pytest.raises(InvalidRequest, match="has 2 names"):
-        Chain(ROOTS[0], bytes(32), bytes(32), SIZE)
+        PromptChain(ROOTS[0], bytes(32), bytes(32), PROMPT_BLOCK_TOKENS)
 
 
-def test_names_are_those_of_the_nodes() -> None:
-    from baton.block_hash import chain as one_by_one
+def test_packed_hashes_equal_the_nodes_hashes() -> None:
+    from baton.block_hash import iter_block_hashes as one_by_one
 
     tokens, root = [5, 70000, 2**32 - 1, 0, 1, 2, 3, 4, 9], BlockHash(bytes(range(32)))
-    assert chain_names(root, pack_tokens(tokens), SIZE) == b"".join(one_by_one(root, tokens, SIZE))
-    assert chain_names(root, b"", SIZE) == b""
+    assert compute_packed_hashes(root, pack_tokens(tokens), PROMPT_BLOCK_TOKENS) == b"".join(one_by_one(root, tokens, PROMPT_BLOCK_TOKENS))
+    assert compute_packed_hashes(root, b"", PROMPT_BLOCK_TOKENS) == b""

@@ -1,16 +1,16 @@
 """How long a node waits before it dials its pool again."""
 
-from kv_pool.core.redial import Redial
+from kv_pool.core.redial import RedialBackoff
 
 
-def test_who_is_refused_asks_less_and_less_often() -> None:
-    redial = Redial(0.2, 1.0)
-    assert [redial.refused() for _ in range(5)] == [0.2, 0.4, 0.8, 1.0, 1.0]
+def test_delay_doubles_after_each_refusal() -> None:
+    redial = RedialBackoff(0.2, 1.0)
+    assert [redial.delay_after_refusal() for _ in range(5)] == [0.2, 0.4, 0.8, 1.0, 1.0]
 
 
-def test_a_pool_that_is_gone_is_dialled_soon_whatever_was_before() -> None:
-    redial = Redial(0.2, 1.0)
-    assert [redial.refused(), redial.refused(), redial.gone(), redial.gone()] == [0.2, 0.4, 0.2, 0.2]
-    assert redial.refused() == 0.8, "the same one is back"
-    redial.attached()
-    assert redial.refused() == 0.2
+def test_delay_after_disconnect_is_always_short() -> None:
+    redial = RedialBackoff(0.2, 1.0)
+    assert [redial.delay_after_refusal(), redial.delay_after_refusal(), redial.delay_after_disconnect(), redial.delay_after_disconnect()] == [0.2, 0.4, 0.2, 0.2]
+    assert redial.delay_after_refusal() == 0.8, "the same one is back"
+    redial.reset()
+    assert redial.delay_after_refusal() == 0.2

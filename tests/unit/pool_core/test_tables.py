@@ -5,46 +5,46 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kv_pool.core.name_table import NameTable
+from kv_pool.core.name_table import BlockHashTable
 from kv_pool.core.path_table import ROOT, PathTable
 from kv_pool.core.token_table import TokenTable
-from tests.unit.pool_core.prompts import of_blocks
+from tests.unit.pool_core.prompts import make_block_chain
 
 
-def name(home: int, number: int) -> bytes:
+def make_hash(home: int, number: int) -> bytes:
     """Names with equal `home` want the same place of a small table."""
     return number.to_bytes(7, "big") + bytes([home]) + bytes(24)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), max_size=60), st.integers(1, 12))
-def test_names_are_found_whatever_stands_in_their_way(steps: list[tuple[int, int]], blocks: int) -> None:
+def test_hash_table_finds_entries_through_collisions(steps: list[tuple[int, int]], blocks: int) -> None:
     """Homes at the end of the table wrap around."""
-    table, model = NameTable(blocks), dict[bytes, int]()
+    table, model = BlockHashTable(blocks), dict[bytes, int]()
     free = list(range(blocks))
     for home, number in steps:
-        wanted = name(255 - home, number)
+        wanted = make_hash(255 - home, number)
         if wanted in model:
-            table.remove(model[wanted])
+            table.remove_block(model[wanted])
             free.append(model.pop(wanted))
         elif free:
             model[wanted] = free.pop(0)
-            assert table.add(model[wanted], wanted)
-            assert not table.add(blocks, wanted)
+            assert table.add_block(model[wanted], wanted)
+            assert not table.add_block(blocks, wanted)
         assert len(table) == len(model)
         assert sorted(table.blocks()) == sorted(model.values())
-        for other in {name(255 - one, two) for one, two in steps}:
-            assert table.find(other) == model.get(other)
+        for other in {make_hash(255 - one, two) for one, two in steps}:
+            assert table.find_block(other) == model.get(other)
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 400), min_size=1, max_size=400), st.lists(st.integers(0, 400), max_size=200))
-def test_paths_are_the_parents_one_by_one(choices: list[int], removals: list[int]) -> None:
+def test_path_follows_the_parents(choices: list[int], removals: list[int]) -> None:
     """A tree of any shape, from one long path to all first blocks; then leaves go, and their places are used again."""
     table, paths = PathTable(len(choices)), dict[int, list[int]]()
 
     def add(block: int, choice: int) -> None:
         parent = sorted(paths)[-choice] if 0 < choice <= len(paths) else ROOT
-        table.add(block, parent)
+        table.add_block(block, parent)
         paths[block] = [*paths.get(parent, []), block]
 
     for block, choice in enumerate(choices):
@@ -52,7 +52,7 @@ def test_paths_are_the_parents_one_by_one(choices: list[int], removals: list[int
     for choice in removals:
         leaves = [block for block in paths if not any(path[-2:-1] == [block] for path in paths.values())]
         block = leaves[choice % len(leaves)]
-        assert table.remove(block) == (paths[block][-2] if len(paths[block]) > 1 else ROOT)
+        assert table.remove_block(block) == (paths[block][-2] if len(paths[block]) > 1 else ROOT)
         assert block not in table
         del paths[block]
         add(block, choice)
@@ -61,15 +61,15 @@ def test_paths_are_the_parents_one_by_one(choices: list[int], removals: list[int
         assert table.depth(block) == len(path) - 1
 
 
-def test_the_first_difference_ends_what_agrees() -> None:
-    prompt = of_blocks(1, 2, 3, 4)
+def test_first_difference_ends_the_token_match() -> None:
+    prompt = make_block_chain(1, 2, 3, 4)
     table = TokenTable(8, 4)
     path = array("i", [5, 0, 7, 2])
     for number, block in enumerate(path):
-        table.put(block, prompt.block_tokens(number))
-    assert table.agreeing(path, prompt.tokens) == 4
+        table.set_tokens(block, prompt.block_tokens(number))
+    assert table.count_matching_blocks(path, prompt.packed_tokens) == 4
     for wrong in range(16):
-        tokens = bytearray(prompt.tokens)
+        tokens = bytearray(prompt.packed_tokens)
         tokens[wrong * 4] ^= 1
-        assert table.agreeing(path, bytes(tokens)) == wrong // 4
-    assert table.agreeing(array("i"), prompt.tokens) == 0
+        assert table.count_matching_blocks(path, bytes(tokens)) == wrong // 4
+    assert table.count_matching_blocks(array("i"), prompt.packed_tokens) == 0

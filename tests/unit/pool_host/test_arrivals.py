@@ -5,163 +5,163 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.errors import PeerGone
-from kv_pool.arrivals import HOLDER, Arrival, Arrivals, Offer, Wanted
-from kv_pool.core.chain import Chain
-from kv_pool.core.eviction import Lru
-from kv_pool.core.holders import Found, Holder, Publication
-from kv_pool.core.ledger import PoolState
-from kv_pool.core.pool import Pool
-from kv_pool.core.tier import Tier
-from tests.unit.pool_core.prompts import SIZE, fill, of_blocks
+from baton.errors import PeerUnreachable
+from kv_pool.arrivals import LOADER_CLIENT_ID, PendingBlocks, BlockLoader, LoadPlan, LoadRequest
+from kv_pool.core.chain import PromptChain
+from kv_pool.core.eviction import LruEvictor
+from kv_pool.core.holders import PoolMatch, PoolClientId, Publication
+from kv_pool.core.ledger import PoolBlockState
+from kv_pool.core.pool import SharedBlockPool
+from kv_pool.core.tier import CacheTier
+from tests.unit.pool_core.prompts import PROMPT_BLOCK_TOKENS, insert_chain, make_block_chain
 
 pytestmark = pytest.mark.asyncio
 
-NODE = Holder("node")
-PROMPT = of_blocks(1, 2, 3, 4)
+CLIENT_ID = PoolClientId("node")
+PROMPT = make_block_chain(1, 2, 3, 4)
 
 
-class Elsewhere:
-    """Has `end` blocks of every chain, of which `whole` come when the test lets them."""
+class ScriptedSource:
+    """Has `end_block` blocks of every chain, of which `intact_blocks` come when the test lets them."""
 
     def __init__(self, end: int, whole: int | Exception) -> None:
-        self.end, self.whole = end, whole
+        self.end_block, self.intact_blocks = end, whole
         self.go = asyncio.Event()
         self.fetched: list[Publication] = []
-        self.let_go = 0
+        self.num_done_calls = 0
 
-    def offer(self, wanted: Wanted, now: float) -> Offer | None:
-        if wanted.first >= self.end:
+    def plan_load(self, wanted: LoadRequest, now: float) -> LoadPlan | None:
+        if wanted.first_block >= self.end_block:
             return None
-        return Offer("elsewhere", min(self.end, wanted.end), 1.0, self._fetch, self._let_go)
+        return LoadPlan("elsewhere", min(self.end_block, wanted.end_block), 1.0, self._fetch, self._on_done)
 
     async def _fetch(self, publication: Publication) -> Sequence[int]:
         self.fetched.append(publication)
         await self.go.wait()
-        if isinstance(self.whole, Exception):
-            raise self.whole
-        return range(self.whole)
+        if isinstance(self.intact_blocks, Exception):
+            raise self.intact_blocks
+        return range(self.intact_blocks)
 
-    def _let_go(self) -> None:
-        self.let_go += 1
+    def _on_done(self) -> None:
+        self.num_done_calls += 1
 
 
-class Rig:
-    def __init__(self, source: Elsewhere, blocks: int = 8) -> None:
+class LoaderRig:
+    def __init__(self, source: ScriptedSource, blocks: int = 8) -> None:
         self.now = 0.0
-        self.pool = Pool(Tier(blocks, SIZE, Lru(blocks)))
-        self.pool.attach(NODE, 0.0)
+        self.pool = SharedBlockPool(CacheTier(blocks, PROMPT_BLOCK_TOKENS, LruEvictor(blocks)))
+        self.pool.attach_client(CLIENT_ID, 0.0)
         self.sealed: list[tuple[list[int], list[int]]] = []
-        self.arrivals = Arrivals(
+        self.loader = BlockLoader(
             self.pool,
             lambda: self.now,
             carry_out=lambda moves: None,
             sealed=lambda blocks, sums: self.sealed.append((list(blocks), list(sums))),
         )
-        self.arrivals.sources.append(source)
+        self.loader.sources.append(source)
 
-    def find(self, chain: Chain) -> Found:
-        return self.pool.find(NODE, chain, len(chain) * SIZE, 0.0, partial=False)
+    def find_prefix(self, chain: PromptChain) -> PoolMatch:
+        return self.pool.find_prefix(CLIENT_ID, chain, len(chain) * PROMPT_BLOCK_TOKENS, 0.0, partial=False)
 
-    def expect(self, chain: Chain, most: int | None = None) -> Arrival | None:
-        found = self.find(chain)
-        if found.pin is not None:
-            self.pool.release(NODE, found.pin)
-        return self.arrivals.expect(chain, found, len(chain) if most is None else most, None)
+    def find_or_start_load(self, chain: PromptChain, most: int | None = None) -> PendingBlocks | None:
+        found = self.find_prefix(chain)
+        if found.pin_id is not None:
+            self.pool.release_pin(CLIENT_ID, found.pin_id)
+        return self.loader.find_or_start_load(chain, found, len(chain) if most is None else most, None)
 
 
-async def test_what_arrives_is_found_and_pinned_for_whoever_waits() -> None:
-    source = Elsewhere(3, 3)
-    rig = Rig(source)
-    fill(rig.pool.memory, of_blocks(1))
-    arrival = rig.expect(PROMPT)
+async def test_loaded_blocks_are_found_and_pinned_for_waiters() -> None:
+    source = ScriptedSource(3, 3)
+    rig = LoaderRig(source)
+    insert_chain(rig.pool.memory, make_block_chain(1))
+    arrival = rig.find_or_start_load(PROMPT)
     assert arrival is not None
-    assert arrival.blocks == 2
-    assert not arrival.over.is_set()
+    assert arrival.num_blocks == 2
+    assert not arrival.done_event.is_set()
     counts = rig.pool.ledger(0.0).counts
-    assert counts[PoolState.WRITING] == 2
-    assert len(rig.find(PROMPT).blocks) == 1
-    source.whole = 2
+    assert counts[PoolBlockState.WRITING] == 2
+    assert len(rig.find_prefix(PROMPT).blocks) == 1
+    source.intact_blocks = 2
     source.go.set()
-    await arrival.over.wait()
-    found = rig.find(PROMPT)
+    await arrival.done_event.wait()
+    found = rig.find_prefix(PROMPT)
     assert len(found.blocks) == 3
     assert rig.sealed == [(list(found.blocks)[1:], [0, 1])]
     await asyncio.sleep(0)
-    assert {entry.holder for entry in rig.pool.ledger(0.0).entries} == {NODE}
-    assert source.let_go == 1
+    assert {entry.owner for entry in rig.pool.ledger(0.0).entries} == {CLIENT_ID}
+    assert source.num_done_calls == 1
     rig.pool.check()
 
 
-async def test_two_that_lack_the_same_block_wait_for_the_same_arrival() -> None:
-    source = Elsewhere(2, 2)
-    rig = Rig(source)
-    first = rig.expect(PROMPT)
-    assert rig.expect(of_blocks(1, 2, 9)) is first is not None
-    assert rig.expect(of_blocks(7, 8)) is not first
+async def test_lookups_missing_the_same_block_share_a_load() -> None:
+    source = ScriptedSource(2, 2)
+    rig = LoaderRig(source)
+    first = rig.find_or_start_load(PROMPT)
+    assert rig.find_or_start_load(make_block_chain(1, 2, 9)) is first is not None
+    assert rig.find_or_start_load(make_block_chain(7, 8)) is not first
     source.go.set()
-    await first.over.wait()
-    assert len(rig.find(of_blocks(1, 2, 9)).blocks) == 2
+    await first.done_event.wait()
+    assert len(rig.find_prefix(make_block_chain(1, 2, 9)).blocks) == 2
 
 
-@pytest.mark.parametrize(("whole", "found"), [(1, 1), (0, 0), (PeerGone("it is gone"), 0), (ValueError("a defect"), 0)])
-async def test_what_is_not_whole_never_comes_and_its_places_are_free(whole: int | Exception, found: int) -> None:
-    source = Elsewhere(4, whole)
-    rig = Rig(source)
-    arrival = rig.expect(PROMPT)
+@pytest.mark.parametrize(("whole", "found"), [(1, 1), (0, 0), (PeerUnreachable("it is gone"), 0), (ValueError("a defect"), 0)])
+async def test_corrupt_blocks_are_not_indexed_and_their_places_are_freed(whole: int | Exception, found: int) -> None:
+    source = ScriptedSource(4, whole)
+    rig = LoaderRig(source)
+    arrival = rig.find_or_start_load(PROMPT)
     assert arrival is not None
     source.go.set()
-    await arrival.over.wait()
-    assert len(rig.find(PROMPT).blocks) == found
-    assert rig.arrivals.counters["baton_pool_load_failures_total"] == 1
+    await arrival.done_event.wait()
+    assert len(rig.find_prefix(PROMPT).blocks) == found
+    assert rig.loader.counters["baton_pool_load_failures_total"] == 1
     assert rig.pool.memory.num_free == 8 - found
-    assert source.let_go == 1
-    assert rig.expect(PROMPT) is not arrival, "it can be tried again"
+    assert source.num_done_calls == 1
+    assert rig.find_or_start_load(PROMPT) is not arrival, "it can be tried again"
 
 
-async def test_an_asker_that_ends_ends_no_arrival() -> None:
-    source = Elsewhere(4, 4)
-    rig = Rig(source)
-    arrival = rig.expect(PROMPT)
+async def test_load_outlives_the_client_that_started_it() -> None:
+    source = ScriptedSource(4, 4)
+    rig = LoaderRig(source)
+    arrival = rig.find_or_start_load(PROMPT)
     assert arrival is not None
-    rig.pool.gone(NODE)
+    rig.pool.remove_client(CLIENT_ID)
     source.go.set()
-    await arrival.over.wait()
-    rig.pool.attach(NODE, 0.0)
-    assert len(rig.find(PROMPT).blocks) == 4
+    await arrival.done_event.wait()
+    rig.pool.attach_client(CLIENT_ID, 0.0)
+    assert len(rig.find_prefix(PROMPT).blocks) == 4
 
 
-async def test_nobody_new_waits_for_an_arrival_that_takes_too_long() -> None:
-    source = Elsewhere(2, 2)
-    rig = Rig(source)
-    arrival = rig.expect(PROMPT)
+async def test_overdue_load_gets_no_new_waiters() -> None:
+    source = ScriptedSource(2, 2)
+    rig = LoaderRig(source)
+    arrival = rig.find_or_start_load(PROMPT)
     assert arrival is not None
-    rig.now = arrival.patience
-    assert rig.expect(PROMPT) is None
+    rig.now = arrival.max_wait_seconds
+    assert rig.find_or_start_load(PROMPT) is None
     source.go.set()
-    await arrival.over.wait()
-    assert len(rig.find(PROMPT).blocks) == 2
+    await arrival.done_event.wait()
+    assert len(rig.find_prefix(PROMPT).blocks) == 2
 
 
-async def test_no_room_no_arrival() -> None:
-    source = Elsewhere(4, 4)
-    rig = Rig(source, blocks=2)
-    fill(rig.pool.memory, of_blocks(8, 9))
-    pinned = rig.find(of_blocks(8, 9))
-    assert rig.expect(PROMPT) is None
-    assert source.let_go == 1
-    assert pinned.pin is not None
-    rig.pool.release(NODE, pinned.pin)
-    arrival = rig.expect(PROMPT)
+async def test_no_load_without_room() -> None:
+    source = ScriptedSource(4, 4)
+    rig = LoaderRig(source, blocks=2)
+    insert_chain(rig.pool.memory, make_block_chain(8, 9))
+    pinned = rig.find_prefix(make_block_chain(8, 9))
+    assert rig.find_or_start_load(PROMPT) is None
+    assert source.num_done_calls == 1
+    assert pinned.pin_id is not None
+    rig.pool.release_pin(CLIENT_ID, pinned.pin_id)
+    arrival = rig.find_or_start_load(PROMPT)
     assert arrival is not None
-    assert arrival.blocks == 2, "as many as there is room for"
+    assert arrival.num_blocks == 2, "as many as there is room for"
 
 
-async def test_nothing_is_wanted_of_what_is_here_or_beyond_what_was_asked() -> None:
-    rig = Rig(Elsewhere(4, 4))
-    fill(rig.pool.memory, of_blocks(1, 2))
-    assert rig.expect(PROMPT, most=2) is None
-    assert rig.expect(of_blocks(1, 2)) is None
-    assert rig.arrivals.expect(PROMPT, Found(None, rig.pool.memory.index.match(PROMPT)), 3, None) is not None
-    assert HOLDER in {entry.holder for entry in rig.pool.ledger(0.0).entries}
-    await rig.arrivals.close()
+async def test_load_covers_only_missing_and_requested_blocks() -> None:
+    rig = LoaderRig(ScriptedSource(4, 4))
+    insert_chain(rig.pool.memory, make_block_chain(1, 2))
+    assert rig.find_or_start_load(PROMPT, most=2) is None
+    assert rig.find_or_start_load(make_block_chain(1, 2)) is None
+    assert rig.loader.find_or_start_load(PROMPT, PoolMatch(None, rig.pool.memory.index.match_prefix(PROMPT)), 3, None) is not None
+    assert LOADER_CLIENT_ID in {entry.owner for entry in rig.pool.ledger(0.0).entries}
+    await rig.loader.close()

@@ -10,67 +10,67 @@ from typing import cast
 
 import pytest
 
-from baton.addressing import AddressSpace
-from baton.clock import steady
+from baton.addressing import BlockAddressSpace
+from baton.clock import monotonic_clock
 from baton.config import Config
 from baton.errors import ConfigError
 from baton.pb import pool_pb2 as pb
-from kv_pool.attachment import Attachment, Mappings
+from kv_pool.attachment import PoolAttachment, SegmentMappings
 from kv_pool.client import PoolClient
-from kv_pool.client_factory import ClientParts, pool_client
-from kv_pool.core.policies import POLICIES
-from kv_pool.host import Applicant, PoolHost
-from kv_pool.session import Session
-from kv_pool.store import Store
-from kv_pool.terms import PROTOCOL_VERSION
+from kv_pool.client_factory import NodePoolContext, make_pool_client
+from kv_pool.core.policies import EVICTION_POLICIES
+from kv_pool.host import AttachRequest, PoolManager
+from kv_pool.session import PoolStream
+from kv_pool.store import SegmentStore
+from kv_pool.terms import POOL_PROTOCOL_VERSION
 from tests.pool.rig import DIGEST, LAYOUT, client_config
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    with closing(Store(tmp_path, 1 << 20, LAYOUT)) as made:
+def store(tmp_path: Path) -> Iterator[SegmentStore]:
+    with closing(SegmentStore(tmp_path, 1 << 20, LAYOUT)) as made:
         yield made
 
 
 @pytest.fixture
-def space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AddressSpace:
+def space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BlockAddressSpace:
     """It maps nothing."""
 
-    def attach(self: AddressSpace, segment: str) -> memoryview:
+    def attach(self: BlockAddressSpace, segment: str) -> memoryview:
         raise ValueError(f"segment {segment} is mapped already")
 
-    monkeypatch.setattr(AddressSpace, "attach", attach)
-    return AddressSpace(LAYOUT.block_bytes, tmp_path, range_bytes=1 << 30)
+    monkeypatch.setattr(BlockAddressSpace, "attach_segment", attach)
+    return BlockAddressSpace(LAYOUT.block_bytes, tmp_path, range_bytes=1 << 30)
 
 
-def test_its_byte_is_unlocked(store: Store, space: AddressSpace, tmp_path: Path) -> None:
-    byte = store.fences.mint()
+def test_fence_byte_is_unlocked_when_mapping_fails(store: SegmentStore, space: BlockAddressSpace, tmp_path: Path) -> None:
+    byte = store.fences.allocate_byte()
     with pytest.raises(ValueError, match="mapped already"):
-        Attachment(1, pb.Attached(segment=store.name, fence=byte), Mappings(space, tmp_path, LAYOUT.block_bytes))
-    assert store.fences.close_off(byte)
+        PoolAttachment(1, pb.Attached(segment=store.name, fence=byte), SegmentMappings(space, tmp_path, LAYOUT.block_bytes))
+    assert store.fences.try_close_byte(byte)
 
 
 @pytest.mark.parametrize("rate", ["0.5", "0", "-1", "much"])
-def test_a_rate_that_is_none_is_told_at_start(space: AddressSpace, rate: str) -> None:
+def test_invalid_publish_rate_is_rejected_at_start(space: BlockAddressSpace, rate: str) -> None:
     parts = SimpleNamespace(config=Config(pool_publish_rate=rate), space=space, own=memoryview(bytearray(4096)))
     with pytest.raises(ConfigError, match=f"pool_publish_rate is '{rate}'"):
-        pool_client(cast(ClientParts, parts))
+        make_pool_client(cast(NodePoolContext, parts))
 
 
 @pytest.mark.asyncio
-async def test_a_stream_may_end_after_the_pool(tmp_path: Path) -> None:
-    host = PoolHost(tmp_path, 1 << 20, POLICIES["lru"], steady)
-    desk = await host.attach(Applicant(PROTOCOL_VERSION, "node", "1", host.host_id, DIGEST.hex(), LAYOUT))
+async def test_stream_may_end_after_the_pool_is_closed(tmp_path: Path) -> None:
+    host = PoolManager(tmp_path, 1 << 20, EVICTION_POLICIES["lru"], monotonic_clock)
+    desk = await host.attach_client(AttachRequest(POOL_PROTOCOL_VERSION, "node", "1", host.host_id, DIGEST.hex(), LAYOUT))
     await host.close()
-    host.ended(desk)
-    assert host._retry is None
+    host.on_stream_ended(desk)
+    assert host._close_off_timer is None
 
 
 @pytest.mark.asyncio
-async def test_the_node_dials_again(space: AddressSpace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_node_redials_after_an_unexpected_error(space: BlockAddressSpace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tried = asyncio.Semaphore(0)
 
-    def session(_: object) -> Session:
+    def session(_: object) -> PoolStream:
         tried.release()
         raise ValueError("a defect")
 

@@ -5,84 +5,84 @@ from typing import cast
 
 import pytest
 
-from baton.clock import steady
+from baton.clock import monotonic_clock
 from kv_pool.block_rows import BlockRows
-from kv_pool.core.disk_journal import Entry
+from kv_pool.core.disk_journal import JournalEntry
 from kv_pool.disk_file import DiskFile
-from kv_pool.disk_journal_file import DiskJournal
-from kv_pool.disk_thread import DiskThread
+from kv_pool.disk_journal_file import DiskJournalFile
+from kv_pool.disk_thread import DiskIOThread
 
 BLOCK = 64
 
 
-class Disk:
+class FakeDiskFile:
     """File and journal. It writes once it may."""
 
     def __init__(self) -> None:
-        self.may = threading.Event()
-        self.begun = threading.Event()
+        self.may_write = threading.Event()
+        self.write_started = threading.Event()
         self.error: Exception | None = None
         self.slots: dict[int, bytes] = {}
-        self.said: list[int] = []
-        self.closed = 0
+        self.journaled_slots: list[int] = []
+        self.num_closed = 0
 
-    def write(self, slot: int, block: memoryview) -> None:
-        self.begun.set()
-        self.may.wait()
+    def write_slot(self, slot: int, block: memoryview) -> None:
+        self.write_started.set()
+        self.may_write.wait()
         self.slots[slot] = bytes(block)
 
-    def read(self, slot: int, into: memoryview) -> bool:
+    def read_slot(self, slot: int, into: memoryview) -> bool:
         if self.error is not None:
             raise self.error
         into[:] = self.slots[slot]
         return True
 
-    def append(self, entry: Entry) -> None:
-        self.said.append(entry.slot)
+    def append_entry(self, entry: JournalEntry) -> None:
+        self.journaled_slots.append(entry.slot)
 
     def close(self) -> None:
-        self.closed += 1
+        self.num_closed += 1
 
 
-class Scene:
+class DiskIORig:
     def __init__(self) -> None:
-        self.disk, self.failed = Disk(), list[OSError]()
+        self.disk, self.failures = FakeDiskFile(), list[OSError]()
         self.memory = BlockRows(memoryview(bytearray(4 * BLOCK)), BLOCK)
-        file, journal = cast(DiskFile, self.disk), cast(DiskJournal, self.disk)
-        self.thread = DiskThread(file, journal, self.memory, BLOCK, steady, self.failed.append)
+        file, journal = cast(DiskFile, self.disk), cast(DiskJournalFile, self.disk)
+        self.thread = DiskIOThread(file, journal, self.memory, BLOCK, monotonic_clock, self.failures.append)
 
-    def write(self, slot: int) -> int:
+    def queue_write(self, slot: int) -> int:
         """The checksum."""
-        row = self.thread.take_row(slot)
+        row = self.thread.reserve_row(slot)
         self.thread.staging.row(row)[:] = bytes([slot + 1]) * BLOCK
-        self.thread.write(Entry(slot, 0, 0, b"", b"", b""), row)
+        self.thread.queue_write(JournalEntry(slot, 0, 0, b"", b"", b""), row)
         return self.thread.staging.checksum(row)
 
 
-def test_a_read_that_nobody_wants_any_more_costs_no_write() -> None:
-    scene = Scene()
-    scene.write(0)
-    scene.disk.begun.wait()
-    unwanted = scene.thread.read([0], [0], [0])
-    scene.write(1)
+def test_cancelled_read_does_not_block_writes() -> None:
+    scene = DiskIORig()
+    scene.queue_write(0)
+    scene.disk.write_started.wait()
+    unwanted = scene.thread.queue_read([0], [0], [0])
+    scene.queue_write(1)
     assert unwanted.cancel()
-    scene.disk.may.set()
+    scene.disk.may_write.set()
     scene.thread.close()
-    assert sorted(scene.disk.said) == [0, 1]
-    assert scene.disk.closed == 2
+    assert sorted(scene.disk.journaled_slots) == [0, 1]
+    assert scene.disk.num_closed == 2
     assert bytes(scene.memory.row(0)) == bytes(BLOCK), "nobody waits for that place to be left alone"
 
 
 @pytest.mark.parametrize("error", [OSError(5, "it is broken"), ValueError("a defect")])
-def test_a_disk_that_fails_keeps_nobody_waiting(error: Exception) -> None:
-    scene = Scene()
-    scene.disk.may.set()
-    checksum = scene.write(0)
-    assert scene.thread.read([0], [checksum], [1]).result(30).whole == 1
+def test_failed_disk_answers_every_read(error: Exception) -> None:
+    scene = DiskIORig()
+    scene.disk.may_write.set()
+    checksum = scene.queue_write(0)
+    assert scene.thread.queue_read([0], [checksum], [1]).result(30).intact_blocks == 1
     scene.disk.error = error
-    assert scene.thread.read([0], [checksum], [1]).result(30).whole == 0
+    assert scene.thread.queue_read([0], [checksum], [1]).result(30).intact_blocks == 0
     scene.disk.error = None
-    assert scene.thread.read([0], [checksum], [1]).result(30).whole == 0, "it is used no more"
+    assert scene.thread.queue_read([0], [checksum], [1]).result(30).intact_blocks == 0, "it is used no more"
     scene.thread.close()
-    assert len(scene.failed) == 1
-    assert scene.disk.closed == 2
+    assert len(scene.failures) == 1
+    assert scene.disk.num_closed == 2

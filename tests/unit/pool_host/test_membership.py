@@ -8,19 +8,19 @@ from typing import Any
 import pytest
 
 from baton.block_hash import BlockHash
-from baton.cache_journal import MAX_NAMES, CacheJournal
+from baton.cache_journal import MAX_HASHES_PER_BATCH, CacheJournal
 from baton.clock import FakeClock
 from baton.config import Config
 from baton.types import Incarnation
 from kv_pool import membership
 
-TOTAL = 2 * MAX_NAMES + 3
+TOTAL = 2 * MAX_HASHES_PER_BATCH + 3
 
 
-class Link:
+class FakeCoordinatorLink:
     """What is sent stays until the test writes it."""
 
-    joined = True
+    is_joined = True
 
     def __init__(self, *_: object, **__: object) -> None:
         self.sent: list[Any] = []
@@ -30,30 +30,30 @@ class Link:
     def send(self, message: Any) -> None:
         self.sent.append(message)
 
-    async def flushed(self) -> None:
+    async def wait_until_flushed(self) -> None:
         self.asked += 1
         await self.waiting.acquire()
 
 
-class Host:
+class FakeCachePoolManager:
     def __init__(self) -> None:
-        self.journal = CacheJournal()
-        self.pool = SimpleNamespace(memory=SimpleNamespace(total=TOTAL))
-        self.largest = 0
+        self.cache_journal = CacheJournal()
+        self.block_pool = SimpleNamespace(memory=SimpleNamespace(total=TOTAL))
+        self.largest_request = 0
 
-    def names(self, first: int, last: int) -> Iterator[BlockHash]:
-        self.largest = max(self.largest, last - first)
+    def list_block_hashes(self, first: int, last: int) -> Iterator[BlockHash]:
+        self.largest_request = max(self.largest_request, last - first)
         return (BlockHash(block.to_bytes(8, "big") + bytes(24)) for block in range(first, min(last, TOTAL)))
 
 
 @pytest.mark.asyncio
 async def test_a_snapshot_is_made_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "CoordinatorLink", Link)
-    host: Any = Host()
+    monkeypatch.setattr(membership, "CoordinatorLink", FakeCoordinatorLink)
+    host: Any = FakeCachePoolManager()
     peers: Any = SimpleNamespace(rejoin=lambda _: None)
-    member = membership.Membership(Config(), "pool-0", host, peers, "127.0.0.1:1", FakeClock())
+    member = membership.PoolClusterMember(Config(), "pool-0", host, peers, "127.0.0.1:1", FakeClock())
     link: Any = member._link
-    member.joined(Incarnation("i"))
+    member.on_joined(Incarnation("i"))
     told = []
     for _ in range(3):
         await asyncio.sleep(0)
@@ -62,7 +62,7 @@ async def test_a_snapshot_is_made_part_by_part(monkeypatch: pytest.MonkeyPatch) 
         await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert told == [1, 2, 3], "one part, and no more before it is written"
-    assert host.largest == MAX_NAMES
+    assert host.largest == MAX_HASHES_PER_BATCH
     first, *others = link.sent
-    assert len(first.cache_snapshot.names) == MAX_NAMES
-    assert [len(one.cache_events.inserted) for one in others] == [MAX_NAMES, 3]
+    assert len(first.cache_snapshot.names) == MAX_HASHES_PER_BATCH
+    assert [len(one.cache_events.inserted) for one in others] == [MAX_HASHES_PER_BATCH, 3]

@@ -5,45 +5,45 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.errors import BatonError, Incomplete, PeerGone
+from baton.errors import BatonError, IncompleteTransfer, PeerUnreachable
 from baton.kv_layout import KVLayout
-from baton.pool_terms import Elsewhere
+from baton.pool_terms import RemotePrefix
 from baton.types import Incarnation, NodeName, PeerAddress
-from kv_pool.arrivals import Arrivals, Wanted
-from kv_pool.core.chain import Chain
-from kv_pool.core.eviction import Lru
-from kv_pool.core.holders import Found, Holder, Publication
-from kv_pool.core.peer_book import REST
-from kv_pool.core.pool import Pool
-from kv_pool.core.tier import Tier
-from kv_pool.promotions import Promotions
-from tests.unit.pool_core.prompts import SIZE, of_blocks
+from kv_pool.arrivals import BlockLoader, LoadRequest
+from kv_pool.core.chain import PromptChain
+from kv_pool.core.eviction import LruEvictor
+from kv_pool.core.holders import PoolMatch, PoolClientId, Publication
+from kv_pool.core.peer_book import MIN_BACKOFF_SECONDS
+from kv_pool.core.pool import SharedBlockPool
+from kv_pool.core.tier import CacheTier
+from kv_pool.promotions import PromotionSource
+from tests.unit.pool_core.prompts import PROMPT_BLOCK_TOKENS, make_block_chain
 
 pytestmark = pytest.mark.asyncio
 
-LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=SIZE, dtype="float32")
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=PROMPT_BLOCK_TOKENS, dtype="float32")
 THERE = PeerAddress(NodeName("pool-1"), Incarnation("there"), "host-b", "b:1")
-NODE = Holder("node")
-PROMPT = of_blocks(1, 2, 3, 4)
+CLIENT_ID = PoolClientId("node")
+PROMPT = make_block_chain(1, 2, 3, 4)
 
 
-class Scene:
+class PromotionRig:
     """A pool of 8 blocks; `pool-1` has `tokens` of every prompt."""
 
-    def __init__(self, tokens: int = 3 * SIZE, token_seconds: float = 1.0) -> None:
-        self.now, self.joined = 0.0, True
+    def __init__(self, tokens: int = 3 * PROMPT_BLOCK_TOKENS, token_seconds: float = 1.0) -> None:
+        self.now, self.is_joined = 0.0, True
         self.error: BatonError | None = None
         self.go = asyncio.Event()
-        self.asked: list[Publication] = []
-        self.elsewhere = Elsewhere(THERE, tokens, token_seconds)
-        self.pool = Pool(Tier(8, SIZE, Lru(8)))
-        self.pool.attach(NODE, 0.0)
-        self.arrivals = Arrivals(self.pool, lambda: self.now, carry_out=lambda moves: None, sealed=lambda *_: None)
-        self.promotions = Promotions(self, LAYOUT, self._checksums, lambda: self.now)
-        self.arrivals.sources.append(self.promotions)
+        self.fetched_publications: list[Publication] = []
+        self.remote_prefix = RemotePrefix(THERE, tokens, token_seconds)
+        self.pool = SharedBlockPool(CacheTier(8, PROMPT_BLOCK_TOKENS, LruEvictor(8)))
+        self.pool.attach_client(CLIENT_ID, 0.0)
+        self.loader = BlockLoader(self.pool, lambda: self.now, carry_out=lambda moves: None, sealed=lambda *_: None)
+        self.promotions = PromotionSource(self, LAYOUT, self._checksums, lambda: self.now)
+        self.loader.sources.append(self.promotions)
 
-    async def fetch(self, peer: PeerAddress, written: Publication) -> None:
-        self.asked.append(written)
+    async def fetch_blocks(self, peer: PeerAddress, written: Publication) -> None:
+        self.fetched_publications.append(written)
         await self.go.wait()
         if self.error is not None:
             raise self.error
@@ -51,78 +51,78 @@ class Scene:
     async def _checksums(self, blocks: Sequence[int]) -> Sequence[int]:
         return [0] * len(blocks)
 
-    def found(self, chain: Chain = PROMPT) -> Found:
-        found = self.pool.find(NODE, chain, len(chain) * SIZE, self.now, partial=False)
-        if found.pin is not None:
-            self.pool.release(NODE, found.pin)
+    def match_in_memory(self, chain: PromptChain = PROMPT) -> PoolMatch:
+        found = self.pool.find_prefix(CLIENT_ID, chain, len(chain) * PROMPT_BLOCK_TOKENS, self.now, partial=False)
+        if found.pin_id is not None:
+            self.pool.release_pin(CLIENT_ID, found.pin_id)
         return found
 
-    async def ask(self, chain: Chain = PROMPT) -> int:
+    async def look_up(self, chain: PromptChain = PROMPT) -> int:
         """Blocks that are here in the end."""
-        arrival = self.arrivals.expect(chain, self.found(chain), len(chain), None, self.elsewhere)
+        arrival = self.loader.find_or_start_load(chain, self.match_in_memory(chain), len(chain), None, self.remote_prefix)
         if arrival is not None:
             await asyncio.sleep(0)
             self.go.set()
-            await arrival.over.wait()
-        return len(self.found(chain).blocks)
+            await arrival.done_event.wait()
+        return len(self.match_in_memory(chain).blocks)
 
 
-async def test_what_the_other_has_comes_once_for_all_who_ask() -> None:
-    scene = Scene()
-    assert await asyncio.gather(*(scene.ask() for _ in range(4))) == [3] * 4
-    assert [(one.first, len(one.blocks)) for one in scene.asked] == [(0, 3)]
-    assert await scene.ask() == 3
-    scene.elsewhere = Elsewhere(THERE, 4 * SIZE, 1.0)
-    assert await scene.ask() == 4
-    assert [(one.first, len(one.blocks)) for one in scene.asked] == [(0, 3), (3, 1)]
+async def test_concurrent_lookups_share_one_promotion() -> None:
+    scene = PromotionRig()
+    assert await asyncio.gather(*(scene.look_up() for _ in range(4))) == [3] * 4
+    assert [(one.first_block, len(one.blocks)) for one in scene.fetched_publications] == [(0, 3)]
+    assert await scene.look_up() == 3
+    scene.remote_prefix = RemotePrefix(THERE, 4 * PROMPT_BLOCK_TOKENS, 1.0)
+    assert await scene.look_up() == 4
+    assert [(one.first_block, len(one.blocks)) for one in scene.fetched_publications] == [(0, 3), (3, 1)]
     assert scene.promotions.counters["baton_pool_promotions_done_total"] == 2
     assert scene.promotions.counters["baton_pool_promoted_bytes_total"] == 4 * LAYOUT.block_bytes
     scene.pool.check()
 
 
 @pytest.mark.parametrize("token_seconds", [0.0, 1e-9])
-async def test_what_computing_does_as_quickly_is_not_fetched(token_seconds: float) -> None:
-    scene = Scene(token_seconds=token_seconds)
-    assert await scene.ask() == 0
+async def test_promotion_slower_than_recompute_is_declined(token_seconds: float) -> None:
+    scene = PromotionRig(token_seconds=token_seconds)
+    assert await scene.look_up() == 0
     assert scene.promotions.counters == {'baton_pool_promotions_declined_total{reason="slower"}': 1}
 
 
-async def test_without_a_coordinator_nobody_is_asked() -> None:
-    scene = Scene()
-    scene.joined = False
-    assert await scene.ask() == 0
-    assert scene.asked == []
+async def test_no_promotion_before_joining_the_coordinator() -> None:
+    scene = PromotionRig()
+    scene.is_joined = False
+    assert await scene.look_up() == 0
+    assert scene.fetched_publications == []
 
 
-@pytest.mark.parametrize(("error", "rests"), [(PeerGone("it is gone"), True), (Incomplete("it has 2 of 3"), False)])
-async def test_a_failure_is_a_miss_and_who_is_gone_rests(error: BatonError, *, rests: bool) -> None:
-    scene = Scene()
+@pytest.mark.parametrize(("error", "rests"), [(PeerUnreachable("it is gone"), True), (IncompleteTransfer("it has 2 of 3"), False)])
+async def test_failed_promotion_is_a_miss_and_a_dead_peer_backs_off(error: BatonError, *, rests: bool) -> None:
+    scene = PromotionRig()
     scene.error = error
-    assert await scene.ask() == 0
+    assert await scene.look_up() == 0
     assert scene.promotions.counters[f'baton_pool_promotions_failed_total{{reason="{error.code}"}}'] == 1
     assert scene.pool.memory.num_free == 8
     scene.error = None
-    assert await scene.ask() == (0 if rests else 3)
-    scene.now += REST
-    assert await scene.ask() == 3
+    assert await scene.look_up() == (0 if rests else 3)
+    scene.now += MIN_BACKOFF_SECONDS
+    assert await scene.look_up() == 3
 
 
-async def test_while_one_fetch_takes_too_long_no_other_is_begun() -> None:
-    scene = Scene()
-    late = scene.arrivals.expect(PROMPT, scene.found(), 4, None, scene.elsewhere)
+async def test_no_second_fetch_from_an_overdue_peer() -> None:
+    scene = PromotionRig()
+    late = scene.loader.find_or_start_load(PROMPT, scene.match_in_memory(), 4, None, scene.remote_prefix)
     assert late is not None
     await asyncio.sleep(0)
-    other = of_blocks(7, 8, 9)
-    scene.now = late.patience
-    assert await scene.ask(other) == 0
+    other = make_block_chain(7, 8, 9)
+    scene.now = late.max_wait_seconds
+    assert await scene.look_up(other) == 0
     scene.go.set()
-    await late.over.wait()
-    assert await scene.ask(other) == 0, "it is known to be slow now"
-    scene.elsewhere = Elsewhere(THERE, 3 * SIZE, 10.0)
-    assert await scene.ask(other) == 3
+    await late.done_event.wait()
+    assert await scene.look_up(other) == 0, "it is known to be slow now"
+    scene.remote_prefix = RemotePrefix(THERE, 3 * PROMPT_BLOCK_TOKENS, 10.0)
+    assert await scene.look_up(other) == 3
 
 
-async def test_no_more_is_asked_for_than_is_wanted() -> None:
-    scene = Scene(tokens=100 * SIZE)
-    assert scene.promotions.offer(Wanted(PROMPT, 1, 2, None, scene.elsewhere), 0.0) is not None
-    assert await scene.ask() == 4
+async def test_promotion_is_limited_to_the_requested_blocks() -> None:
+    scene = PromotionRig(tokens=100 * PROMPT_BLOCK_TOKENS)
+    assert scene.promotions.plan_load(LoadRequest(PROMPT, 1, 2, None, scene.remote_prefix), 0.0) is not None
+    assert await scene.look_up() == 4

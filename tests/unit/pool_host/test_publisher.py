@@ -8,39 +8,39 @@ from typing import Any, cast
 import pytest
 
 from baton.block_hash import BlockHash
-from baton.clock import steady
-from baton.errors import PeerGone
+from baton.clock import monotonic_clock
+from baton.errors import PeerUnreachable
 from baton.kv_layout import KVLayout
 from baton.pb import pool_pb2 as pb
-from baton.pool_terms import PoolHit, PoolPin, Publish
+from baton.pool_terms import PoolHit, PoolPin, PublishRequest
 from kv_pool.block_rows import BlockRows
-from kv_pool.core.chain import Chain
-from kv_pool.line import Line
-from kv_pool.publisher import Job, Publisher
+from kv_pool.core.chain import PromptChain
+from kv_pool.line import PoolConnection
+from kv_pool.publisher import PublishJob, Publisher
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=4, dtype="float32")
 BLOCKS = 4
 
 
-class Pool:
+class FakePoolConnection:
     """Line and attachment to a pool of BLOCKS blocks. It grants what is in `grants`, one after the other."""
 
     def __init__(self, *grants: tuple[int, ...] | Exception) -> None:
         self.grants = list(grants)
         self.rows = BlockRows(memoryview(bytearray(BLOCKS * LAYOUT.block_bytes)), LAYOUT.block_bytes)
         self.attachment = self
-        self.over = False
-        self.copying = 0
-        self.told: list[str] = []
+        self.is_detached = False
+        self.num_copying = 0
+        self.oneway_questions: list[str] = []
 
     def begin_copying(self) -> BlockRows:
-        self.copying += 1
+        self.num_copying += 1
         return self.rows
 
     def end_copying(self) -> None:
-        self.copying -= 1
+        self.num_copying -= 1
 
-    def ask_and_wait(self, question: pb.PoolQuestion, conclude: Callable[[pb.PoolAnswer], Any]) -> Any:
+    def send_and_wait(self, question: pb.PoolQuestion, conclude: Callable[[pb.PoolAnswer], Any]) -> Any:
         if question.HasField("seal"):
             return conclude(pb.PoolAnswer(found=pb.Found(pin=1, blocks=[0, 1])))
         granted = self.grants.pop(0)
@@ -48,32 +48,32 @@ class Pool:
             raise granted
         return conclude(pb.PoolAnswer(granted=pb.Granted(publication=7, first=0, blocks=granted)))
 
-    def tell(self, question: pb.PoolQuestion) -> None:
-        self.told.append(str(question.WhichOneof("question")))
+    def send_oneway(self, question: pb.PoolQuestion) -> None:
+        self.oneway_questions.append(str(question.WhichOneof("question")))
 
-    def hit(self, found: pb.Found) -> PoolHit:
+    def register_hit(self, found: pb.Found) -> PoolHit:
         return PoolHit(PoolPin(1, found.pin), tuple(found.blocks))
 
 
-@pytest.mark.parametrize("wrong", [(0, BLOCKS), PeerGone("the pool is gone"), ValueError("a defect")])
-def test_what_fails_ends_one_publication_and_not_the_thread(wrong: tuple[int, ...] | Exception) -> None:
+@pytest.mark.parametrize("wrong", [(0, BLOCKS), PeerUnreachable("the pool is gone"), ValueError("a defect")])
+def test_failed_publication_does_not_end_the_thread(wrong: tuple[int, ...] | Exception) -> None:
     """A place that the pool does not have, a pool that goes, and what nobody foresaw."""
-    pool, ends, ended = Pool(wrong, (0, 1)), list[PoolHit | None](), threading.Semaphore(0)
+    pool, ends, ended = FakePoolConnection(wrong, (0, 1)), list[PoolHit | None](), threading.Semaphore(0)
 
-    def conclude(_: Job, hit: PoolHit | None) -> None:
+    def conclude(_: PublishJob, hit: PoolHit | None) -> None:
         ends.append(hit)
         ended.release()
 
     own = memoryview(bytearray(b"\5" * 2 * LAYOUT.block_bytes))
-    publisher = Publisher(own, LAYOUT, 1e9, lambda: cast(Line, pool), conclude, lambda call: call(), steady)
-    chain = Chain.of(BlockHash(bytes(32)), range(8), LAYOUT.block_size)
-    order = Publish(chain.root, chain.names, chain.tokens, 0, (0, 1), lambda _: None)
+    publisher = Publisher(own, LAYOUT, 1e9, lambda: cast(PoolConnection, pool), conclude, lambda call: call(), monotonic_clock)
+    chain = PromptChain.from_tokens(BlockHash(bytes(32)), range(8), LAYOUT.block_size)
+    order = PublishRequest(chain.root_hash, chain.packed_hashes, chain.packed_tokens, 0, (0, 1), lambda _: None)
     publisher.start()
     with closing(publisher):
         for _ in range(2):
-            assert publisher.offer(order)
+            assert publisher.add_request(order)
             assert ended.acquire(timeout=30)
     assert ends == [None, PoolHit(PoolPin(1, 1), (0, 1))]
     assert bytes(pool.rows.row(1)) == bytes(own[LAYOUT.block_bytes :])
-    assert pool.copying == 0
-    assert pool.told == (["withdraw"] if isinstance(wrong, tuple) else [])
+    assert pool.num_copying == 0
+    assert pool.oneway_questions == (["withdraw"] if isinstance(wrong, tuple) else [])

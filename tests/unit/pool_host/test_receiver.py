@@ -6,23 +6,23 @@ from typing import Any, cast
 
 import pytest
 
-from baton.errors import Stale
+from baton.errors import StaleMessage
 from baton.kv_layout import KVLayout
 from baton.types import Incarnation, NodeName, PeerAddress, Ticket, TicketId
 from kv_pool.core.holders import Publication
-from kv_pool.link import Channels
-from kv_pool.receiver import Receiver
+from kv_pool.link import PeerChannels
+from kv_pool.receiver import PromotionReceiver
 from kv_pool.terms import PoolIdentity
-from kv_transfer.plane import InboundEvent, InboundPlane, Lost, Sealed, SealInfo
-from tests.unit.pool_core.prompts import SIZE, of_blocks
+from kv_transfer.plane import InboundEvent, InboundPlane, InboundLost, InboundSealed, SealInfo
+from tests.unit.pool_core.prompts import PROMPT_BLOCK_TOKENS, make_block_chain
 
 pytestmark = pytest.mark.asyncio
 
-LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=SIZE, dtype="float32")
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=4, block_size=PROMPT_BLOCK_TOKENS, dtype="float32")
 THERE = PeerAddress(NodeName("pool-1"), Incarnation("there"), "host-b", "b:1")
 
 
-class Plane:
+class FakeInboundPlane:
     endpoint = "tcp://127.0.0.1:1"
 
     def __init__(self, emit: Callable[[InboundEvent], None]) -> None:
@@ -31,50 +31,50 @@ class Plane:
         self.committed: list[TicketId] = []
 
     def rejoin(self, incarnation: Incarnation) -> None: ...
-    def revoke(self, ticket: TicketId, error: Exception) -> None: ...
+    def revoke_ticket(self, ticket: TicketId, error: Exception) -> None: ...
     def close(self) -> None: ...
 
     def choose_transport(self, host_id: str) -> str:
         return "zmq"
 
-    def mint_fence(self) -> int:
+    def allocate_fence_byte(self) -> int:
         return 0
 
-    def grant(self, ticket: Ticket) -> None:
+    def grant_ticket(self, ticket: Ticket) -> None:
         self.granted.append(ticket)
 
-    def commit(self, ticket: TicketId) -> None:
+    def commit_ticket(self, ticket: TicketId) -> None:
         self.committed.append(ticket)
 
 
-class Nobody:
+class UnresponsiveChannels:
     """Channels to pools that never answer."""
 
-    async def to(self, _: str) -> Any:
+    async def get_channel(self, _: str) -> Any:
         await asyncio.Event().wait()
 
     async def close(self) -> None: ...
 
 
-async def test_what_was_sealed_before_its_ticket_was_lost_is_all_here() -> None:
+async def test_fetch_succeeds_when_sealed_before_the_ticket_was_lost() -> None:
     """This pool joins anew in between: the plane then says both."""
     wrong: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
-    planes: list[Plane] = []
+    planes: list[FakeInboundPlane] = []
 
     def make(emit: Callable[[InboundEvent], None]) -> InboundPlane:
-        planes.append(Plane(emit))
+        planes.append(FakeInboundPlane(emit))
         return cast(InboundPlane, planes[0])
 
     me = PoolIdentity(NodeName("pool-0"), "host-a", "segment", "11" * 32, LAYOUT)
-    receiver = Receiver(make, me, cast(Channels, Nobody()), 5.0)
+    receiver = PromotionReceiver(make, me, cast(PeerChannels, UnresponsiveChannels()), 5.0)
     receiver.rejoin(Incarnation("here"))
     (plane,) = planes
-    fetching = asyncio.create_task(receiver.fetch(THERE, Publication(of_blocks(1, 2), 0, (3, 4), -1)))
+    fetching = asyncio.create_task(receiver.fetch_blocks(THERE, Publication(make_block_chain(1, 2), 0, (3, 4), -1)))
     await asyncio.sleep(0)
     (ticket,) = plane.granted
-    plane.emit(Sealed(ticket.id, SealInfo(()), 1))
-    plane.emit(Lost(ticket.id, Stale("this pool has joined anew"), fenced=True))
+    plane.emit(InboundSealed(ticket.id, SealInfo(()), 1))
+    plane.emit(InboundLost(ticket.id, StaleMessage("this pool has joined anew"), is_fenced=True))
     async with asyncio.timeout(30):
         await fetching
     assert plane.committed == [ticket.id]

@@ -8,33 +8,33 @@ import pytest
 
 from baton import wire
 from baton.pb import pool_pb2 as pb
-from kv_pool.core.holders import Holder
-from kv_pool.host import Desk, PoolHost
-from kv_pool.service import PoolService
+from kv_pool.core.holders import PoolClientId
+from kv_pool.host import PoolClientSession, PoolManager
+from kv_pool.service import PoolLinkService
 from tests.pool.rig import LAYOUT
 
 
-class Host:
+class FakePoolManager:
     """Whoever comes is attached."""
 
-    segment, incarnation = "a segment", "an incarnation"
-    pool = SimpleNamespace(memory=SimpleNamespace(total=8))
+    segment_name, incarnation = "a segment", "an incarnation"
+    block_pool = SimpleNamespace(memory=SimpleNamespace(total=8))
 
     def __init__(self) -> None:
-        self.left: list[Desk] = []
+        self.ended_sessions: list[PoolClientSession] = []
 
-    async def attach(self, _: object) -> Desk:
-        return Desk(Holder("a node"), 1)
+    async def attach_client(self, _: object) -> PoolClientSession:
+        return PoolClientSession(PoolClientId("a node"), 1)
 
-    def ended(self, desk: Desk) -> None:
-        self.left.append(desk)
+    def on_stream_ended(self, desk: PoolClientSession) -> None:
+        self.ended_sessions.append(desk)
 
 
-class Context:
+class SlowCancelContext:
     """A node that attaches and asks nothing more. What reads its stream takes its time when it is cancelled."""
 
     def __init__(self) -> None:
-        self.attached, self.letting_go, self.let_go = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.attached, self.is_cancelling, self.may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def read(self) -> Any:
         if not self.attached.is_set():
@@ -42,25 +42,25 @@ class Context:
         try:
             await asyncio.Event().wait()
         finally:
-            self.letting_go.set()
-            await self.let_go.wait()
+            self.is_cancelling.set()
+            await self.may_end.wait()
 
     async def write(self, _: object) -> None:
         self.attached.set()
 
 
 @pytest.mark.asyncio
-async def test_a_pool_that_stops_does_not_wait_for_a_stream_that_was_cancelled_twice() -> None:
-    host, context = Host(), Context()
-    service = PoolService(cast(PoolHost, host))
+async def test_pool_stop_does_not_wait_for_a_stream_cancelled_twice() -> None:
+    host, context = FakePoolManager(), SlowCancelContext()
+    service = PoolLinkService(cast(PoolManager, host))
     stream = asyncio.create_task(service.Attach(None, context))
     await context.attached.wait()
     draining = asyncio.create_task(service.drain())
     stream.cancel()
-    await context.letting_go.wait()
+    await context.is_cancelling.wait()
     stream.cancel()
     await asyncio.wait_for(draining, 30)
-    assert len(host.left) == 1
-    context.let_go.set()
+    assert len(host.ended_sessions) == 1
+    context.may_end.set()
     with pytest.raises(asyncio.CancelledError):
         await stream

@@ -53,7 +53,7 @@ def lines_of(code: str, status: int = 0) -> list[dict[str, Any]]:
         ("class Odd:\n def __repr__(self): fail()\nlog.get('x').info('odd', it=Odd())", 0),
     ],
 )
-def test_an_error_tells_its_kind_and_place_only(code: str, status: int) -> None:
+def test_logged_error_has_kind_and_place_only(code: str, status: int) -> None:
     lines = lines_of(code + "\n", status)
     assert lines
     assert "ValueError" in json.dumps(lines) or "secret" in code
@@ -80,7 +80,7 @@ def test_a_long_field_is_cut_and_the_line_still_json() -> None:
 
 
 @pytest.mark.parametrize("target", ["/dev/full", "a pipe that nobody reads"])
-def test_a_process_ends_in_time_though_nobody_takes_its_lines(target: str) -> None:
+def test_blocked_stderr_does_not_delay_exit(target: str) -> None:
     """The pipe holds 64 KiB, of which a thousand lines are more."""
     code = START + "for _ in range(20_000): log.get('x').info('said', what='y' * 100)\nprint(log.lines_dropped() > 0)"
     if target == "/dev/full":
@@ -100,7 +100,7 @@ def test_a_process_ends_in_time_though_nobody_takes_its_lines(target: str) -> No
         assert process.stdout.read() == b"True\n"
 
 
-def test_a_process_that_does_not_end_by_itself_ends_with_its_stacks() -> None:
+def test_hung_stop_dumps_stacks_and_exits() -> None:
     code = START + (
         "import signal, time\n"
         "def stands_still(): time.sleep(600)\n"

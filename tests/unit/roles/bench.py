@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from baton.addressing import AddressSpace
+from baton.addressing import BlockAddressSpace
 from baton.block_hash import root_hash
 from baton.clock import FakeClock
 from baton.config import Config
 from baton.errors import BatonError
 from baton.pb import cluster_pb2
-from baton.segment import create, segment_bytes
+from baton.segment import create_segment, round_up_segment_bytes
 from baton.types import (
     AttemptKey,
     BlockIndex,
@@ -24,23 +24,23 @@ from baton.types import (
     SamplingParams,
     Ticket,
     TicketId,
-    Work,
+    AttemptSpec,
 )
 from kv_transfer.plane import SealInfo
 from node_engine.core.block_pool import BlockPool
 from node_engine.core.ledger import BlockState
-from node_engine.core.messages import Joined
+from node_engine.core.messages import NodeJoined
 from node_engine.core.scheduler import Scheduler, SchedulerLimits
-from node_engine.host.block_copies import BlockCopies
-from node_engine.host.lookups import Lookups
-from node_engine.paced import FREE_OF_COST, PACED_LAYOUT, PacedEngine
-from node_engine.reporter import Reporter
-from node_engine.role import NodeParts, RolePolicy
-from node_engine.sharing import Published, Sharing
-from tests.pool.in_process import PoolInProcess, Port
+from node_engine.host.block_copies import BlockCopier
+from node_engine.host.lookups import PoolLookups
+from node_engine.paced import ZERO_COSTS, PACED_LAYOUT, PacedEngine
+from node_engine.reporter import CoordinatorReporter
+from node_engine.role import RoleContext, RolePolicy
+from node_engine.sharing import PublicationEnded, PoolConnector
+from tests.pool.in_process import InProcessPool, FakePoolClient
 
 VOCAB = 1000
-MODEL = PacedEngine(FREE_OF_COST, vocab_size=VOCAB).identity.digest()  # what requests are bound to
+MODEL = PacedEngine(ZERO_COSTS, vocab_size=VOCAB).model_identity.digest()  # what requests are bound to
 INCARNATION = Incarnation("me")
 NOBODY = Incarnation("")
 WRITER = PeerAddress(NodeName("prefill-0"), Incarnation("writer"), "host", "tcp://127.0.0.1:1")
@@ -64,21 +64,21 @@ class FakeInbound:
     def choose_transport(self, writer_host_id: str) -> str:
         return "memory"
 
-    def mint_fence(self) -> int:
+    def allocate_fence_byte(self) -> int:
         self.fences += 1
         return self.fences
 
-    def grant(self, ticket: Ticket) -> None:
+    def grant_ticket(self, ticket: Ticket) -> None:
         assert ticket.id not in self.granted
         self.granted[ticket.id] = ticket
 
-    def commit(self, ticket: TicketId) -> None:
+    def commit_ticket(self, ticket: TicketId) -> None:
         self.committed.append(ticket)
 
-    def revoke(self, ticket: TicketId, error: BatonError) -> None:
+    def revoke_ticket(self, ticket: TicketId, error: BatonError) -> None:
         self.revoked[ticket] = error
 
-    def peer_gone(self, writer: Incarnation) -> None:
+    def on_peer_gone(self, writer: Incarnation) -> None:
         self.gone.append(writer)
 
     def counters(self) -> dict[str, float]:
@@ -102,24 +102,24 @@ class FakeOutbound:
     def rejoin(self, incarnation: Incarnation) -> None:
         self.incarnation = incarnation
 
-    def open(self, key: AttemptKey, num_tokens: int) -> None:
+    def open_handoff(self, key: AttemptKey, num_tokens: int) -> None:
         self.opened[key] = num_tokens
 
-    def ticket(self, key: AttemptKey, ticket: Ticket) -> None:
+    def set_ticket(self, key: AttemptKey, ticket: Ticket) -> None:
         self.tickets[key] = ticket
 
-    def layer_ready(self, key: AttemptKey, layer: int, first: int, source: Sequence[BlockIndex]) -> None:
+    def announce_layer(self, key: AttemptKey, layer: int, first: int, source: Sequence[BlockIndex]) -> None:
         self.ready.setdefault(key, []).append((layer, first, tuple(source)))
 
-    def seal(self, key: AttemptKey, info: SealInfo) -> None:
+    def seal_handoff(self, key: AttemptKey, info: SealInfo) -> None:
         self.sealed[key] = info
 
-    def abort(self, key: AttemptKey, error: BatonError) -> None:
+    def abort_handoff(self, key: AttemptKey, error: BatonError) -> None:
         self.aborted.setdefault(key, error)
 
-    def peer_gone(self, decode: Incarnation) -> None: ...
+    def on_peer_gone(self, decode: Incarnation) -> None: ...
 
-    def wait_landed(self, key: AttemptKey, layer: int, timeout: float) -> bool:
+    def wait_for_layer(self, key: AttemptKey, layer: int, timeout: float) -> bool:
         return True
 
     def counters(self) -> dict[str, float]:
@@ -128,113 +128,113 @@ class FakeOutbound:
     def close(self) -> None: ...
 
 
-class Bench:
-    """One node, stepped by hand. `sent` is what the coordinator would have received."""
+class RoleBench:
+    """One node, stepped by hand. `sent_messages` is what the coordinator would have received."""
 
     def __init__(
         self,
-        make: Callable[[NodeParts], RolePolicy],
+        make: Callable[[RoleContext], RolePolicy],
         num_blocks: int = 32,
         max_batched_tokens: int = 64,
-        shared: PoolInProcess | None = None,
+        shared: InProcessPool | None = None,
         in_place: bool = True,
     ) -> None:
         """`shared`: the pool of the node's host; with `in_place` its blocks are read where they are."""
         self.clock = FakeClock()
-        self.engine = PacedEngine(FREE_OF_COST, vocab_size=VOCAB, max_model_len=4096)
-        self.port: Port | None = None
+        self.engine = PacedEngine(ZERO_COSTS, vocab_size=VOCAB, max_model_len=4096)
+        self.pool_client: FakePoolClient | None = None
         copy_in = None
         if shared is None:
-            self.reach = memoryview(bytearray(num_blocks * PACED_LAYOUT.block_bytes))
+            self.block_memory = memoryview(bytearray(num_blocks * PACED_LAYOUT.block_bytes))
         else:
-            size = segment_bytes(num_blocks * PACED_LAYOUT.block_bytes, PACED_LAYOUT.block_bytes)
-            self.segment = create(shared.folder, "arena", size)
-            space = AddressSpace(PACED_LAYOUT.block_bytes, shared.folder, range_bytes=1 << 26)
-            self.own = space.attach(self.segment.name)
-            self.reach, self.port = space.view(), shared.port(space)
+            size = round_up_segment_bytes(num_blocks * PACED_LAYOUT.block_bytes, PACED_LAYOUT.block_bytes)
+            self.segment = create_segment(shared.folder, "arena", size)
+            space = BlockAddressSpace(PACED_LAYOUT.block_bytes, shared.folder, range_bytes=1 << 26)
+            self.own_arena = space.attach_segment(self.segment.name)
+            self.block_memory, self.pool_client = space.view_range(), shared.make_client(space)
             if not in_place:
-                copy_in = BlockCopies(self.reach, PACED_LAYOUT.block_bytes).copy
-        self.engine.bind(self.reach, num_blocks)
+                copy_in = BlockCopier(self.block_memory, PACED_LAYOUT.block_bytes).copy_blocks
+        self.engine.bind_cache(self.block_memory, num_blocks)
         self.pool = BlockPool(num_blocks, PACED_LAYOUT.block_size, self.clock)
         limits = SchedulerLimits(8, max_batched_tokens, 4096)
         self.scheduler = Scheduler(self.pool, limits, self.engine.eos_token_ids, copy_in=copy_in)
-        self.sharing = Sharing(self.port, self.pool, self.scheduler, self._put, in_place=in_place)
-        self.lookups = Lookups(
-            self.port,
+        self.pool_connector = PoolConnector(self.pool_client, self.pool, self.scheduler, self._put, in_place=in_place)
+        self.lookups = PoolLookups(
+            self.pool_client,
             root_of=lambda job: root_hash(self.engine.model_digest, PACED_LAYOUT, job.request.cache_salt),
             block_size=PACED_LAYOUT.block_size,
-            epoch=lambda: self.sharing.epoch,
+            epoch=lambda: self.pool_connector.publication_epoch,
             deliver=self._put,
         )
         self.inbox: deque[object] = deque()
-        self.sent: list[cluster_pb2.NodeMessage] = []
+        self.sent_messages: list[cluster_pb2.NodeMessage] = []
         self.events: list[object] = []
-        parts = NodeParts(
+        parts = RoleContext(
             config=Config(),
             name=NodeName("node"),
             host_id="host",
             engine=self.engine,
             arena=cast(Any, type("Arena", (), {"name": "baton-arena-x"})),
-            pool=self.pool,
+            block_pool=self.pool,
             scheduler=self.scheduler,
-            report=Reporter("node", self.sent.append),
+            reporter=CoordinatorReporter("node", self.sent_messages.append),
             clock=self.clock,
-            sharing=self.sharing,
-            reach=self.reach,
+            pool_connector=self.pool_connector,
+            block_memory=self.block_memory,
             emit=self.events.append,
         )
-        self.arena = self.reach[: num_blocks * PACED_LAYOUT.block_bytes]
+        self.arena = self.block_memory[: num_blocks * PACED_LAYOUT.block_bytes]
         self.role = make(parts)
-        self.tell(Joined(INCARNATION))
+        self.send_item(NodeJoined(INCARNATION))
 
-    def tell(self, item: Any) -> None:
+    def send_item(self, item: Any) -> None:
         """As the event loop and then the compute thread would."""
         if type(item).__module__.endswith("messages"):
-            self.role.preview(item)
-            self.lookups.take(item)
+            self.role.preview_command(item)
+            self.lookups.submit_command(item)
         else:
             self._put(item)
-        self.receive()
+        self.drain_inbox()
 
-    def receive(self) -> None:
+    def drain_inbox(self) -> None:
         """What the compute thread does between two steps."""
         while self.inbox:
             item = self.inbox.popleft()
-            if isinstance(item, Published):
-                self.sharing.published(item)
+            if isinstance(item, PublicationEnded):
+                self.pool_connector.on_publication_ended(item)
             else:
-                self.role.handle(item)
+                self.role.handle_item(item)
 
     def _put(self, item: object) -> None:
         self.inbox.append(item)
 
     def step(self) -> bool:
         """One turn of the compute thread; False if there was nothing to compute."""
-        self.receive()
-        plan = self.scheduler.next_step()
+        self.drain_inbox()
+        plan = self.scheduler.schedule_step()
         if plan.outcomes:
-            self.role.deliver(plan.outcomes)
+            self.role.deliver_outcomes(plan.outcomes)
         if plan.batch is None:
             return False
         on_layer = self.role.before_step(plan.batch)
         tokens = self.engine.run(plan.batch, on_layer)
-        self.role.after_step(plan.batch, self.scheduler.update(plan.batch, tokens), 0.5)
+        self.role.after_step(plan.batch, self.scheduler.update_from_results(plan.batch, tokens), 0.5)
         return True
 
-    def take(self, kind: str) -> list[Any]:
+    def pop_messages(self, kind: str) -> list[Any]:
         """The messages of one kind sent so far, which are then forgotten."""
-        found = [getattr(message, kind) for message in self.sent if message.WhichOneof("message") == kind]
-        self.sent[:] = [message for message in self.sent if message.WhichOneof("message") != kind]
+        found = [getattr(message, kind) for message in self.sent_messages if message.WhichOneof("message") == kind]
+        self.sent_messages[:] = [message for message in self.sent_messages if message.WhichOneof("message") != kind]
         return found
 
-    def held(self) -> dict[BlockState, int]:
+    def count_held_blocks(self) -> dict[BlockState, int]:
         """Blocks that are neither free nor cached."""
-        self.pool.check()
+        self.pool.check_invariants()
         idle = {BlockState.FREE, BlockState.CACHED}
-        return {state: count for state, count in self.pool.counts().items() if count and state not in idle}
+        return {state: count for state, count in self.pool.count_blocks_by_state().items() if count and state not in idle}
 
 
-def work(
+def make_work(
     prompt: Sequence[int],
     *,
     request: str = "r",
@@ -243,11 +243,11 @@ def work(
     max_tokens: int = 4,
     emitted: Sequence[int] = (),
     **sampled: Any,
-) -> Work:
+) -> AttemptSpec:
     sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, **sampled)
     key = AttemptKey(RequestId(request), attempt, choice)
-    asked = Request(key.request, tuple(prompt), sampling, 60.0, choice=choice)
-    return Work(key, asked, tuple(emitted), model=MODEL)
+    asked = Request(key.request_id, tuple(prompt), sampling, 60.0, choice_index=choice)
+    return AttemptSpec(key, asked, tuple(emitted), identity_digest=MODEL)
 
 
 def tokens_of(message: Any) -> list[tuple[int, int]]:

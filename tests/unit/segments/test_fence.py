@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import PeerGone
+from baton.errors import PeerUnreachable
 from baton.fence import ArenaFences, WriterFences
 from baton.memory_map import HUGE_PAGE
-from baton.segment import Segment, create
+from baton.segment import Segment, create_segment
 
 WRITE = """
 import sys
@@ -24,7 +24,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def arena(tmp_path: Path) -> Iterator[Segment]:
-    made = create(tmp_path, "arena", HUGE_PAGE)
+    made = create_segment(tmp_path, "arena", HUGE_PAGE)
     yield made
     made.close()
 
@@ -43,52 +43,52 @@ def writer(arena: Segment, owner: ArenaFences) -> Iterator[WriterFences]:
     fences.close()
 
 
-def test_bytes_are_never_minted_twice(owner: ArenaFences) -> None:
-    assert len({owner.mint() for _ in range(1000)}) == 1000
+def test_fence_bytes_are_never_reused(owner: ArenaFences) -> None:
+    assert len({owner.allocate_byte() for _ in range(1000)}) == 1000
 
 
 def test_a_closed_byte_stays_closed(owner: ArenaFences, writer: WriterFences) -> None:
-    byte = owner.mint()
-    assert owner.close_off(byte)
-    assert owner.close_off(byte)
-    assert not writer.take(byte)
+    byte = owner.allocate_byte()
+    assert owner.try_close_byte(byte)
+    assert owner.try_close_byte(byte)
+    assert not writer.try_lock_byte(byte)
 
 
-def test_a_writer_holds_decode_off_until_it_drops(owner: ArenaFences, writer: WriterFences) -> None:
-    byte, other = owner.mint(), owner.mint()
-    assert writer.take(byte)
-    assert writer.take(byte)
-    assert not owner.close_off(byte)
-    assert owner.close_off(other)
-    writer.drop(byte)
-    assert owner.close_off(byte)
-    assert not writer.take(byte)
+def test_byte_cannot_be_closed_while_a_writer_holds_it(owner: ArenaFences, writer: WriterFences) -> None:
+    byte, other = owner.allocate_byte(), owner.allocate_byte()
+    assert writer.try_lock_byte(byte)
+    assert writer.try_lock_byte(byte)
+    assert not owner.try_close_byte(byte)
+    assert owner.try_close_byte(other)
+    writer.unlock_byte(byte)
+    assert owner.try_close_byte(byte)
+    assert not writer.try_lock_byte(byte)
 
 
-def test_dropping_what_is_not_held_frees_nothing_of_the_owners(owner: ArenaFences, writer: WriterFences) -> None:
-    byte = owner.mint()
-    assert owner.close_off(byte)
-    writer.drop(byte)
-    assert not writer.take(byte)
+def test_unlocking_an_unheld_byte_keeps_the_owners_lock(owner: ArenaFences, writer: WriterFences) -> None:
+    byte = owner.allocate_byte()
+    assert owner.try_close_byte(byte)
+    writer.unlock_byte(byte)
+    assert not writer.try_lock_byte(byte)
 
 
-def test_two_writers_of_one_arena_do_not_meet(arena: Segment, owner: ArenaFences, writer: WriterFences) -> None:
+def test_second_writer_cannot_lock_a_held_byte(arena: Segment, owner: ArenaFences, writer: WriterFences) -> None:
     second = WriterFences(arena.path.parent, arena.name)
-    byte = owner.mint()
-    assert writer.take(byte)
-    assert not second.take(byte)
+    byte = owner.allocate_byte()
+    assert writer.try_lock_byte(byte)
+    assert not second.try_lock_byte(byte)
     second.close()
-    assert not owner.close_off(byte)
+    assert not owner.try_close_byte(byte)
 
 
 def test_closing_the_descriptor_drops_every_byte(arena: Segment, owner: ArenaFences) -> None:
     leaving = WriterFences(arena.path.parent, arena.name)
-    first, second = owner.mint(), owner.mint()
-    assert leaving.take(first)
-    assert leaving.take(second)
+    first, second = owner.allocate_byte(), owner.allocate_byte()
+    assert leaving.try_lock_byte(first)
+    assert leaving.try_lock_byte(second)
     leaving.close()
-    assert owner.close_off(first)
-    assert owner.close_off(second)
+    assert owner.try_close_byte(first)
+    assert owner.try_close_byte(second)
 
 
 def test_descriptors_are_not_inherited(owner: ArenaFences, writer: WriterFences) -> None:
@@ -97,7 +97,7 @@ def test_descriptors_are_not_inherited(owner: ArenaFences, writer: WriterFences)
 
 
 def test_a_frozen_process_keeps_its_byte_and_a_killed_one_does_not(arena: Segment, owner: ArenaFences) -> None:
-    byte = owner.mint()
+    byte = owner.allocate_byte()
     process = subprocess.Popen(
         [sys.executable, "-c", WRITE, str(arena.path.parent), arena.name, str(byte)],
         stdin=subprocess.PIPE,
@@ -109,14 +109,14 @@ def test_a_frozen_process_keeps_its_byte_and_a_killed_one_does_not(arena: Segmen
         assert process.stdout is not None
         assert process.stdout.readline().strip() == "True"
         process.send_signal(signal.SIGSTOP)
-        assert not owner.close_off(byte)
+        assert not owner.try_close_byte(byte)
         process.send_signal(signal.SIGKILL)
         process.wait()
-    assert owner.close_off(byte)
+    assert owner.try_close_byte(byte)
 
 
-def test_a_fence_that_is_not_there_is_a_peer_that_is_gone(arena: Segment, tmp_path: Path) -> None:
-    with pytest.raises(PeerGone, match="fence of segment"):
+def test_missing_fence_file_is_peer_unreachable(arena: Segment, tmp_path: Path) -> None:
+    with pytest.raises(PeerUnreachable, match="fence of segment"):
         WriterFences(tmp_path, arena.name)
-    with pytest.raises(PeerGone, match="is not a segment name"):
+    with pytest.raises(PeerUnreachable, match="is not a segment name"):
         WriterFences(tmp_path, "../arena")

@@ -11,13 +11,13 @@ from baton import memory_room as rooms
 from baton import segment
 from baton.errors import ConfigError
 from baton.memory_map import HUGE_PAGE
-from baton.memory_room import MemoryRoom, memory_room
+from baton.memory_room import AvailableMemory, measure_available_memory
 
 MIB, GIB = 1 << 20, 1 << 30
 ROOT = Path(__file__).resolve().parents[3]
 
 
-class Kernel:
+class FakeProcFiles:
     """Files that say of memory what the test says, for a segment folder in memory unless `system` is another."""
 
     def __init__(self, folder: Path, segments: Path, system: str = "tmpfs") -> None:
@@ -40,8 +40,8 @@ class Kernel:
         self.write(f"groups/{name}/{files[1]}", f"{used}\n")
         self.write(f"groups/{name}/memory.stat", f"anon 5\n{files[2]} {cache}\n")
 
-    def room(self, segments: Path) -> MemoryRoom:
-        return memory_room(segments, self.proc, self.groups)
+    def measure(self, segments: Path) -> AvailableMemory:
+        return measure_available_memory(segments, self.proc, self.groups)
 
 
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -49,8 +49,8 @@ V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 @pytest.fixture
-def kernel(tmp_path: Path) -> Kernel:
-    return Kernel(tmp_path / "kernel", tmp_path)
+def kernel(tmp_path: Path) -> FakeProcFiles:
+    return FakeProcFiles(tmp_path / "kernel", tmp_path)
 
 
 def free(folder: Path) -> int:
@@ -58,18 +58,18 @@ def free(folder: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
-def test_the_folder_alone(tmp_path: Path, kernel: Kernel) -> None:
-    room = kernel.room(tmp_path)
-    assert room.left == pytest.approx(free(tmp_path), rel=0.01)
-    assert "segment folder" in room.bound
-    assert room.usable == room.left - room.reserved
-    assert room.reserved == min(GIB, int(0.1 * room.left))
+def test_the_folder_alone(tmp_path: Path, kernel: FakeProcFiles) -> None:
+    room = kernel.measure(tmp_path)
+    assert room.free_bytes == pytest.approx(free(tmp_path), rel=0.01)
+    assert "segment folder" in room.limited_by
+    assert room.usable_bytes == room.free_bytes - room.reserve_bytes
+    assert room.reserve_bytes == min(GIB, int(0.1 * room.free_bytes))
 
 
-def test_available_memory(tmp_path: Path, kernel: Kernel) -> None:
+def test_available_memory(tmp_path: Path, kernel: FakeProcFiles) -> None:
     kernel.write("proc/meminfo", "MemAvailable: 2048 kB\n")
-    room = kernel.room(tmp_path)
-    assert (room.left, room.bound) == (2 * MIB, "of the machine's memory available")
+    room = kernel.measure(tmp_path)
+    assert (room.free_bytes, room.limited_by) == (2 * MIB, "of the machine's memory available")
 
 
 @pytest.mark.parametrize(
@@ -83,41 +83,41 @@ def test_available_memory(tmp_path: Path, kernel: Kernel) -> None:
         ("0::/a", "unified/a", V2),
     ],
 )
-def test_control_groups(tmp_path: Path, kernel: Kernel, line: str, name: str, files: tuple[str, str, str]) -> None:
+def test_control_groups(tmp_path: Path, kernel: FakeProcFiles, line: str, name: str, files: tuple[str, str, str]) -> None:
     kernel.write("proc/self/cgroup", f"9:cpu:/a\n{line}\n")
     kernel.group(name, files, 100 * MIB, used=70 * MIB, cache=20 * MIB)
-    room = kernel.room(tmp_path)
-    assert room.left == 50 * MIB
-    assert "control group" in room.bound
+    room = kernel.measure(tmp_path)
+    assert room.free_bytes == 50 * MIB
+    assert "control group" in room.limited_by
 
 
-def test_no_limit_and_no_memory_bound_on_a_disk(tmp_path: Path, kernel: Kernel) -> None:
+def test_no_limit_and_no_memory_bound_on_a_disk(tmp_path: Path, kernel: FakeProcFiles) -> None:
     kernel.group("", V2, "max", used=70 * MIB, cache=0)
-    assert "segment folder" in kernel.room(tmp_path).bound
-    disk = Kernel(tmp_path / "disk", tmp_path, system="ext4")
+    assert "segment folder" in kernel.measure(tmp_path).limited_by
+    disk = FakeProcFiles(tmp_path / "disk", tmp_path, system="ext4")
     disk.write("proc/meminfo", "MemAvailable: 2048 kB\n")
-    assert disk.room(tmp_path).left == pytest.approx(free(tmp_path), rel=0.01)
-    assert disk.room(tmp_path).reserved == 0
+    assert disk.measure(tmp_path).free_bytes == pytest.approx(free(tmp_path), rel=0.01)
+    assert disk.measure(tmp_path).reserve_bytes == 0
 
 
-def test_what_was_promised_to_others_is_not_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_promised_to_other_segments_is_not_available(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process has begun to fill in a segment, and has most of it still to do."""
     other = tmp_path / ("baton-arena-" + "0" * 32)
     with other.open("wb") as file:
         file.truncate(40 * MIB)
-    monkeypatch.setattr(segment, "memory_room", lambda _: MemoryRoom(80 * MIB, "left", reserved=8 * MIB))
+    monkeypatch.setattr(segment, "memory_room", lambda _: AvailableMemory(80 * MIB, "left", reserve_bytes=8 * MIB))
     with pytest.raises(ConfigError, match=r"40MiB promised to other segments: lower --kv-memory to 32MiB or less"):
-        segment.create(tmp_path, "arena", 38 * MIB)
+        segment.create_segment(tmp_path, "arena", 38 * MIB)
     assert list(tmp_path.iterdir()) == [other]
-    segment.create(tmp_path, "arena", 32 * MIB).close()
+    segment.create_segment(tmp_path, "arena", 32 * MIB).close()
 
 
-def test_filling_in_ends_when_others_take_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_filling_stops_when_memory_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that are not ours promise nothing: what is left is looked at before every piece."""
     lefts = iter([400 * MIB, 400 * MIB, 300 * MIB, 60 * MIB])
-    monkeypatch.setattr(segment, "memory_room", lambda _: MemoryRoom(next(lefts), "left", reserved=0))
+    monkeypatch.setattr(segment, "memory_room", lambda _: AvailableMemory(next(lefts), "left", reserve_bytes=0))
     with pytest.raises(ConfigError, match="60MiB left"):
-        segment.create(tmp_path, "pool", 192 * MIB, knob="--pool-memory")
+        segment.create_segment(tmp_path, "pool", 192 * MIB, knob="--pool-memory")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -142,7 +142,7 @@ sys.stdin.readline()
 """
 
 
-def test_of_two_that_start_at_once_one_gets_the_room(tmp_path: Path) -> None:
+def test_concurrent_creations_do_not_overcommit(tmp_path: Path) -> None:
     """There is room for one and a half."""
     size = 32 * HUGE_PAGE
     racers = [
@@ -174,4 +174,4 @@ def test_of_two_that_start_at_once_one_gets_the_room(tmp_path: Path) -> None:
 
 
 def test_the_reserve_is_stated() -> None:
-    assert (rooms.RESERVE_SHARE, rooms.MOST_RESERVED) == (0.1, GIB)
+    assert (rooms.RESERVE_SHARE, rooms.MAX_RESERVE_BYTES) == (0.1, GIB)

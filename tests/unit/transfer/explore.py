@@ -5,22 +5,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.unit.transfer.model import World
-from tests.unit.transfer.setting import Setting, Violation
+from tests.unit.transfer.model import HandoffWorld
+from tests.unit.transfer.setting import Scenario, InvariantViolation
 
 
-def explore(setting: Setting, limit: int = 1_000_000) -> int:
+def explore_all_states(setting: Scenario, limit: int = 1_000_000) -> int:
     """Visit every reachable state, nearest first. Returns how many there are; raises Violation with a shortest way to
     it."""
-    start = World.start(setting)
-    seen = {start.key()}
-    frontier: list[tuple[World, Any]] = [(start, ())]
+    start = HandoffWorld.create(setting)
+    seen = {start.identity_key()}
+    frontier: list[tuple[HandoffWorld, Any]] = [(start, ())]
     with _no_garbage_collection():
         while frontier:
-            following: list[tuple[World, Any]] = []
+            following: list[tuple[HandoffWorld, Any]] = []
             for world, trail in frontier:
-                for reached, step in _steps(world, trail):
-                    key = reached.key()
+                for reached, step in _next_worlds(world, trail):
+                    key = reached.identity_key()
                     if key not in seen:
                         seen.add(key)
                         following.append((reached, (trail, step)))
@@ -39,24 +39,24 @@ def _no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _steps(world: World, trail: Any) -> list[tuple[World, str]]:
+def _next_worlds(world: HandoffWorld, trail: Any) -> list[tuple[HandoffWorld, str]]:
     step = "nothing more"
     try:
-        actions = world.actions()
+        actions = world.list_actions()
         if not actions:
             world.check_quiescent()
         reached = []
         for name, who in actions:
             step = f"{name}({who})"
             following = world.clone()
-            following.act(name, who)
+            following.apply_action(name, who)
             reached.append((following, step))
         return reached
-    except Violation as violation:
-        raise Violation(f"{violation}\nafter {' '.join(_unwind(trail))} {step}") from None
+    except InvariantViolation as violation:
+        raise InvariantViolation(f"{violation}\nafter {' '.join(_unwind(trail))} {step}") from None
 
 
-def _unwind(trail: Any) -> list[str]:
+def _unwind_trail(trail: Any) -> list[str]:
     steps = []
     while trail:
         trail, step = trail

@@ -7,48 +7,48 @@ from baton.types import (
     Incarnation,
 )
 from kv_transfer.core import frames
-from kv_transfer.core.departure import Departure, Pace
-from kv_transfer.core.landing import Landing
+from kv_transfer.core.departure import OutboundHandoff, SendSettings
+from kv_transfer.core.landing import InboundHandoff
 
-SLAB = 8  # bytes
-LATE = 1e9  # after every lease
-DECODE = Incarnation("decode")
+SLAB_BYTES = 8  # bytes
+AFTER_EVERY_LEASE = 1e9  # after every lease
+DECODE_INCARNATION = Incarnation("decode")
 
-Tag = tuple[int, int, int]  # writer, layer, logical block
-ONE_SLAB = Pace(max_payload=SLAB, layers_per_message=1, window=1 << 20, renew_interval=1.0, answer_timeout=1.0)
-EMPTY: Tag = (-1, -1, -1)
-TORN: Tag = (-2, -2, -2)
+SlabTag = tuple[int, int, int]  # writer, layer, logical block
+ONE_SLAB_PER_MESSAGE = SendSettings(max_payload_bytes=SLAB_BYTES, layers_per_message=1, window_bytes=1 << 20, renew_interval=1.0, answer_timeout=1.0)
+EMPTY_SLAB: SlabTag = (-1, -1, -1)
+TORN_SLAB: SlabTag = (-2, -2, -2)
 
 
-class Violation(AssertionError):
+class InvariantViolation(AssertionError):
     """Something happened that must never happen."""
 
 
 @dataclass(frozen=True)
-class Setting:
-    """What is explored. `faults` is how many of crash, link loss, duplicate, corrupt and drop may happen in all."""
+class Scenario:
+    """What is explored. `max_faults` is how many of crash, link loss, duplicate, corrupt and drop may happen in all."""
 
-    layers: int = 2
-    blocks: int = 2
-    attempts: int = 2
-    one_sided: bool = True
-    faults: int = 1
+    num_layers: int = 2
+    num_blocks: int = 2
+    max_attempts: int = 2
+    is_one_sided: bool = True
+    max_faults: int = 1
     fault_kinds: frozenset[str] = frozenset({"crash", "cut", "duplicate", "corrupt", "drop"})
-    ghost: bool = False  # a life of writer 0 that should be dead has the ticket too
-    held: int = 0  # blocks at the front that decode has already
-    pace: Pace = ONE_SLAB
-    landing: type[Landing] = Landing
-    departure: type[Departure] = Departure
-    chunks: tuple[int, ...] = ()  # blocks per chunk; one chunk of all by default
-    endings: int = 2  # how often a role aborts or revokes, a lease passes or a writer gives up waiting, in all
-    slow_acks: bool = False  # Credit and Landed travel like any frame, instead of arriving at once
+    has_ghost_writer: bool = False  # a life of writer 0 that should be dead has the ticket too
+    blocks_held_by_decode: int = 0  # blocks at the front that decode has already
+    send_settings: SendSettings = ONE_SLAB_PER_MESSAGE
+    inbound_class: type[InboundHandoff] = InboundHandoff
+    outbound_class: type[OutboundHandoff] = OutboundHandoff
+    blocks_per_chunk: tuple[int, ...] = ()  # blocks per chunk; one chunk of all by default
+    max_endings: int = 2  # how often a role aborts or revokes, a lease passes or a writer gives up waiting, in all
+    has_slow_acks: bool = False  # Credit and Landed travel like any frame, instead of arriving at once
 
 
-class Sent(NamedTuple):
+class FrameInFlight(NamedTuple):
     """A frame under way; `content` is the inline payload, slab by slab."""
 
     frame: frames.Frame
-    content: tuple[Tag, ...] | None = None
+    content: tuple[SlabTag, ...] | None = None
 
 
-GHOST = 9  # a life of writer 0 that should be dead
+GHOST_WRITER = 9  # a life of writer 0 that should be dead

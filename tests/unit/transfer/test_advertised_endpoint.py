@@ -2,17 +2,17 @@
 
 import pytest
 
-from kv_transfer.security import derive_keys
+from kv_transfer.security import derive_curve_keys
 from kv_transfer.settings import TransferSettings
 from kv_transfer.zmq_link import ZmqDecodeLink
 
 
-def endpoint(advertise: str) -> tuple[str, str]:
+def advertised_and_bound(advertise: str) -> tuple[str, str]:
     """What is told, and the port that is bound."""
-    plain = ZmqDecodeLink(derive_keys("token"), TransferSettings())
+    plain = ZmqDecodeLink(derive_curve_keys("token"), TransferSettings())
     bound = plain.endpoint.rpartition(":")[2]
     plain.close()
-    link = ZmqDecodeLink(derive_keys("token"), TransferSettings(listen=f"127.0.0.1:{bound}", advertise=advertise))
+    link = ZmqDecodeLink(derive_curve_keys("token"), TransferSettings(listen=f"127.0.0.1:{bound}", advertise=advertise))
     try:
         return link.endpoint, bound
     finally:
@@ -21,15 +21,15 @@ def endpoint(advertise: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("host", ["10.0.0.7", "decode-0.example", "[fe80::1]"])
 def test_a_host_gets_the_bound_port(host: str) -> None:
-    told, bound = endpoint(host)
+    told, bound = advertised_and_bound(host)
     assert told == f"tcp://{host}:{bound}"
 
 
 @pytest.mark.parametrize("address", ["10.0.0.7:7000", "decode-0.example:7000", "[fe80::1]:7000"])
-def test_a_host_with_a_port_is_told_as_it_is(address: str) -> None:
-    assert endpoint(address)[0] == f"tcp://{address}"
+def test_host_with_a_port_is_advertised_unchanged(address: str) -> None:
+    assert advertised_and_bound(address)[0] == f"tcp://{address}"
 
 
-def test_nothing_advertised_is_the_bound_address() -> None:
-    told, bound = endpoint("")
+def test_without_advertise_the_bound_address_is_used() -> None:
+    told, bound = advertised_and_bound("")
     assert told == f"tcp://127.0.0.1:{bound}"

@@ -9,37 +9,37 @@ from hypothesis import strategies as st
 
 from baton.limits import MAX_LOGPROBS
 from kv_transfer.core import frames
-from kv_transfer.core.frames import BadFrame, decode_to_decode, decode_to_writer, encode
+from kv_transfer.core.frames import BadFrame, parse_frame_to_decode, parse_frame_to_writer, encode_frame
 
 IDS = ("0" * 32, 1, "writer", "decode")
 A_PICKLE = b"\x80\x04\x95\n\x00\x00\x00\x00\x00\x00\x00}\x94\x8c\x01a\x94K\x01s."  # of a dictionary
-TO_DECODE: list[frames.ToDecode] = [
-    frames.Open(*IDS, 1, 24, 1 << 15, 1 << 25, "host"),
-    frames.Write(*IDS, 3, 2, 0, 7, 0, 2, 14 << 15, 2**64 - 1, True),
-    frames.Seal(*IDS, 14, 14 << 15, 2**64 - 1, (5, 6), -0.5, ((6, -0.25), (9, -1.0))),
-    frames.Abort(*IDS, "cancelled", "the client left"),
-    frames.Renew(*IDS),
+TO_DECODE: list[frames.FrameToDecode] = [
+    frames.OpenFrame(*IDS, 1, 24, 1 << 15, 1 << 25, "host"),
+    frames.WriteFrame(*IDS, 3, 2, 0, 7, 0, 2, 14 << 15, 2**64 - 1, True),
+    frames.SealFrame(*IDS, 14, 14 << 15, 2**64 - 1, (5, 6), -0.5, ((6, -0.25), (9, -1.0))),
+    frames.AbortFrame(*IDS, "cancelled", "the client left"),
+    frames.RenewFrame(*IDS),
 ]
-TO_WRITER: list[frames.ToWriter] = [
-    frames.Credit(*IDS, 1 << 25),
-    frames.Landed(*IDS, 3, 2, 0, 7),
-    frames.Committed(*IDS),
-    frames.Refused(*IDS, "stale", "no such ticket"),
+TO_WRITER: list[frames.FrameToWriter] = [
+    frames.CreditFrame(*IDS, 1 << 25),
+    frames.LandedFrame(*IDS, 3, 2, 0, 7),
+    frames.CommittedFrame(*IDS),
+    frames.RefusedFrame(*IDS, "stale", "no such ticket"),
 ]
 
 
 @pytest.mark.parametrize("frame", TO_DECODE, ids=lambda frame: type(frame).__name__)
-def test_frames_to_decode_survive_the_wire(frame: frames.ToDecode) -> None:
-    assert decode_to_decode(encode(frame)) == frame
+def test_frames_to_decode_survive_the_wire(frame: frames.FrameToDecode) -> None:
+    assert parse_frame_to_decode(encode_frame(frame)) == frame
     with pytest.raises(BadFrame):
-        decode_to_writer(encode(frame))
+        parse_frame_to_writer(encode_frame(frame))
 
 
 @pytest.mark.parametrize("frame", TO_WRITER, ids=lambda frame: type(frame).__name__)
-def test_frames_to_the_writer_survive_the_wire(frame: frames.ToWriter) -> None:
-    assert decode_to_writer(encode(frame)) == frame
+def test_frames_to_the_writer_survive_the_wire(frame: frames.FrameToWriter) -> None:
+    assert parse_frame_to_writer(encode_frame(frame)) == frame
     with pytest.raises(BadFrame):
-        decode_to_decode(encode(frame))
+        parse_frame_to_decode(encode_frame(frame))
 
 
 def test_every_frame_of_the_union_is_tested() -> None:
@@ -49,19 +49,19 @@ def test_every_frame_of_the_union_is_tested() -> None:
 
 @given(st.binary(max_size=300))
 def test_random_bytes_are_a_bad_frame(data: bytes) -> None:
-    for decode in (decode_to_decode, decode_to_writer):
+    for decode in (parse_frame_to_decode, parse_frame_to_writer):
         with pytest.raises(BadFrame):
             decode(data)
 
 
 @given(st.sampled_from([*TO_DECODE, *TO_WRITER]), st.data())
 def test_damaged_frames_never_raise_anything_else(frame: frames.Frame, data: st.DataObject) -> None:
-    good = bytearray(encode(frame))
+    good = bytearray(encode_frame(frame))
     for _ in range(data.draw(st.integers(1, 4))):
         good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(0, len(good)))
     for damaged in (bytes(good), bytes(good[:cut])):
-        for decode in (decode_to_decode, decode_to_writer):
+        for decode in (parse_frame_to_decode, parse_frame_to_writer):
             try:
                 assert isinstance(decode(damaged), frames.Frame)
             except BadFrame:
@@ -72,27 +72,27 @@ def test_pickles_and_deep_nests_are_bad_frames() -> None:
     deep = b"\x91" * 100_000 + b"\xc0"
     for data in (A_PICKLE, b"\x80\x04\x95", deep, b"\xdd\xff\xff\xff\xff", b""):
         with pytest.raises(BadFrame):
-            decode_to_decode(data)
+            parse_frame_to_decode(data)
 
 
 def test_an_oversize_header_is_refused_before_it_is_parsed() -> None:
     with pytest.raises(BadFrame, match="at most"):
-        decode_to_decode(bytes(frames.MAX_HEADER_BYTES + 1))
+        parse_frame_to_decode(bytes(frames.MAX_HEADER_BYTES + 1))
 
 
-def _fields(frame: frames.Frame) -> list[Any]:
-    raw: list[Any] = msgspec.msgpack.decode(encode(frame))
+def _raw_fields(frame: frames.Frame) -> list[Any]:
+    raw: list[Any] = msgspec.msgpack.decode(encode_frame(frame))
     return raw
 
 
 @pytest.mark.parametrize("frame", [*TO_DECODE, *TO_WRITER], ids=lambda frame: type(frame).__name__)
 def test_every_field_has_a_bound(frame: frames.Frame) -> None:
     """Each field in turn is made too large, negative, or of another type: none gets through."""
-    tag, *values = _fields(frame)
-    decode = decode_to_decode if isinstance(frame, tuple(type(one) for one in TO_DECODE)) else decode_to_writer
+    tag, *values = _raw_fields(frame)
+    decode = parse_frame_to_decode if isinstance(frame, tuple(type(one) for one in TO_DECODE)) else parse_frame_to_writer
     names = frame.__struct_fields__
     for place, name in enumerate(names):
-        for bad in _too_much(name, values[place]):
+        for bad in _out_of_bounds_values(name, values[place]):
             changed = [*values[:place], bad, *values[place + 1 :]]
             with pytest.raises(BadFrame):
                 decode(msgspec.msgpack.encode([tag, *changed]))
@@ -102,7 +102,7 @@ def test_every_field_has_a_bound(frame: frames.Frame) -> None:
         decode(msgspec.msgpack.encode([tag, *values[:-1]]))
 
 
-def _too_much(name: str, value: Any) -> list[Any]:
+def _out_of_bounds_values(name: str, value: Any) -> list[Any]:
     match value:
         case bool():
             return [None, "x", 2]
