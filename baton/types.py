@@ -3,7 +3,7 @@
 *Request* is what the client asked: frozen, crosses the wire. *Attempt* is one try at serving it; everything that
 happens inside the cluster is keyed by `AttemptKey`, and messages of other attempts are dropped. *Ticket* is the
 decode node's promise "write these blocks, here, for so long". A node's own work on an attempt is a `Sequence`
-(node_engine/core/sequence.py) and never leaves the process.
+(node_engine/core/sequences/sequence.py) and never leaves the process.
 """
 
 import secrets
@@ -106,7 +106,7 @@ class AttemptSpec:
     """One attempt as a node receives it. `emitted_token_ids` are tokens that the client already has: they are part of the
     context, count towards max_tokens and are never sent again. `prefill_charged_class` is the class that the computing of the
     context is charged to, "" for the request's own: whoever preempted the attempt before pays for computing it again.
-    `identity_digest` is the digest of the identity that the request is bound to (baton/model_identity.py).
+    `identity_digest` is the digest of the identity that the request is bound to (baton/models/model_identity.py).
     """
 
     key: AttemptKey

@@ -9,9 +9,9 @@ from types import ModuleType
 import grpc
 from rich.console import Console
 
-from baton.cli.errors import innermost_error
+from baton.cli.common.errors import innermost_error
 from baton.errors import BatonError
-from benchmarks.report import ResultRow, reproducing_command, write_json
+from benchmarks.figures.report import ResultRow, reproducing_command, write_json
 
 # Each module has HELP, add_arguments(parser) and main(options, console, command) -> rows; it prints its own results.
 BENCHMARK_MODULES = {

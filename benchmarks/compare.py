@@ -25,19 +25,20 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from baton.config import read_secret
+from baton.config.settings import read_secret
 from baton.pb import cluster_pb2, cluster_pb2_grpc
 from baton.slo import Slo
-from benchmarks import comparison, identity
-from benchmarks.comparison import AUTO, COLOCATED, DISAGGREGATED, COMPARISON_WORKLOADS, ComparisonCell, GoodputRounds, IdleLatency, GoodputBySystem, ComparisonWorkload
-from benchmarks.completions import CompletionsClient
-from benchmarks.http_stream import HttpError, parse_url
-from benchmarks.load import run_load
-from benchmarks.local_cluster import start_local_cluster
-from benchmarks.measurement import RequestMeasurement
-from benchmarks.models import DEMO_SHAPE
-from benchmarks.report import ResultRow, make_row
-from benchmarks.schedule import PlannedRequest, PoissonArrivals
+from benchmarks.scenarios import comparison
+from benchmarks.load.run_load import endpoint_model as identity
+from benchmarks.scenarios.comparison import AUTO, COLOCATED, DISAGGREGATED, COMPARISON_WORKLOADS, ComparisonCell, GoodputRounds, IdleLatency, GoodputBySystem, ComparisonWorkload
+from benchmarks.load.completions_client import CompletionsClient
+from benchmarks.load.http_stream import HttpError, parse_url
+from benchmarks.load.run_load import run_load
+from benchmarks.clusters.local_cluster import start_local_cluster
+from benchmarks.load.measurement import RequestMeasurement
+from benchmarks.clusters.random_models import DEMO_SHAPE
+from benchmarks.figures.report import ResultRow, make_row
+from benchmarks.load.request_plan import PlannedRequest, PoissonArrivals
 
 HELP = "mode auto against both fixed modes, or endpoints against each other"
 _GRACE_SECONDS = 30.0  # seconds after the last arrival; what runs then was not good

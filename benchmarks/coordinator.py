@@ -23,14 +23,16 @@ import grpc
 import msgspec
 from rich.console import Console
 
-from baton.cli import health, plan, ports
-from baton.config import Config
+from baton.cli.client.grpc_channel import health_watch as health
+from baton.cli.supervisor.supervisor import child_specs as plan
+from baton.cli.supervisor.supervisor import ports
+from baton.config.settings import Config
 from baton.errors import NodeFailed
 from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
-from benchmarks import http_stream
-from benchmarks.models import NARROW_SHAPE, build_random_model
-from benchmarks.percentiles import percentile
-from benchmarks.report import ResultRow, print_rows, make_row
+from benchmarks.load.run_load import http_stream
+from benchmarks.clusters.random_models import NARROW_SHAPE, build_random_model
+from benchmarks.figures.percentiles import percentile
+from benchmarks.figures.report import ResultRow, print_rows, make_row
 
 HELP = "tokens a second that the coordinator carries, and what it adds to the time to first token"
 THROUGHPUT_LIMIT = 3000.0  # tokens per second of one core, at least
@@ -144,7 +146,7 @@ async def _start_processes(folder: Path, model: Path, step: float) -> AsyncItera
     where = ports.cluster_endpoints(config)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     spec = plan.make_child_specs(config, where, environ=environ, cores=1, supervisor=os.getpid())[0]
-    nodes = ["benchmarks.instant_nodes", where.cluster, "--vocabulary", str(NARROW_SHAPE.vocabulary), "--step", str(step)]
+    nodes = ["benchmarks.clusters.instant_nodes", where.cluster, "--vocabulary", str(NARROW_SHAPE.vocabulary), "--step", str(step)]
     cores = sorted(os.sched_getaffinity(0))
     processes: list[asyncio.subprocess.Process] = []
     with (folder / "log").open("wb") as log:
@@ -158,7 +160,7 @@ async def _start_processes(folder: Path, model: Path, step: float) -> AsyncItera
         try:
             coordinator = await start(spec.module, stdout=log.fileno())
             instant = await start(*nodes, stdout=log.fileno())
-            front = await start("benchmarks.instant_front", stdout=asyncio.subprocess.PIPE)
+            front = await start("benchmarks.clusters.instant_front", stdout=asyncio.subprocess.PIPE)
             for process in (coordinator, front):
                 os.sched_setaffinity(process.pid, cores[:1])
             if len(cores) > 1:

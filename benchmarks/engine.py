@@ -19,10 +19,10 @@ import torch
 from rich.console import Console
 
 from baton.types import BlockIndex, SamplingParams
-from benchmarks.report import ResultRow, print_rows, make_row
+from benchmarks.figures.report import ResultRow, print_rows, make_row
 from kv_kernels.dispatch import kernels_for
-from node_engine.core.step import SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.model.engine import ModelEngine
+from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
+from node_engine.model.model_engine import ModelEngine
 
 HELP = "what a prefill chunk and a decode step take, against the machine's rate of matrix products"
 CONTEXT = 512  # tokens

@@ -38,10 +38,10 @@ from rich.console import Console
 
 from baton.errors import NodeFailed
 from baton.pb import cluster_pb2, cluster_pb2_grpc, common_pb2, generation_pb2, generation_pb2_grpc
-from benchmarks.local_cluster import start_local_cluster
-from benchmarks.models import DEMO_SHAPE
-from benchmarks.percentiles import percentile
-from benchmarks.report import ResultRow, print_rows, make_row
+from benchmarks.clusters.local_cluster import start_local_cluster
+from benchmarks.clusters.random_models import DEMO_SHAPE
+from benchmarks.figures.percentiles import percentile
+from benchmarks.figures.report import ResultRow, print_rows, make_row
 
 HELP = "how much hand-offs disturb decode, over each transport"
 TRANSPORTS = ("shm", "zmq", "grpc")

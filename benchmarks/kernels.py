@@ -13,10 +13,10 @@ from collections.abc import Callable
 import torch
 from rich.console import Console
 
-from benchmarks.report import ResultRow, print_rows, make_row
-from kv_kernels.attention import AttentionContext
+from benchmarks.figures.report import ResultRow, print_rows, make_row
+from kv_kernels.reference.attention import AttentionContext
 from kv_kernels.dispatch import kernels_for
-from kv_kernels.paged_cache import PagedCache
+from kv_kernels.reference.paged_cache import PagedCache
 
 HELP = "paged decode attention against this device's rate of copying"
 KV_HEADS, GROUP, DIM, BLOCK_SIZE = 8, 4, 128, 16

@@ -19,14 +19,14 @@ import zmq
 from rich.console import Console
 
 from baton import types
-from baton.fence import ArenaFences
-from baton.kv_layout import KVLayout
-from baton.segment import DEFAULT_SEGMENT_FOLDER, create_segment, round_up_segment_bytes
+from baton.shared_memory.fence import ArenaFences
+from baton.kv.kv_layout import KVLayout
+from baton.shared_memory.segment import DEFAULT_SEGMENT_FOLDER, create_segment, round_up_segment_bytes
 from baton.types import AttemptKey, BlockIndex, Incarnation, NodeName, RequestId, Ticket, TicketId, mint_id
-from benchmarks.report import ResultRow, print_rows, make_row
+from benchmarks.figures.report import ResultRow, print_rows, make_row
 from kv_transfer.factory import build_kv_receiver, build_kv_sender
 from kv_transfer.plane import OutboundAborted, OutboundCommitted, InboundSealed, SealInfo
-from kv_transfer.settings import TransferSettings
+from kv_transfer.common.settings import TransferSettings
 
 HELP = "what the transfer plane moves between two processes, and what encryption costs"
 TRANSPORTS = ("shm", "zmq", "grpc")

@@ -15,19 +15,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from baton.block_hash import BlockHash
-from benchmarks.percentiles import percentile
-from benchmarks.pool_replay import POLICIES, HitRatios, TracePrompts, replay_belady, compute_partial_gain, replay_policy
-from benchmarks.pool_reuse import PROMPT_TOKENS as REUSE_PROMPT
-from benchmarks.pool_reuse import measure_reuse
-from benchmarks.report import ResultRow, print_rows, make_row
-from benchmarks.sweep import check_plot_path
-from benchmarks.traces import read_trace
-from kv_pool.core.chain import PromptChain
-from kv_pool.core.cost_eviction import CostEvictor
-from kv_pool.core.holders import PoolClientId
-from kv_pool.core.pool import SharedBlockPool
-from kv_pool.core.tier import CacheTier
+from baton.kv.block_hash import BlockHash
+from benchmarks.figures.percentiles import percentile
+from benchmarks.scenarios.pool_replay import POLICIES, HitRatios, TracePrompts, replay_belady, compute_partial_gain, replay_policy
+from benchmarks.scenarios.pool_reuse import PROMPT_TOKENS as REUSE_PROMPT
+from benchmarks.scenarios.pool_reuse import measure_reuse
+from benchmarks.figures.report import ResultRow, print_rows, make_row
+from benchmarks.scenarios.concurrency_sweep import check_plot_path
+from benchmarks.load.traces import read_trace
+from kv_pool.core.index.prompt_chain import PromptChain
+from kv_pool.core.eviction.cost_evictor import CostEvictor
+from kv_pool.core.blocks.attachments import PoolClientId
+from kv_pool.core.blocks.shared_block_pool import SharedBlockPool
+from kv_pool.core.blocks.cache_tier import CacheTier
 
 HELP = "the shared pool: its index, what it saves, and its eviction policies on a trace"
 BLOCK_TOKENS = 16  # tokens

@@ -15,13 +15,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from baton.ratio import RoleSplit
-from benchmarks import ratio_workloads as workloads
-from benchmarks.ratio_cluster import PacedCluster, meets_slo, paced_cluster
-from benchmarks.ratio_plots import GoodputCurve, plot_timelines, plot_ratio_sweep
-from benchmarks.ratio_time import run_swinging_load, run_turning_load
-from benchmarks.report import ResultRow, make_row
-from benchmarks.sweep import check_plot_path
+from baton.role_split import RoleSplit
+from benchmarks.scenarios import ratio_workloads as workloads
+from benchmarks.scenarios.paced_cluster import PacedCluster, meets_slo, paced_cluster
+from benchmarks.figures.ratio_plots import GoodputCurve, plot_timelines, plot_ratio_sweep
+from benchmarks.scenarios.changing_load import run_swinging_load, run_turning_load
+from benchmarks.figures.report import ResultRow, make_row
+from benchmarks.scenarios.concurrency_sweep import check_plot_path
 
 HELP = "the advised ratio against every other, and the ratio kept by itself"
 PARTS = ("sweep", "turn", "swing")

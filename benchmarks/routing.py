@@ -19,21 +19,21 @@ from statistics import median
 
 from rich.console import Console
 
-from baton.block_hash import BlockHash, iter_block_hashes, root_hash, short_hash
-from baton.config import Config
+from baton.kv.block_hash import BlockHash, iter_block_hashes, root_hash, short_hash
+from baton.config.settings import Config
 from baton.errors import Cancelled
-from baton.kv_layout import KVLayout
+from baton.kv.kv_layout import KVLayout
 from baton.pb.cluster_pb2 import NodeStats
 from baton.types import Incarnation, NodeName, Request, RequestId, Role, SamplingParams
-from baton.wire import PROTOCOL_VERSION
-from benchmarks.report import ResultRow, print_rows, make_row
-from coordinator.core import messages as m
+from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
+from benchmarks.figures.report import ResultRow, print_rows, make_row
+from coordinator.core.common import messages as m
 from coordinator.core.brain import Brain
-from coordinator.core.decisions import ServingMode
-from coordinator.core.identity import JoinInfo
-from coordinator.core.prefix_aware import PrefixAwarePolicy
-from coordinator.core.registry import NodeRegistry
-from coordinator.core.settings import BrainSettings
+from coordinator.core.placement.request_placer import ServingMode
+from coordinator.core.membership.join_checks import JoinInfo
+from coordinator.core.placement.prefix_aware import PrefixAwarePolicy
+from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.common.settings import BrainSettings
 
 HELP = "what one placement costs, over many nodes and a large prefix directory"
 DECISION_LIMIT = 1000.0  # microseconds of CPU for a decision

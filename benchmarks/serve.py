@@ -18,17 +18,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from baton.config import read_secret
+from baton.config.settings import read_secret
 from baton.slo import Slo, parse_slo
-from benchmarks import schedule, sweep, traces
-from benchmarks.completions import CompletionsClient
-from benchmarks.http_stream import HttpError, parse_url
-from benchmarks.load import LoadPattern, run_load
-from benchmarks.local_cluster import start_local_cluster
-from benchmarks.measurement import CellResult, evaluate_cell
-from benchmarks.models import DEMO_SHAPE
-from benchmarks.percentiles import PercentileSummary
-from benchmarks.report import ResultRow, make_row
+from benchmarks.load.run_load import request_plan as schedule
+from benchmarks.scenarios import concurrency_sweep as sweep
+from benchmarks.load.run_load import traces
+from benchmarks.load.completions_client import CompletionsClient
+from benchmarks.load.http_stream import HttpError, parse_url
+from benchmarks.load.run_load import LoadPattern, run_load
+from benchmarks.clusters.local_cluster import start_local_cluster
+from benchmarks.load.measurement import CellResult, evaluate_cell
+from benchmarks.clusters.random_models import DEMO_SHAPE
+from benchmarks.figures.percentiles import PercentileSummary
+from benchmarks.figures.report import ResultRow, make_row
 
 HELP = "latency, throughput and goodput of any OpenAI-compatible endpoint"
 _WARM_UP = 2  # requests before the first cell

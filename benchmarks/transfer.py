@@ -15,14 +15,14 @@ from dataclasses import dataclass
 import grpc
 from rich.console import Console
 
-from baton.cli.timeline import STAGES, early_arrival_share
+from baton.cli.views.timeline import STAGES, early_arrival_share
 from baton.errors import NodeFailed
 from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
-from benchmarks.local_cluster import start_local_cluster
-from benchmarks.machine_rates import measure_loopback_tcp_rate, measure_memcpy_rate
-from benchmarks.models import NARROW_SHAPE
-from benchmarks.percentiles import percentile
-from benchmarks.report import ResultRow, print_rows, make_row
+from benchmarks.clusters.local_cluster import start_local_cluster
+from benchmarks.figures.machine_rates import measure_loopback_tcp_rate, measure_memcpy_rate
+from benchmarks.clusters.random_models import NARROW_SHAPE
+from benchmarks.figures.percentiles import percentile
+from benchmarks.figures.report import ResultRow, print_rows, make_row
 
 HELP = "what a hand-off adds to the time to first token, over each transport"
 TRANSPORTS = ("shm", "zmq", "grpc")

@@ -3,10 +3,10 @@
 import sys
 from collections.abc import Sequence
 
-from baton import config_flags
-from baton.config import Config
-from baton.entry import run_process
-from baton.model_source import with_local_model
+from baton.config.settings import flags as config_flags
+from baton.config.settings import Config
+from baton.process.entry import run_process
+from baton.models.model_source import with_local_model
 from coordinator.assemble import run_coordinator
 
 COORDINATOR_FIELDS = (

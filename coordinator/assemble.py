@@ -8,32 +8,34 @@ import signal
 from contextlib import ExitStack
 from pathlib import Path
 
-from baton import log
-from baton.config import Config, get_served_model_name
-from baton.descriptors import get_descriptor_limit
+from baton.process import log
+from baton.config.settings import Config, get_served_model_name
+from baton.process.descriptors import get_descriptor_limit
 from baton.errors import ConfigError
-from baton.exposure import check_coordinator_binds
-from baton.generation_defaults import GenerationDefaults, load_generation_defaults
-from baton.model_files import compute_file_digests
-from coordinator import admin, tenants_file, tokenizer_files
-from coordinator.arriving_bodies import BodyBudgets
-from coordinator.auth import AdminAuthenticator, ClientAuthenticator, parse_allowed_origins
-from coordinator.cluster_service import ClusterService
-from coordinator.core.identity import ServedModel
-from coordinator.dispatcher import Dispatcher
-from coordinator.grpc_port import GrpcServer
-from coordinator.http import app
-from coordinator.http.listener import HttpServer, bind_http_socket
-from coordinator.intake import RequestIntake
-from coordinator.ledgers import LedgerCollector
-from coordinator.metrics import CoordinatorMetrics
-from coordinator.node_port import NodeLinkServer
-from coordinator.ports import PortConnections
-from coordinator.refusals import RejectionCounter
-from coordinator.text_workers import TextWorkers
-from coordinator.tokenizer import Tokenizer
-from coordinator.unknown_fields import UnknownFieldPolicy
-from coordinator.warmup import ClusterReadiness
+from baton.network.bind_policy import check_coordinator_binds
+from baton.models.generation_defaults import GenerationDefaults, load_generation_defaults
+from baton.models.file_digests import compute_file_digests
+from coordinator.operators import admin_app as admin
+from coordinator.frontend import tenants_file
+from coordinator.text import tokenizer_loader as tokenizer_files
+from coordinator.frontend.body_budget import BodyBudgets
+from coordinator.frontend.auth import AdminAuthenticator, ClientAuthenticator, parse_allowed_origins
+from coordinator.operators.cluster_service import ClusterService
+from coordinator.core.membership.join_checks import ServedModel
+from coordinator.node_links.dispatcher import Dispatcher
+from coordinator.frontend.grpc.server import GrpcServer
+from coordinator.frontend.http import app
+from coordinator.frontend.http.server.http_server import HttpServer, bind_http_socket
+from coordinator.frontend.request_intake import RequestIntake
+from coordinator.node_links.ledger_collector import LedgerCollector
+from coordinator.operators.metrics import CoordinatorMetrics
+from coordinator.node_links.node_link_server import NodeLinkServer
+from coordinator.operators.port_connections import PortConnections
+from coordinator.frontend.rejections import RejectionCounter
+from coordinator.text.text_workers import TextWorkers
+from coordinator.text.tokenizer import Tokenizer
+from coordinator.frontend.unknown_fields import UnknownFieldPolicy
+from coordinator.node_links.cluster_readiness import ClusterReadiness
 
 _CLOSE_GRACE_SECONDS = 2.0  # seconds that open calls get once every request has ended
 _log = log.get_logger("coordinator")

@@ -3,10 +3,10 @@
 import sys
 from collections.abc import Sequence
 
-from baton import config_flags
-from baton.config import Config
-from baton.entry import run_process
-from kv_pool.process import run_pool
+from baton.config.settings import flags as config_flags
+from baton.config.settings import Config
+from baton.process.entry import run_process
+from kv_pool.pool_process import run_pool
 
 POOL_SETTINGS = (
     *("coordinator", "cluster_token", "insecure", "name", "listen", "advertise", "health_port", "host_id"),

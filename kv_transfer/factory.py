@@ -8,27 +8,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from baton.clock import Clock, monotonic_clock
-from baton.config import Config
-from baton.exposure import get_endpoint_host, require_key_unless_loopback
-from baton.failpoints import FAILPOINTS, Failpoints
-from baton.fence import ArenaFences
-from baton.kv_layout import KVLayout
-from baton.segment import Segment
-from baton.segment import compute_host_id as host_of
+from baton.process.clock import Clock, monotonic_clock
+from baton.config.settings import Config
+from baton.network.bind_policy import get_endpoint_host, require_key_unless_loopback
+from baton.process.failpoints import FAILPOINTS, Failpoints
+from baton.shared_memory.fence import ArenaFences
+from baton.kv.kv_layout import KVLayout
+from baton.shared_memory.segment import Segment
+from baton.shared_memory.segment import compute_host_id as host_of
 from baton.types import Incarnation
 from kv_transfer.core.events import InboundEvent, OutboundEvent
-from kv_transfer.grpc_decode_link import GrpcDecodeLink
-from kv_transfer.grpc_terms import SCHEME
-from kv_transfer.grpc_writer_link import GrpcDialer
-from kv_transfer.inbound_plane import KVReceiver
-from kv_transfer.memory_link import MemoryDecodeLink, MemoryDialer
-from kv_transfer.outbound_plane import KVSender
+from kv_transfer.transports.grpc_decode_link import GrpcDecodeLink
+from kv_transfer.transports.grpc_protocol import SCHEME
+from kv_transfer.transports.grpc_writer_link import GrpcDialer
+from kv_transfer.inbound import KVReceiver
+from kv_transfer.transports.memory_link import MemoryDecodeLink, MemoryDialer
+from kv_transfer.outbound import KVSender
 from kv_transfer.plane import InboundPlane, OutboundPlane
-from kv_transfer.security import derive_curve_keys
-from kv_transfer.settings import TransferSettings
-from kv_transfer.transport import DecodeLink, TransferDialer
-from kv_transfer.zmq_link import ZmqDecodeLink, ZmqDialer
+from kv_transfer.transports.zmq_keys import derive_curve_keys
+from kv_transfer.common.settings import TransferSettings
+from kv_transfer.transports.links import DecodeLink, TransferDialer
+from kv_transfer.transports.zmq_link import ZmqDecodeLink, ZmqDialer
 
 _RENEWALS_PER_TTL = 10  # of a ticket in its time to live
 NOT_JOINED = Incarnation("")

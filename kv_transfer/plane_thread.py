@@ -8,10 +8,10 @@ from typing import Protocol
 
 import zmq
 
-from baton import log
-from baton.clock import Clock
-from kv_transfer.transport import Pollable
-from kv_transfer.wake import EventFd
+from baton.process import log
+from baton.process.clock import Clock
+from kv_transfer.transports.links import Pollable
+from kv_transfer.common.eventfd import EventFd
 
 _MAX_WAIT_SECONDS = 3600.0  # seconds; a deadline of infinity is no argument for poll
 

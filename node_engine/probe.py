@@ -31,8 +31,8 @@ def probe_libraries() -> dict[str, Any]:
 
 def check_model_folder(folder: str, *, weights: bool) -> str:
     """What is wrong with a model folder, "" if nothing is. `weights`: open them as well."""
-    from node_engine.model.checkpoint import Checkpoint
-    from node_engine.model.config import load_model_config
+    from node_engine.model.loading.checkpoint import Checkpoint
+    from node_engine.model.config.model_config import load_model_config
 
     try:
         load_model_config(Path(folder))

@@ -1,13 +1,13 @@
 """`python -m prefill_node`: a compute-bound node, until it is told to take the other role. Their lives are told in
-prefill_node/role.py and decode_node/role.py."""
+prefill_node/prefill_role.py and decode_node/decode_role.py."""
 
 import sys
 
 from baton.types import Role
-from decode_node.make import make_decode_role
-from kv_pool.client_factory import make_pool_client
+from decode_node.factory import make_decode_role
+from kv_pool.client.factory import make_pool_client
 from node_engine.host.launch import launch_node
-from prefill_node.make import make_prefill_role
+from prefill_node.factory import make_prefill_role
 
 if __name__ == "__main__":
     sys.exit(launch_node(Role.PREFILL, {Role.PREFILL: make_prefill_role, Role.DECODE: make_decode_role}, make_pool_client))

@@ -27,12 +27,13 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any, Self
 
-from baton.cli import health, plan
-from baton.cli.ledger_check import OWNED_STATES, find_ledger_faults
-from baton.cli.ports import Endpoints, cluster_endpoints, reserve_ports
-from baton.config import Config
+from baton.cli.client.grpc_channel import health_watch as health
+from baton.cli.supervisor.supervisor import child_specs as plan
+from baton.cli.checks.ledger import OWNED_STATES, find_ledger_faults
+from baton.cli.supervisor.ports import Endpoints, cluster_endpoints, reserve_ports
+from baton.config.settings import Config
 from baton.pb import cluster_pb2
-from tests.answers import GenerateAnswer, GenerateCall, call_cluster_service, collect_answer, stream_generate
+from tests.grpc_calls import GenerateAnswer, GenerateCall, call_cluster_service, collect_answer, stream_generate
 from tests.child_logs import ChildLogs
 from tests.fork_server import ForkedProcess, start_process
 from tests.processes import await_unless_exit, read_environ, read_module, find_pids, wait_for_exit

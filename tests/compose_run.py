@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from baton.cli import health
-from baton.cli.ports import reserve_port
+from baton.cli.client.grpc_channel import health_watch as health
+from baton.cli.supervisor.ports import reserve_port
 from tests.child_logs import ChildLogs
 from tests.compose_file import ComposeFile, ComposeService
 from tests.processes import await_unless_exit

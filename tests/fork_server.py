@@ -29,12 +29,12 @@ _PRELOADED = (
     "decode_node.__main__",
     "kv_pool.__main__",
     "prefill_node.__main__",
-    "kv_kernels.torch_kernels",
-    "kv_pool.client",
-    "kv_pool.process",
+    "kv_kernels.reference.torch_kernels",
+    "kv_pool.client.pool_client",
+    "kv_pool.pool_process",
     "kv_transfer.factory",
-    "node_engine.model.engine",
-    "node_engine.paced",
+    "node_engine.model.model_engine",
+    "node_engine.paced.paced_engine",
 )
 # Read by libraries when they are imported; otherwise as `baton up` sets them.
 _AT_IMPORT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "GRPC_VERBOSITY": "ERROR"}

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from node_engine.paced import paced_reference_tokens
+from node_engine.paced.paced_engine import paced_reference_tokens
 from tests import http_exchange
 
 REFUSED_STATUS = 429

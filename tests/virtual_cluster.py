@@ -12,28 +12,28 @@ from functools import partial
 from itertools import count
 from typing import Literal
 
-from baton.block_hash import BlockHash
+from baton.kv.block_hash import BlockHash
 from baton.errors import BatonError, RequestRejected
 from baton.pb.cluster_pb2 import NodeStats
 from baton.pb.common_pb2 import HandoffReport
 from baton.types import AttemptKey, Incarnation, NodeName, Request, RequestId, Role, SamplingParams, TokenEvent, AttemptSpec
-from baton.wire import PROTOCOL_VERSION
-from coordinator.core import messages as m
+from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
+from coordinator.core.common import messages as m
 from coordinator.core.brain import Brain
-from coordinator.core.identity import JoinInfo
-from coordinator.core.prefix_aware import PrefixAwarePolicy
-from coordinator.core.registry import NodeRegistry
-from coordinator.core.settings import BrainSettings
-from coordinator.core.tenants import TenantTable
-from node_engine.core.block_pool import BlockPool
-from node_engine.core.device_time import DeviceTime
-from node_engine.core.outcome import TokenEmitted, SequenceFailed, SequenceOutcome, PrefillCompleted
-from node_engine.core.residency import CapacityRefusal
-from node_engine.core.scheduler import Scheduler, SchedulerLimits
-from node_engine.core.step import SliceResult, StepBatch
-from node_engine.core.step_meter import DecodeStepTotals
-from node_engine.paced import PACED_LAYOUT, PacedCosts
-from tests.unit.coordinator_core.world import make_ticket
+from coordinator.core.membership.join_checks import JoinInfo
+from coordinator.core.placement.prefix_aware import PrefixAwarePolicy
+from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.common.settings import BrainSettings
+from coordinator.core.admission.tenants import TenantTable
+from node_engine.core.blocks.block_pool import BlockPool
+from node_engine.core.metrics.device_time import DeviceTime
+from node_engine.core.sequences.outcomes import TokenEmitted, SequenceFailed, SequenceOutcome, PrefillCompleted
+from node_engine.core.scheduling.kv_cache_manager import CapacityRefusal
+from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from node_engine.core.step.step_batch import SliceResult, StepBatch
+from node_engine.core.metrics.decode_step_totals import DecodeStepTotals
+from node_engine.paced.paced_engine import PACED_LAYOUT, PacedCosts
+from tests.unit.coordinator_core.brain_harness import make_ticket
 
 HEARTBEAT = 0.5  # seconds
 

@@ -14,15 +14,16 @@ from pathlib import Path
 import grpc
 from rich.console import Console
 
-from baton import segment
-from baton.cli import plan, ports
-from baton.cli.default_model import find_default_model
-from baton.cli.errors import innermost_error
-from baton.cli.foreground import ready_announcement
-from baton.cli.output import LogFiles
-from baton.cli.supervisor import Supervisor, running_cluster
-from baton.cli.timeline import render_timeline
-from baton.config import Config
+from baton.shared_memory import segment
+from baton.cli.supervisor.supervisor import child_specs as plan
+from baton.cli.supervisor.supervisor import ports
+from baton.cli.common.default_model import find_default_model
+from baton.cli.common.errors import innermost_error
+from baton.cli.supervisor.run_cluster import ready_announcement
+from baton.cli.supervisor.child_output import LogFiles
+from baton.cli.supervisor.supervisor import Supervisor, running_cluster
+from baton.cli.views.timeline import render_timeline
+from baton.config.settings import Config
 from baton.errors import BatonError
 from baton.pb import common_pb2, generation_pb2, generation_pb2_grpc
 from tools.footprint import measure_cluster_memory, disk_bytes, list_segment_files

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from baton import clock
-from baton.cli.errors import EXIT_FAILURE
-from baton.cli.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
+from baton.process import clock
+from baton.cli.common.errors import EXIT_FAILURE
+from baton.cli.common.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
 
 CALL_TIMEOUT = 15.0  # seconds
 
@@ -29,8 +29,8 @@ def audit(
 
     Exits with 1 if one does not balance, a block has no live owner or a node is silent.
     """
-    from baton.cli.client import admin_metadata, coordinator_channel
-    from baton.cli.ledger_check import find_ledger_faults
+    from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
+    from baton.cli.checks.ledger import find_ledger_faults
     from baton.pb import cluster_pb2_grpc
 
     with coordinator_channel(endpoint) as channel:
@@ -53,7 +53,7 @@ def audit(
 
 def _collect_suspects(stub: Any, metadata: Any) -> tuple[Any, set[Any]]:
     """The ledgers, and what is held on nodes that were idle before and after."""
-    from baton.cli.ledger_check import find_idle_nodes, find_ownerless_blocks, find_unowned_pins
+    from baton.cli.checks.ledger import find_idle_nodes, find_ownerless_blocks, find_unowned_pins
     from baton.pb import cluster_pb2
 
     started = clock.monotonic_clock()
@@ -66,7 +66,7 @@ def _collect_suspects(stub: Any, metadata: Any) -> tuple[Any, set[Any]]:
 
 
 def _print_json(answer: Any, found: list[str]) -> None:
-    from baton.cli.plain import message_to_dict
+    from baton.cli.views.message_dict import message_to_dict
 
     print(json.dumps({"ok": not found, "faults": found, **message_to_dict(answer)}))
 
@@ -75,8 +75,8 @@ def _print_table(answer: Any, found: list[str]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from baton.cli.ledger_check import BLOCK_STATES
-    from baton.cli.screen import make_console
+    from baton.cli.checks.ledger import BLOCK_STATES
+    from baton.cli.views.console import make_console
 
     table = Table("node", box=None, header_style="bold")
     for heading in (*BLOCK_STATES, "total"):

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.conversation import ChatHistory
-from baton.cli.errors import CommandFailed, EndpointUnreachable
-from baton.cli.options import ApiKeyOption
+from baton.cli.client.chat_history import ChatHistory
+from baton.cli.common.errors import CommandFailed, EndpointUnreachable
+from baton.cli.common.options import ApiKeyOption
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONTEXT_FULL = "context_length_exceeded"
@@ -39,8 +39,8 @@ def chat(
     /reset forgets the conversation, /quit leaves, Ctrl-C stops an answer. When the context is full, the oldest turns
     are forgotten.
     """
-    from baton.cli.chat_client import ChatClient
-    from baton.config import read_secret
+    from baton.cli.client.chat_completions import ChatClient
+    from baton.config.settings import read_secret
 
     client = ChatClient(url, read_secret(api_key, "api_key"))
     options: dict[str, Any] = {"model": model or client.get_first_model()}
@@ -90,7 +90,7 @@ class ChatSession:
 
     def _get_answer(self) -> str:
         """What came of the answer, shown as it came. Turns are forgotten until the rest fits."""
-        from baton.cli.chat_client import ChatRefused
+        from baton.cli.client.chat_completions import ChatRefused
 
         while True:
             said: list[str] = []

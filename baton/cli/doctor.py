@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.checks import machine, model_folder, network, shared_memory
+from baton.cli.checks import machine, network, shared_memory
+from baton.cli.checks import model as model_folder
 from baton.cli.checks.finding import Finding
-from baton.cli.errors import EXIT_FAILURE
-from baton.cli.options import DEFAULT_ENDPOINT, JsonOption, add_config_options
-from baton.config import Config
+from baton.cli.common.errors import EXIT_FAILURE
+from baton.cli.common.options import DEFAULT_ENDPOINT, JsonOption, add_config_options
+from baton.config.settings import Config
 
 
 def register(app: typer.Typer) -> None:
@@ -64,7 +65,7 @@ def _print_findings(findings: Sequence[Finding]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from baton.cli.screen import make_console
+    from baton.cli.views.console import make_console
 
     colours = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "bad": "[red]bad[/]"}
     table = Table(box=None, show_header=False, pad_edge=False)

@@ -5,9 +5,9 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.errors import CommandFailed
-from baton.cli.restarts import max_stop_seconds
-from baton.config import resolve_config
+from baton.cli.common.errors import CommandFailed
+from baton.cli.supervisor.restart_policy import max_stop_seconds
+from baton.config.settings import resolve_config
 
 _STOP_MARGIN_SECONDS = 5.0  # seconds beyond what the supervisor may need
 
@@ -26,8 +26,8 @@ def down(
 
     Returns when no process and no shared memory of it is left.
     """
-    from baton.cli import state
-    from baton.segment import remove_stale_segments
+    from baton.cli.supervisor.supervisor import state_folder as state
+    from baton.shared_memory.segment import remove_stale_segments
 
     flags = {"port": port, "state_dir": state_dir, "segment_dir": segment_dir}
     config = resolve_config({key: value for key, value in flags.items() if value is not None}, file=config_file)

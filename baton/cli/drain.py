@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.errors import CommandFailed
+from baton.cli.common.errors import CommandFailed
 from baton.cli.generate import EXIT_INTERRUPTED
-from baton.cli.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
+from baton.cli.common.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
 
 CALL_TIMEOUT = 15.0  # seconds
 _WATCH_INTERVAL = 0.25  # seconds, at most
@@ -36,7 +36,7 @@ def drain(
     What it holds goes on to its end. The node stays out of service, also when it restarts, until `baton undrain` (or
     until the coordinator restarts, which forgets it).
     """
-    from baton.cli.client import admin_metadata, coordinator_channel
+    from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
     from baton.pb import cluster_pb2, cluster_pb2_grpc
 
     with coordinator_channel(endpoint) as channel:
@@ -59,7 +59,7 @@ def undrain(
     node: NodeArgument, as_json: JsonOption = False, endpoint: EndpointOption = DEFAULT_ENDPOINT, admin_token: AdminTokenOption = ""
 ) -> None:
     """Put NODE back into service."""
-    from baton.cli.client import admin_metadata, coordinator_channel
+    from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
     from baton.pb import cluster_pb2, cluster_pb2_grpc
 
     with coordinator_channel(endpoint) as channel:
@@ -71,8 +71,8 @@ def undrain(
 
 def _wait_until_drained(channel: Any, name: str, metadata: Any, *, show: bool) -> str:
     """The state in which the wait ended. Raises Bad when somebody put the node back into service."""
-    from baton.cli.progress import ProgressLine
-    from baton.cli.watching import watch_status
+    from baton.cli.views.progress_line import ProgressLine
+    from baton.cli.client.status_watch import watch_status
 
     with ProgressLine(sys.stderr if show else None) as progress, watch_status(channel, _WATCH_INTERVAL, metadata) as answers:
         for answer in answers:

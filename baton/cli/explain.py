@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from baton.cli.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
+from baton.cli.common.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
 
 CALL_TIMEOUT = 15.0  # seconds
 
@@ -31,8 +31,8 @@ def explain(
     Works while it runs, and for the last requests that have ended (`--explain-keep` of `baton up`). Exits with 1 for
     one that is not known.
     """
-    from baton.cli.client import admin_metadata, coordinator_channel
-    from baton.cli.plain import message_to_dict
+    from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
+    from baton.cli.views.message_dict import message_to_dict
     from baton.pb import cluster_pb2, cluster_pb2_grpc
 
     with coordinator_channel(endpoint) as channel:
@@ -42,7 +42,7 @@ def explain(
     if as_json:
         print(json.dumps(message_to_dict(answer)))
         return
-    from baton.cli.screen import make_console
-    from baton.cli.waterfall import render_explanation
+    from baton.cli.views.console import make_console
+    from baton.cli.views.explanation import render_explanation
 
     make_console().print(render_explanation(answer))

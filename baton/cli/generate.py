@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli.options import DEFAULT_ENDPOINT, ApiKeyOption, EndpointOption, JsonOption
+from baton.cli.common.options import DEFAULT_ENDPOINT, ApiKeyOption, EndpointOption, JsonOption
 
 EXIT_INTERRUPTED = 128 + signal.SIGINT
 
@@ -35,7 +35,7 @@ def generate(
 
     Standard output gets the answer and nothing else.
     """
-    from baton.cli.client import api_key_metadata, coordinator_channel
+    from baton.cli.client.grpc_channel import api_key_metadata, coordinator_channel
     from baton.pb import generation_pb2, generation_pb2_grpc
 
     request = generation_pb2.GenerateRequest(
@@ -85,7 +85,7 @@ def _collect_answer(call: Any) -> Any:
 
 
 def _answer_to_dict(message: Any) -> dict[str, Any]:
-    from baton.cli.plain import message_to_dict
+    from baton.cli.views.message_dict import message_to_dict
 
     shown = message_to_dict(message)
     shown["finish_reason"] = shown["finish_reason"].removeprefix("FINISH_REASON_").lower()
@@ -93,7 +93,7 @@ def _answer_to_dict(message: Any) -> dict[str, Any]:
 
 
 def _print_timeline(message: Any) -> None:
-    from baton.cli.screen import make_console
-    from baton.cli.timeline import render_timeline
+    from baton.cli.views.console import make_console
+    from baton.cli.views.timeline import render_timeline
 
     make_console(stderr=True).print(render_timeline(message.timeline))

@@ -11,23 +11,9 @@ from typing import Annotated
 
 import typer
 
-from baton.cli import (
-    audit,
-    bench,
-    chat,
-    doctor,
-    down,
-    drain,
-    explain,
-    generate,
-    ratio,
-    status,
-    tenants,
-    top,
-    unbuilt,
-    up,
-)
-from baton.cli.errors import exit_code, print_error
+from baton.cli import audit, bench, chat, doctor, down, drain, explain, generate, ratio, status, tenants, top, up
+from baton.cli.common import unavailable as unbuilt
+from baton.cli.common.errors import exit_code, print_error
 from baton.errors import BatonError
 
 app = typer.Typer(

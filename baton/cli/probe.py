@@ -10,12 +10,12 @@ import json
 import sys
 from collections.abc import Sequence
 
-from baton.cli.client import CHANNEL_OPTIONS
-from baton.cli.errors import CommandFailed, EndpointUnreachable, exit_code
-from baton.cli.ports import dial_address, cluster_endpoints
-from baton.config import Config, resolve_config
+from baton.cli.client.grpc_channel import CHANNEL_OPTIONS
+from baton.cli.common.errors import CommandFailed, EndpointUnreachable, exit_code
+from baton.cli.supervisor.ports import dial_address, cluster_endpoints
+from baton.config.settings import Config, resolve_config
 from baton.errors import BatonError, ConfigError
-from baton.exposure import get_endpoint_host
+from baton.network.bind_policy import get_endpoint_host
 
 PROBE_TIMEOUT = 4.0  # seconds
 _MAX_BODY_BYTES = 1 << 16

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 import typer
 
-from baton.cli import ratio_steering
-from baton.cli.errors import CommandFailed
+from baton.cli import ratio_control as ratio_steering
+from baton.cli.common.errors import CommandFailed
 from baton.cli.generate import EXIT_INTERRUPTED
-from baton.cli.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
+from baton.cli.common.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
 
 CALL_TIMEOUT = 15.0  # seconds
 _WATCH_INTERVAL = 0.1  # seconds, at most
@@ -25,9 +25,9 @@ def register(app: typer.Typer) -> None:
 
 def show_ratio(as_json: JsonOption = False, endpoint: EndpointOption = DEFAULT_ENDPOINT, admin_token: AdminTokenOption = "") -> None:
     """Show the ratio, the one that was asked for, and which nodes are on their way to another role."""
-    from baton.cli.client import admin_metadata, coordinator_channel
-    from baton.cli.plain import message_to_dict
-    from baton.cli.ratio_view import format_ratio, format_role_switch, format_ratio_control
+    from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
+    from baton.cli.views.message_dict import message_to_dict
+    from baton.cli.views.ratio_text import format_ratio, format_role_switch, format_ratio_control
     from baton.pb import cluster_pb2, cluster_pb2_grpc
 
     with coordinator_channel(endpoint) as channel:
@@ -61,9 +61,9 @@ def set_ratio(
     Nodes drain their old role and take the new one in place; weights and cache stay. A probe request goes through each
     before it counts. Exits with 2 if P + D are not the live nodes, and names what is possible. Ends `auto`.
     """
-    from baton.cli.client import admin_metadata, coordinator_channel
-    from baton.cli.plain import message_to_dict
-    from baton.cli.ratio_view import format_ratio, format_role_switch
+    from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
+    from baton.cli.views.message_dict import message_to_dict
+    from baton.cli.views.ratio_text import format_ratio, format_role_switch
 
     metadata = admin_metadata(admin_token)
     with coordinator_channel(endpoint) as channel:
@@ -89,7 +89,7 @@ def _request_ratio(channel: Any, ratio: str, flip_timeout: float | None, metadat
 
     from baton.errors import ConfigError, InvalidRequest
     from baton.pb import cluster_pb2, cluster_pb2_grpc
-    from baton.ratio import parse_split
+    from baton.role_split import parse_split
 
     try:
         split = parse_split(ratio)
@@ -107,9 +107,9 @@ def _request_ratio(channel: Any, ratio: str, flip_timeout: float | None, metadat
 
 def _wait_until_settled(channel: Any, generation: int, metadata: Any, *, show: bool) -> Any:
     """The ratio when nothing is left to do. Raises Bad when another target took its place, or nobody knows it."""
-    from baton.cli.progress import ProgressLine
-    from baton.cli.ratio_view import format_ratio_progress
-    from baton.cli.watching import watch_status
+    from baton.cli.views.progress_line import ProgressLine
+    from baton.cli.views.ratio_text import format_ratio_progress
+    from baton.cli.client.status_watch import watch_status
 
     with ProgressLine(sys.stderr if show else None) as shown, watch_status(channel, _WATCH_INTERVAL, metadata) as answers:
         for answer in answers:

@@ -5,8 +5,8 @@ from typing import Any
 
 import typer
 
-from baton.cli.errors import EXIT_FAILURE
-from baton.cli.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
+from baton.cli.common.errors import EXIT_FAILURE
+from baton.cli.common.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
 
 
 def register(app: typer.Typer) -> None:
@@ -18,8 +18,8 @@ def status(as_json: JsonOption = False, endpoint: EndpointOption = DEFAULT_ENDPO
 
     Exits with 1 while the cluster is not ready.
     """
-    from baton.cli.client import admin_metadata, coordinator_channel
-    from baton.cli.plain import message_to_dict
+    from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
+    from baton.cli.views.message_dict import message_to_dict
     from baton.pb import cluster_pb2, cluster_pb2_grpc
 
     with coordinator_channel(endpoint) as channel:
@@ -37,8 +37,8 @@ def _print_table(answer: Any) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from baton.cli.ratio_view import format_ratio_progress
-    from baton.cli.screen import make_console
+    from baton.cli.views.ratio_text import format_ratio_progress
+    from baton.cli.views.console import make_console
 
     console = make_console()
     state = "[green]ready[/]" if answer.ready else f"[red]not ready[/]: {escape(answer.reason)}"

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baton.cli.errors import EndpointUnreachable
-from baton.cli.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
+from baton.cli.common.errors import EndpointUnreachable
+from baton.cli.common.options import DEFAULT_ENDPOINT, AdminTokenOption, EndpointOption, JsonOption
 
 if TYPE_CHECKING:
-    from baton.cli.top_view import ClusterRates
+    from baton.cli.views.top_table import ClusterRates
 
 StatusFrames = Iterator[tuple[Any, "ClusterRates"]]
 
@@ -33,8 +33,8 @@ def top(
 
     Ctrl-C ends it. Where there is no terminal it prints one look after the other; --json prints one object a line.
     """
-    from baton.cli.client import admin_metadata, coordinator_channel
-    from baton.cli.watching import watch_status
+    from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
+    from baton.cli.client.status_watch import watch_status
 
     with coordinator_channel(endpoint) as channel, watch_status(channel, interval, admin_metadata(admin_token)) as answers:
         frames = islice(_status_frames(answers), 1, 2) if once else _status_frames(answers)
@@ -48,7 +48,7 @@ def top(
 
 def _status_frames(answers: Iterator[Any]) -> StatusFrames:
     """Each status, with what has happened since the one before."""
-    from baton.cli.top_view import compute_rates
+    from baton.cli.views.top_table import compute_rates
 
     before = None
     for answer in answers:
@@ -58,15 +58,15 @@ def _status_frames(answers: Iterator[Any]) -> StatusFrames:
 
 def _print_frames(frames: StatusFrames, *, as_json: bool, live: bool) -> None:
     if as_json:
-        from baton.cli.plain import message_to_dict
+        from baton.cli.views.message_dict import message_to_dict
 
         for status, speed in frames:
             print(json.dumps({**message_to_dict(status), "rates": asdict(speed)}), flush=True)
         return
     from rich.live import Live
 
-    from baton.cli.screen import make_console
-    from baton.cli.top_view import render_top
+    from baton.cli.views.console import make_console
+    from baton.cli.views.top_table import render_top
 
     console = make_console()
     if not live:

@@ -9,10 +9,10 @@ from typing import Annotated
 import msgspec
 import typer
 
-from baton.cli.errors import exit_code, print_error
-from baton.cli.options import add_config_options
-from baton.cli.unbuilt import not_available_error
-from baton.config import Config, find_unknown_variables
+from baton.cli.common.errors import exit_code, print_error
+from baton.cli.common.options import add_config_options
+from baton.cli.common.unavailable import not_available_error
+from baton.config.settings import Config, find_unknown_variables
 from baton.errors import BatonError
 
 UNAVAILABLE_OPTIONS = ("quantize",)
@@ -46,11 +46,14 @@ def up(
 
 def _prepare_and_run(settings: Config, detach: bool) -> int:
     """Everything that can be checked at once, then the supervisor. Returns its exit code; raises BatonError."""
-    from baton.cli import memory_plan, plan, ports, state
-    from baton.cli.default_model import find_default_model
-    from baton.cli.detach import daemonize as go_to_background
-    from baton.model_source import with_local_model
-    from baton.segment import remove_stale_segments
+    from baton.cli.supervisor.supervisor import memory_plan
+    from baton.cli.supervisor.supervisor import child_specs as plan
+    from baton.cli.supervisor.supervisor import ports
+    from baton.cli.supervisor.supervisor import state_folder as state
+    from baton.cli.common.default_model import find_default_model
+    from baton.cli.supervisor.daemonize import daemonize as go_to_background
+    from baton.models.model_source import with_local_model
+    from baton.shared_memory.segment import remove_stale_segments
 
     plan.threads_per_node(settings.threads, 1, 1)  # a bad value is told before anything else happens
     config, notes = plan.complete_config(settings)
@@ -82,6 +85,6 @@ def _prepare_and_run(settings: Config, detach: bool) -> int:
 def _run_supervisor(config: Config, logs: Path | None, notes: Sequence[str]) -> int:
     # uvloop forks to start a child; gRPC would complain about that, and has nothing to do in a process that execs.
     os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-    from baton.cli.foreground import run_cluster
+    from baton.cli.supervisor.run_cluster import run_cluster
 
     return run_cluster(config, logs, notes)

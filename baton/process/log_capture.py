@@ -9,7 +9,7 @@ import threading
 from types import TracebackType
 from typing import Any
 
-from baton import log
+from baton.process import log
 
 _MAX_MESSAGE = 300  # characters of a library's line
 

@@ -1,4 +1,4 @@
-"""The whole brain behind one door: inputs with the time, effects in order. Its shell is `coordinator/dispatcher.py`;
+"""The whole brain behind one door: inputs with the time, effects in order. Its shell is `coordinator/node_links/dispatcher.py`;
 a simulator is another."""
 
 import math
@@ -8,33 +8,33 @@ from baton.errors import BatonError, NodeDrained, NodeLost, NotFound, RequestRej
 from baton.limits import ModelBounds
 from baton.pb.cluster_pb2 import ExplainResponse
 from baton.pb.common_pb2 import Timeline
-from baton.ratio import RoleSplit
+from baton.role_split import RoleSplit
 from baton.slo import Slo
 from baton.types import FinishReason, Incarnation, NodeName, Request, RequestId, Principal
-from coordinator.core.admission import AdmissionRequest
-from coordinator.core.breakers import CircuitBreakers
-from coordinator.core.counters import Counters
-from coordinator.core.degradation import DegradationController
-from coordinator.core.drains import NodeServiceState, is_node_empty
-from coordinator.core.explain import MAX_AGE_SECONDS, build_explanation
-from coordinator.core.identity import JoinInfo
-from coordinator.core.knowledge import PlacementState
-from coordinator.core.messages import DegradationChanged, Effect, Heartbeat, MemberLost, NodeReport, PeerLostNotice, SendOrder, RatioChanged
-from coordinator.core.model_change import count_bound_requests, end_requests_of_model
-from coordinator.core.pilot import RatioController
-from coordinator.core.placement import PlacementPolicy
-from coordinator.core.pool_desk import PoolMembership
-from coordinator.core.pools import PoolJoinInfo, PoolMember
-from coordinator.core.reception import SubmittedRequest, RequestAdmitter
-from coordinator.core.record import RequestState
-from coordinator.core.registry import NodeMember, NodeRegistry
-from coordinator.core.reports import NodeReportHandler
-from coordinator.core.requests import RequestTable
-from coordinator.core.retries import RetryScheduler
-from coordinator.core.settings import BrainSettings
-from coordinator.core.strain import PressureMonitor
-from coordinator.core.switches import RoleSwitcher
-from coordinator.core.tenants import TenantTable
+from coordinator.core.admission.admission_controller import AdmissionRequest
+from coordinator.core.placement.breakers import CircuitBreakers
+from coordinator.core.common.counters import Counters
+from coordinator.core.admission.degradation import DegradationController
+from coordinator.core.membership.drains import NodeServiceState, is_node_empty
+from coordinator.core.requests.explain import MAX_AGE_SECONDS, build_explanation
+from coordinator.core.membership.join_checks import JoinInfo
+from coordinator.core.placement.placement_state import PlacementState
+from coordinator.core.common.messages import DegradationChanged, Effect, Heartbeat, MemberLost, NodeReport, PeerLostNotice, SendOrder, RatioChanged
+from coordinator.core.requests.model_change import count_bound_requests, end_requests_of_model
+from coordinator.core.ratio.controller import RatioController
+from coordinator.core.placement.interface import PlacementPolicy
+from coordinator.core.membership.pool_membership import PoolMembership
+from coordinator.core.membership.pool_registry import PoolJoinInfo, PoolMember
+from coordinator.core.requests.request_admitter import SubmittedRequest, RequestAdmitter
+from coordinator.core.requests.record import RequestState
+from coordinator.core.membership.node_registry import NodeMember, NodeRegistry
+from coordinator.core.requests.node_reports import NodeReportHandler
+from coordinator.core.requests.table import RequestTable
+from coordinator.core.requests.retries import RetryScheduler
+from coordinator.core.common.settings import BrainSettings
+from coordinator.core.requests.pressure import PressureMonitor
+from coordinator.core.ratio.role_switcher import RoleSwitcher
+from coordinator.core.admission.tenants import TenantTable
 
 
 class Brain:

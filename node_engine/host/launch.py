@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 
-from baton import config_flags
-from baton.config import Config
-from baton.entry import run_process
-from baton.model_source import with_local_model
+from baton.config.settings import flags as config_flags
+from baton.config.settings import Config
+from baton.process.entry import run_process
+from baton.models.model_source import with_local_model
 from baton.types import Role
-from node_engine.host.process import run_node
-from node_engine.host.roles import RoleFactory
-from node_engine.pool_port import PoolClientFactory
+from node_engine.host.node_process import run_node
+from node_engine.host.role_switch import RoleFactory
+from node_engine.shared_pool.pool_client import PoolClientFactory
 
 NODE_CONFIG_FIELDS = (
     *("coordinator", "cluster_token", "insecure", "name", "listen", "advertise", "health_port", "host_id", "pool"),

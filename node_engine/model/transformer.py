@@ -2,13 +2,13 @@
 
 import torch
 
-from kv_kernels.paged_cache import PagedCache
-from kv_kernels.torch_kernels import TorchKernels
-from node_engine.core.step import LayerCallback
-from node_engine.model.config import ModelConfig
-from node_engine.model.plan import ForwardBatch
-from node_engine.model.rope import compute_angles, compute_inverse_frequencies
-from node_engine.model.weights import LayerWeights, ModelWeights
+from kv_kernels.reference.paged_cache import PagedCache
+from kv_kernels.reference.torch_kernels import TorchKernels
+from node_engine.core.step.step_batch import LayerCallback
+from node_engine.model.config.model_config import ModelConfig
+from node_engine.model.forward_batch import ForwardBatch
+from node_engine.model.config.rope import compute_angles, compute_inverse_frequencies
+from node_engine.model.loading.weights import LayerWeights, ModelWeights
 
 
 class Transformer:

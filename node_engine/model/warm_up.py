@@ -5,7 +5,7 @@ the node."""
 from collections.abc import Iterator, Sequence
 
 from baton.types import BlockIndex, SamplingParams
-from node_engine.core.step import SampleSpec, SequenceId, SequenceSlice, StepBatch
+from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
 
 CPU_PROMPT_LENGTHS, GPU_PROMPT_LENGTHS = (4, 24), (4, 24, 256, 1024)  # tokens of a prompt: other kernels are chosen for other sizes
 _SAMPLING_CASES = (SamplingParams(1, temperature=0.0), SamplingParams(1, temperature=1.0, top_k=2, top_p=0.5))

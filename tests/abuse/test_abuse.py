@@ -18,7 +18,7 @@ import pytest
 import pytest_asyncio
 from safetensors.torch import load_file, save_file
 
-from baton.cli.default_model import find_default_model
+from baton.cli.common.default_model import find_default_model
 from baton.pb.cluster_pb2 import StatusResponse
 from tests.abuse.attacks import ATTACKS
 from tests.abuse.good_traffic import GoodTraffic, TrafficReport

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import grpc
 
-from baton.cli.plan import COORDINATOR
-from baton.failpoints import FailpointAction
+from baton.cli.supervisor.child_specs import COORDINATOR
+from baton.process.failpoints import FailpointAction
 from tests.fault_proxy import BOTH_DIRECTIONS, Direction, LinkConditions
-from tests.linked_cluster import ProxiedCluster
+from tests.proxied_cluster import ProxiedCluster
 
 _EXIT_TIMEOUT_SECONDS = 60.0  # seconds from SIGTERM
 _ARMING_TIMEOUT_SECONDS = 1.0  # seconds

@@ -4,8 +4,8 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from baton.cli.plan import COORDINATOR
-from baton.failpoints import KNOWN_FAILPOINTS, FailpointAction
+from baton.cli.supervisor.child_specs import COORDINATOR
+from baton.process.failpoints import KNOWN_FAILPOINTS, FailpointAction
 from baton.types import Role
 from tests.chaos.faults import (
     ArmFailpoint,
@@ -25,7 +25,7 @@ from tests.fault_proxy import BOTH_DIRECTIONS, Direction, LinkConditions
 from tests.history import ClientCall, ClientApi, Reference, Scorer
 
 TIMEOUT_SECONDS = 6.0  # seconds that a client allows an operation
-SHORT_FAULT_SECONDS, LONG_FAULT_SECONDS = 0.4, 2.2  # seconds: within everybody's patience, and beyond it (tests/linked_cluster.py IMPATIENT)
+SHORT_FAULT_SECONDS, LONG_FAULT_SECONDS = 0.4, 2.2  # seconds: within everybody's patience, and beyond it (tests/proxied_cluster.py IMPATIENT)
 MAX_STRIKE_AFTER_TOKENS = 200  # tokens
 _DELAYS = (0.02, 0.2, LONG_FAULT_SECONDS)
 _POINTS = [point for point in sorted(KNOWN_FAILPOINTS) if not point.startswith("pool.")]  # these clusters have no pool

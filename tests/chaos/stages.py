@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from node_engine.paced import paced_reference_tokens, paced_reference_logprobs
+from node_engine.paced.paced_engine import paced_reference_tokens, paced_reference_logprobs
 from tests.chaos.rounds import LONGEST_OUTPUT, ChaosLoad
 from tests.models import VOCAB_SIZE, build_model, find_stable_prompts, load_reference_model
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.chaos.arena import RoundRunner
+from tests.chaos.round_runner import RoundRunner
 from tests.chaos.rounds import draw_round
 from tests.chaos.stages import build_stage, list_stages, choose_stage
-from tests.linked_cluster import ProxiedCluster
+from tests.proxied_cluster import ProxiedCluster
 
 pytestmark = [pytest.mark.chaos, pytest.mark.asyncio(loop_scope="module")]
 

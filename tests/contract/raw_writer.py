@@ -6,17 +6,17 @@ from typing import TypeVar
 import msgspec
 import xxhash
 
-from baton.fence import WriterFences
+from baton.shared_memory.fence import WriterFences
 from baton.types import Ticket
 from kv_transfer.core import frames
 from kv_transfer.core.slabs import SlabRange, extend_manifest_digest
-from kv_transfer.grpc_writer_link import GrpcDialer
-from kv_transfer.memory_link import MemoryDialer
-from kv_transfer.security import derive_curve_keys
-from kv_transfer.settings import TransferSettings
-from kv_transfer.transport import TransferDialer
-from kv_transfer.zmq_link import ZmqDialer
-from tests.contract.rig import TOKEN, TransferPair, wait_until
+from kv_transfer.transports.grpc_writer_link import GrpcDialer
+from kv_transfer.transports.memory_link import MemoryDialer
+from kv_transfer.transports.zmq_keys import derive_curve_keys
+from kv_transfer.common.settings import TransferSettings
+from kv_transfer.transports.links import TransferDialer
+from kv_transfer.transports.zmq_link import ZmqDialer
+from tests.contract.transfer_pair import TOKEN, TransferPair, wait_until
 
 F = TypeVar("F", bound=frames.Frame)
 

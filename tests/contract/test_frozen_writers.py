@@ -15,7 +15,7 @@ import pytest
 from baton.errors import Cancelled, LeaseExpired, PeerUnreachable
 from baton.types import Ticket
 from kv_transfer.plane import InboundFenced, InboundSealed
-from tests.contract.rig import LAYOUT, POISON_BYTE, TransferPair, wait_until, transfer_pair
+from tests.contract.transfer_pair import LAYOUT, POISON_BYTE, TransferPair, wait_until, transfer_pair
 from tests.contract.writer_process import WriterOrder, make_source_arena
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,18 +14,18 @@ import pytest
 from cryptography import x509
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from baton import cluster_certificates as certificates
+from baton.network import cluster_certificates as certificates
 from baton.errors import ConfigError, PeerUnreachable
 from baton.types import Incarnation
-from kv_transfer import grpc_terms
+from kv_transfer.transports import grpc_protocol as grpc_terms
 from kv_transfer.core.frames import MAX_HEADER_BYTES
-from kv_transfer.core.parcels import pack_message, packed_message_size, unpack_message
+from kv_transfer.core.message_framing import pack_message, packed_message_size, unpack_message
 from kv_transfer.factory import build_kv_receiver
-from kv_transfer.grpc_decode_link import GrpcDecodeLink
-from kv_transfer.grpc_writer_link import GrpcDialer
-from kv_transfer.settings import TransferSettings
+from kv_transfer.transports.grpc_decode_link import GrpcDecodeLink
+from kv_transfer.transports.grpc_writer_link import GrpcDialer
+from kv_transfer.common.settings import TransferSettings
 from tests.contract.raw_writer import RawWriter
-from tests.contract.rig import LAYOUT, FAST_SETTINGS, TOKEN, TransferPair, wait_until, transfer_pair
+from tests.contract.transfer_pair import LAYOUT, FAST_SETTINGS, TOKEN, TransferPair, wait_until, transfer_pair
 
 PATIENCE = 20.0  # seconds
 NOISE = {

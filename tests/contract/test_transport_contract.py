@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from baton.errors import Cancelled, HandoffFailed, IncompleteTransfer, LeaseExpired, PeerUnreachable, StaleMessage
-from baton.kv_layout import KVLayout
+from baton.kv.kv_layout import KVLayout
 from kv_transfer.plane import OutboundAborted, OutboundCommitted, LayerLanded, InboundLost, InboundSealed, SealInfo, InboundStarted
-from tests.contract.rig import BACKENDS, LAYOUT, FAST_SETTINGS, SEAL_INFO, TransferPair, wait_until, transfer_pair
+from tests.contract.transfer_pair import BACKENDS, LAYOUT, FAST_SETTINGS, SEAL_INFO, TransferPair, wait_until, transfer_pair
 
 LAYERS = LAYOUT.num_layers
 ONE_LAYER = replace(FAST_SETTINGS, layers_per_message=1)

@@ -9,12 +9,12 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from baton import log
-from baton.failpoints import arm_from_environment
+from baton.process import log
+from baton.process.failpoints import arm_from_environment
 from baton.types import AttemptKey, BlockIndex, Incarnation, Ticket
 from kv_transfer.factory import build_kv_sender
 from kv_transfer.plane import OutboundAborted, OutboundCommitted, SealInfo
-from tests.contract.rig import LAYOUT, FAST_SETTINGS, TOKEN
+from tests.contract.transfer_pair import LAYOUT, FAST_SETTINGS, TOKEN
 
 
 class WriterOrder(msgspec.Struct):

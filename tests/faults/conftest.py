@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from tests.faults.scene import ObservedCluster
+from tests.faults.observed_cluster import ObservedCluster
 
 
 class SharedCluster:

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from node_engine.paced import paced_reference_tokens
-from tests.faults.scene import PendingCall, ObservedCluster, make_call
+from node_engine.paced.paced_engine import paced_reference_tokens
+from tests.faults.observed_cluster import PendingCall, ObservedCluster, make_call
 from tests.history import Closed, ClientApi
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from tests.faults.scene import ObservedCluster, make_call
+from tests.faults.observed_cluster import ObservedCluster, make_call
 from tests.history import Closed, ClientApi, Failed
 
 IN_MODULE = pytest.mark.asyncio(loop_scope="module")

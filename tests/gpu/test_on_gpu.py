@@ -9,14 +9,18 @@ import pytest
 import torch
 
 from baton.errors import ConfigError
-from baton.segment import DEFAULT_SEGMENT_FOLDER
+from baton.shared_memory.segment import DEFAULT_SEGMENT_FOLDER
 from baton.types import BlockIndex, SamplingParams
-from kv_kernels import attention, causal_chunk, paged_cache, triton_decode, triton_write
-from kv_kernels.attention import AttentionContext
+from kv_kernels.reference import attention
+from kv_kernels import fused_prefill as causal_chunk
+from kv_kernels.reference import paged_cache
+from kv_kernels.triton import decode_attention as triton_decode
+from kv_kernels.triton import kv_write as triton_write
+from kv_kernels.reference.attention import AttentionContext
 from kv_kernels.dispatch import kernels_for
-from kv_kernels.paged_cache import PagedCache, SlotMapping
-from node_engine.core.step import SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.model.engine import ModelEngine
+from kv_kernels.reference.paged_cache import PagedCache, SlotMapping
+from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
+from node_engine.model.model_engine import ModelEngine
 from tests.models import FamilyName, build_model, find_stable_prompts
 from tests.pool.model_node import check_reads
 

@@ -22,8 +22,8 @@ import pytest
 import pytest_asyncio
 
 from baton.pb import cluster_pb2, common_pb2, generation_pb2, generation_pb2_grpc
-from coordinator.core.tenants import hash_key
-from tests.answers import bearer_metadata, call_cluster_service
+from coordinator.core.admission.tenants import hash_key
+from tests.grpc_calls import bearer_metadata, call_cluster_service
 from tests.cluster import Cluster
 from tests.models import StablePrompt, FamilyName, build_model, find_stable_prompts
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.models import StablePrompt, build_model, find_stable_prompts
 from tests.parity.test_pool_parity import FILLER_PROMPTS, LENGTHS, OUTPUT_TOKENS, hit_lengths, wait_publications_done
-from tests.pool.cluster import pooled_cluster, wait_for_metric
+from tests.pool.pooled_cluster import pooled_cluster, wait_for_metric
 
 _DISK_HITS = r'baton_pool_found_blocks_total\{[^}]*tier="disk"[^}]*\}'
 

@@ -11,13 +11,13 @@ from transformers import PreTrainedModel
 
 from baton.types import BlockIndex, SamplingParams
 from kv_kernels.dispatch import kernels_for
-from kv_kernels.paged_cache import PagedCache
-from node_engine.core.step import SliceResult, LayerCallback, SampleSpec, SequenceId, SequenceSlice, StepBatch
-from node_engine.model.config import load_model_config
-from node_engine.model.engine import ModelEngine
-from node_engine.model.plan import ForwardBatchBuilder
+from kv_kernels.reference.paged_cache import PagedCache
+from node_engine.core.step.step_batch import SliceResult, LayerCallback, SampleSpec, SequenceId, SequenceSlice, StepBatch
+from node_engine.model.config.model_config import load_model_config
+from node_engine.model.model_engine import ModelEngine
+from node_engine.model.forward_batch import ForwardBatchBuilder
 from node_engine.model.transformer import Transformer
-from node_engine.model.weights import load_weights
+from node_engine.model.loading.weights import load_weights
 from tests.models import StablePrompt, FamilyName, build_model, find_stable_prompts, load_reference_model
 
 LENGTHS = (1, 15, 16, 17, 33, 130, 257)

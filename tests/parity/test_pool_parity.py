@@ -7,7 +7,7 @@ import pytest
 
 from tests.cluster import Cluster
 from tests.models import StablePrompt, build_model, find_stable_prompts, load_reference_model
-from tests.pool.cluster import BLOCK_TOKENS, read_metric, pooled_cluster, wait_for_metric, get_token_sources, generate_while_decode_dies
+from tests.pool.pooled_cluster import BLOCK_TOKENS, read_metric, pooled_cluster, wait_for_metric, get_token_sources, generate_while_decode_dies
 
 LENGTHS = (1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, 600)  # the last in several chunks
 OUTPUT_TOKENS = 24

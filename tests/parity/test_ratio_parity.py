@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from baton.pb import cluster_pb2 as pb
-from tests.answers import call_cluster_service
+from tests.grpc_calls import call_cluster_service
 from tests.cluster import Cluster
 from tests.models import build_model, find_stable_prompts
 

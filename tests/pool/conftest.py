@@ -14,8 +14,8 @@ from typing import Any, Self
 import pytest
 import pytest_asyncio
 
-from tests.pool.registrar import FakePoolCoordinator
-from tests.pool.rig import TIMEOUT_SECONDS, ROOT, PoolNode, PoolProcess, run_pool_node, wait_until
+from tests.pool.fake_coordinator import FakePoolCoordinator
+from tests.pool.harness import TIMEOUT_SECONDS, ROOT, PoolNode, PoolProcess, run_pool_node, wait_until
 
 
 class PoolTestHost:

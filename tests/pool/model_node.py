@@ -4,17 +4,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from baton.addressing import BlockAddressSpace
-from baton.block_hash import root_hash
-from baton.hash_chain import HashChain
-from baton.segment import create_segment, round_up_segment_bytes
+from baton.shared_memory.addressing import BlockAddressSpace
+from baton.kv.block_hash import root_hash
+from baton.kv.hash_chain import HashChain
+from baton.shared_memory.segment import create_segment, round_up_segment_bytes
 from baton.types import AttemptKey, BlockIndex, Request, RequestId, SamplingParams, AttemptSpec
-from node_engine.core.block_pool import BlockPool, PartialHit
-from node_engine.core.outcome import TokenEmitted
-from node_engine.core.pooled import PoolPrefix, RefCountedPin
-from node_engine.core.scheduler import Scheduler, SchedulerLimits
-from node_engine.host.block_copies import BlockCopier
-from node_engine.model.engine import ModelEngine
+from node_engine.core.blocks.block_pool import BlockPool, PartialHit
+from node_engine.core.sequences.outcomes import TokenEmitted
+from node_engine.core.blocks.pool_prefix import PoolPrefix, RefCountedPin
+from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from node_engine.shared_pool.block_copier import BlockCopier
+from node_engine.model.model_engine import ModelEngine
 
 BLOCKS = 64
 

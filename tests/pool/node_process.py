@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from baton import log
-from baton.failpoints import arm_from_environment
-from baton.pool_terms import PoolHit
-from tests.pool.rig import PoolNode, expected_blocks, run_pool_node, make_tokens
+from baton.process import log
+from baton.process.failpoints import arm_from_environment
+from baton.kv.pool_types import PoolHit
+from tests.pool.harness import PoolNode, expected_blocks, run_pool_node, make_tokens
 
 
 async def _main(address: str, folder: str, name: str) -> None:

@@ -6,12 +6,12 @@ from itertools import count
 
 import pytest
 
-from baton.block_hash import root_hash
-from baton.pool_terms import PoolHit
-from kv_pool.terms import RETRY_SECONDS
+from baton.kv.block_hash import root_hash
+from baton.kv.pool_types import PoolHit
+from kv_pool.common.protocol import RETRY_SECONDS
 from tests.pool.conftest import PoolTestHost
-from tests.pool.rig import DIGEST, LAYOUT, PoolNode, expected_blocks, make_tokens, wait_until
-from tests.pool.rig import run_pool_node as other_node
+from tests.pool.harness import DIGEST, LAYOUT, PoolNode, expected_blocks, make_tokens, wait_until
+from tests.pool.harness import run_pool_node as other_node
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from baton.pb import cluster_pb2 as pb
-from node_engine.paced import paced_reference_tokens
-from tests.answers import GenerateAnswer, call_cluster_service
+from node_engine.paced.paced_engine import paced_reference_tokens
+from tests.grpc_calls import GenerateAnswer, call_cluster_service
 from tests.cluster import Cluster
-from tests.pool.cluster import (
+from tests.pool.pooled_cluster import (
     TOKEN_SOURCES,
     count_attachments,
     inserted_blocks_metric,
@@ -19,7 +19,7 @@ from tests.pool.cluster import (
     get_token_sources,
     generate_while_decode_dies,
 )
-from tests.pool.rig import TIMEOUT_SECONDS, wait_until
+from tests.pool.harness import TIMEOUT_SECONDS, wait_until
 
 PACED = {"engine": "paced", "placement": "round_robin", "paced_reread": True}
 PREFIX = tuple(range(1000, 1800))  # 800 tokens, 50 blocks

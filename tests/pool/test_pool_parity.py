@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.pool.nodes import BLOCK_TOKENS, InProcessHost, reference_tokens
-from tests.unit.roles.bench import make_work
+from tests.pool.in_process_nodes import BLOCK_TOKENS, InProcessHost, reference_tokens
+from tests.unit.node_roles.role_bench import make_work
 
 CHUNKS = 150  # tokens: three steps
 LENGTHS = (1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, CHUNKS)

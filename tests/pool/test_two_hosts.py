@@ -7,8 +7,8 @@ import pytest
 
 from tests.cluster import Cluster
 from tests.models import build_model, find_stable_prompts
-from tests.pool.cluster import wait_until_known, read_metric, get_token_sources
-from tests.pool.rig import TIMEOUT_SECONDS
+from tests.pool.pooled_cluster import wait_until_known, read_metric, get_token_sources
+from tests.pool.harness import TIMEOUT_SECONDS
 from tests.pool.test_pool_cluster import wait_for_published_blocks
 from tests.pool.two_hosts import POOLS, place_only_on_hosts, two_host_cluster
 

@@ -6,12 +6,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from baton.cli.ports import reserve_port
+from baton.cli.supervisor.ports import reserve_port
 from baton.pb import cluster_pb2 as pb
-from tests.answers import call_cluster_service
+from tests.grpc_calls import call_cluster_service
 from tests.cluster import Cluster
-from tests.pool.cluster import SETTINGS, count_attachments
-from tests.pool.rig import wait_until
+from tests.pool.pooled_cluster import SETTINGS, count_attachments
+from tests.pool.harness import wait_until
 
 POOLS = ("pool-0", "pool-1")
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import promql_parser as ast
 
-from tests.promql.store import LOOKBACK_SECONDS, Labels, Point, SampleStore, sorted_labels
+from tests.promql.sample_store import LOOKBACK_SECONDS, Labels, Point, SampleStore, sorted_labels
 
 Vector = dict[Labels, float]  # without the metric's name
 Value = Vector | float

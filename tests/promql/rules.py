@@ -9,7 +9,7 @@ import promql_parser
 import yaml
 
 from tests.promql.evaluate import evaluate
-from tests.promql.store import Labels, SampleStore, sorted_labels
+from tests.promql.sample_store import Labels, SampleStore, sorted_labels
 
 
 @dataclass(frozen=True)

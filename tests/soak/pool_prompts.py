@@ -5,8 +5,8 @@ import ctypes
 from dataclasses import dataclass
 from random import Random
 
-from baton.block_hash import HASH_BYTES, compute_packed_hashes, pack_tokens
-from tests.pool.rig import LAYOUT, UNSALTED_ROOT
+from baton.kv.block_hash import HASH_BYTES, compute_packed_hashes, pack_tokens
+from tests.pool.harness import LAYOUT, UNSALTED_ROOT
 
 FAMILIES, BRANCHES = 120, 3
 PROMPT_BLOCKS = 10  # of each prompt

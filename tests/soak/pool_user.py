@@ -15,13 +15,13 @@ from random import Random
 
 import numpy as np
 
-from baton import log
-from baton.addressing import BlockAddressSpace
-from baton.failpoints import FAILPOINTS
-from baton.pool_terms import PoolHit, PublishRequest
-from baton.segment import create_segment, round_up_segment_bytes
-from kv_pool.client import PoolClient
-from tests.pool.rig import LAYOUT, UNSALTED_ROOT, client_config, wait_until
+from baton.process import log
+from baton.shared_memory.addressing import BlockAddressSpace
+from baton.process.failpoints import FAILPOINTS
+from baton.kv.pool_types import PoolHit, PublishRequest
+from baton.shared_memory.segment import create_segment, round_up_segment_bytes
+from kv_pool.client.pool_client import PoolClient
+from tests.pool.harness import LAYOUT, UNSALTED_ROOT, client_config, wait_until
 from tests.soak.pool_prompts import PROMPT_BLOCKS, PoolPrompt, BlockChecker, block_content, all_prompts
 
 TASK_COUNT = 3  # at once, in one process

@@ -15,13 +15,13 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from baton.cli.top_view import sum_counter
-from coordinator.core.tenants import hash_key
+from baton.cli.views.top_table import sum_counter
+from coordinator.core.admission.tenants import hash_key
 from tests.cluster import Cluster
 from tests.open_loop import OpenLoopRequest, OpenLoopOutcome, for_tenant, check_outcomes
-from tests.pool.rig import wait_until
+from tests.pool.harness import wait_until
 from tests.soak.conftest import Figures
-from tests.soak.storm import JUDGED_SECONDS, OverloadRun, format_send_lag, format_ms, format_percentiles, list_ttfts
+from tests.soak.overload_run import JUDGED_SECONDS, OverloadRun, format_send_lag, format_ms, format_percentiles, list_ttfts
 from tests.virtual_cluster import percentile
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from baton.limits import MAX_BODY_BYTES
 from baton.pb import cluster_pb2, generation_pb2
 from tests.soak import fuzz_http, fuzz_proto
-from tests.soak.fuzz_scene import CONTEXT_TOKENS, SPARE_NODES, VOCAB_SIZE, FuzzEnvironment, FuzzTarget
+from tests.soak.fuzz_environment import CONTEXT_TOKENS, SPARE_NODES, VOCAB_SIZE, FuzzEnvironment, FuzzTarget
 from tests.soak.fuzz_wire import PATHS, RawExchange, exchange_strategy
 
 pytestmark = pytest.mark.timeout(1800)

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from baton.cli.plan import COORDINATOR
+from baton.cli.supervisor.child_specs import COORDINATOR
 from tests.cluster import Cluster
-from tests.integration.test_prefix_routing import wait_known_blocks, read_metric
-from tests.soak.kills import KillRunner, RecoveryTimes
+from tests.integration.cluster.test_prefix_routing import wait_known_blocks, read_metric
+from tests.soak.kill_runner import KillRunner, RecoveryTimes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -2,7 +2,7 @@
 at once, what is taken in is answered right and no slower than the cluster can, and afterwards all is as before.
 
 `make test` plays each storm for two seconds and judges outcomes; `make soak` for a minute, and judges time too. On the
-virtual clock the same is in tests/unit/coordinator_core/test_fairness_simulated.py.
+virtual clock the same is in tests/unit/coordinator_core/admission/test_fairness_simulated.py.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import pytest_asyncio
 from tests.cluster import Cluster
 from tests.open_loop import OpenLoopRequest, OpenLoopOutcome, check_outcomes
 from tests.soak.conftest import Figures
-from tests.soak.storm import MAX_GROWTH_BYTES, JUDGED_SECONDS, MAX_RECOVERY_SECONDS, MAX_REFUSAL_SECONDS, MAX_TOKEN_GAP_SECONDS, OverloadRun, format_send_lag, format_ms, p99, format_percentiles, list_ttfts
+from tests.soak.overload_run import MAX_GROWTH_BYTES, JUDGED_SECONDS, MAX_RECOVERY_SECONDS, MAX_REFUSAL_SECONDS, MAX_TOKEN_GAP_SECONDS, OverloadRun, format_send_lag, format_ms, p99, format_percentiles, list_ttfts
 from tests.virtual_cluster import percentile
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

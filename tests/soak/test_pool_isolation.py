@@ -19,9 +19,9 @@ from random import Random
 import pytest
 import pytest_asyncio
 
-from baton.block_hash import BlockHash, compute_packed_hashes, pack_tokens, root_hash
-from baton.pool_terms import PoolHit
-from tests.pool.rig import DIGEST, LAYOUT, UNSALTED_ROOT, PoolNode, PoolProcess, run_pool_node, make_tokens
+from baton.kv.block_hash import BlockHash, compute_packed_hashes, pack_tokens, root_hash
+from baton.kv.pool_types import PoolHit
+from tests.pool.harness import DIGEST, LAYOUT, UNSALTED_ROOT, PoolNode, PoolProcess, run_pool_node, make_tokens
 from tests.soak.conftest import Figures
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

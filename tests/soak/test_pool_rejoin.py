@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pool.rig import PoolProcess, expected_blocks, run_pool_node, make_tokens, wait_until
+from tests.pool.harness import PoolProcess, expected_blocks, run_pool_node, make_tokens, wait_until
 from tests.soak.conftest import Figures
 
 JUDGED_OPERATIONS = 10_000  # --pool-operations, from which on times are judged

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from baton import segment as segments
-from tests.pool.registrar import FakePoolCoordinator
-from tests.pool.rig import PoolProcess
+from baton.shared_memory import segment as segments
+from tests.pool.fake_coordinator import FakePoolCoordinator
+from tests.pool.harness import PoolProcess
 from tests.soak.conftest import Figures
-from tests.soak.pool_scene import FAULTS, PoolFaultRun
+from tests.soak.pool_fault_run import FAULTS, PoolFaultRun
 
 JUDGED_OPERATIONS = 10_000  # operations, from which on rare things must have happened
 OPERATIONS_PER_FAULT = 400  # operations; in a slice, so many that there are four or so

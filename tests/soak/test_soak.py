@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from node_engine.paced import paced_reference_tokens
+from node_engine.paced.paced_engine import paced_reference_tokens
 from tests.cluster import Cluster
 from tests.processes import measure_private_bytes
 

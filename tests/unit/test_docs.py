@@ -14,21 +14,21 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from baton import wire
+from baton.cluster_link import pb_conversion as wire
 from baton.cli.main import app
-from baton.cli.unbuilt import UNAVAILABLE_COMMANDS as UNBUILT
+from baton.cli.common.unavailable import UNAVAILABLE_COMMANDS as UNBUILT
 from baton.cli.up import UNAVAILABLE_OPTIONS as UNBUILT_OPTIONS
-from baton.config import Config
+from baton.config.settings import Config
 from baton.errors import ERRORS_BY_CODE, HandoffFailed, NodeFailed
-from baton.failpoints import KNOWN_FAILPOINTS
+from baton.process.failpoints import KNOWN_FAILPOINTS
 from baton.pb import cluster_pb2
 from benchmarks.__main__ import BENCHMARK_MODULES as BENCHMARKS
 from benchmarks.__main__ import UNAVAILABLE_BENCHMARKS as UNBUILT_BENCHMARKS
 from benchmarks.__main__ import make_parser
-from coordinator.admin import UNBUILT_ROUTES as UNBUILT_ROUTES
-from coordinator.dispatcher import Dispatcher
-from coordinator.metrics import CoordinatorMetrics
-from coordinator.ports import PortConnections
+from coordinator.operators.admin_app import UNBUILT_ROUTES as UNBUILT_ROUTES
+from coordinator.node_links.dispatcher import Dispatcher
+from coordinator.operators.metrics import CoordinatorMetrics
+from coordinator.operators.port_connections import PortConnections
 from kv_transfer.core import events, frames
 from tests.unit.test_architecture import ALLOWED_IMPORTS, list_sources
 

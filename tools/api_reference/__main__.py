@@ -4,7 +4,8 @@ checked-in page to it."""
 from pathlib import Path
 
 from baton.errors import ERRORS_BY_CODE, ConfigError
-from tools.api_reference import grpc, http
+from tools.api_reference import grpc_section as grpc
+from tools.api_reference import http_section as http
 from tools.api_reference.markdown import code, heading, table
 
 PAGE_PATH = Path(__file__).resolve().parents[2] / "docs" / "api.md"

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
-from tools.demo_model import corpus, train
-from tools.demo_model.card import ModelEvaluation, render_model_card
-from tools.demo_model.continuations import Continuation, score_continuations
-from tools.demo_model.corpus import TokenArray
-from tools.demo_model.exported import ExportedModel
-from tools.demo_model.loss import bits_per_byte, sum_nats
-from tools.demo_model.openings import OPENINGS
+from tools.demo_model import train
+from tools.demo_model.common import corpus_files as corpus
+from tools.demo_model.model_card import ModelEvaluation, render_model_card
+from tools.demo_model.evaluation.continuations import Continuation, score_continuations
+from tools.demo_model.common.corpus_files import TokenArray
+from tools.demo_model.evaluation.exported_model import ExportedModel
+from tools.demo_model.training.held_out_loss import bits_per_byte, sum_nats
+from tools.demo_model.evaluation.openings import OPENINGS
 
 CONTINUATION_TOKENS = 192  # tokens of a continuation
 QUESTIONS = (

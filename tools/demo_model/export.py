@@ -8,8 +8,9 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from tools.demo_model import checkpoint, tokenizer
-from tools.demo_model.chat import BOS, EOS, SPECIAL_TOKENS
+from tools.demo_model.training import checkpoint
+from tools.demo_model.common import bpe_tokenizer as tokenizer
+from tools.demo_model.common.chat_format import BOS, EOS, SPECIAL_TOKENS
 
 MAX_FOLDER_BYTES = 20_000_000  # bytes of the whole folder
 

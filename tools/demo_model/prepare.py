@@ -10,13 +10,15 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from tools.demo_model import corpus, sources, tokenizer
-from tools.demo_model.builtin_names import list_builtin_names
-from tools.demo_model.chat import BOS, EOS, SPECIAL_TOKENS
-from tools.demo_model.conversations import generate_conversations
-from tools.demo_model.definitions import list_documented_names, list_snippets
-from tools.demo_model.progress import ProgressBar
-from tools.demo_model.sources import SourceFile
+from tools.demo_model.common import corpus_files as corpus
+from tools.demo_model.common.corpus_files import source_files as sources
+from tools.demo_model.common import bpe_tokenizer as tokenizer
+from tools.demo_model.corpus.builtin_names import list_builtin_names
+from tools.demo_model.common.chat_format import BOS, EOS, SPECIAL_TOKENS
+from tools.demo_model.corpus.conversations import generate_conversations
+from tools.demo_model.corpus.definitions import list_documented_names, list_snippets
+from tools.demo_model.common.progress_bar import ProgressBar
+from tools.demo_model.corpus.source_files import SourceFile
 
 DEFAULT_VOCABULARY = 4096
 SEED = 0

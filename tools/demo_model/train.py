@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from tools.demo_model import checkpoint, corpus
-from tools.demo_model.batches import BatchSampler
-from tools.demo_model.llama import LlamaForTraining, LlamaShape
-from tools.demo_model.loss import autocast, bits_per_byte, sum_nats
-from tools.demo_model.progress import ProgressBar
-from tools.demo_model.schedule import learning_rate_factor
+from tools.demo_model.training import checkpoint
+from tools.demo_model.common import corpus_files as corpus
+from tools.demo_model.training.batch_sampler import BatchSampler
+from tools.demo_model.training.llama import LlamaForTraining, LlamaShape
+from tools.demo_model.training.held_out_loss import autocast, bits_per_byte, sum_nats
+from tools.demo_model.common.progress_bar import ProgressBar
+from tools.demo_model.training.learning_rate import learning_rate_factor
 
 LOG_FILE = "training.jsonl"
 SUMMARY_FILE = "training.json"

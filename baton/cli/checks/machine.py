@@ -9,9 +9,9 @@ from typing import Any
 
 from baton.cli.checks.finding import Finding, bad_finding, ok_finding, warning_finding
 from baton.cli.checks.installation import reinstall_advice, setup_advice
-from baton.cli.plan import threads_per_node
-from baton.config import Config
-from baton.connection_limits import COORDINATOR_PORTS, MAX_DESCRIPTORS, compute_port_limit
+from baton.cli.supervisor.child_specs import threads_per_node
+from baton.config.settings import Config
+from baton.network.connection_limits import COORDINATOR_PORTS, MAX_DESCRIPTORS, compute_port_limit
 from baton.errors import ConfigError
 
 MIN_PYTHON = (3, 11)

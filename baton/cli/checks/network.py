@@ -4,9 +4,9 @@ import importlib.metadata
 from typing import Any
 
 from baton.cli.checks.finding import Finding, bad_finding, ok_finding, warning_finding
-from baton.cli.errors import CommandFailed, EndpointUnreachable
-from baton.cli.ports import PORT_FIELDS, reserve_port
-from baton.config import Config
+from baton.cli.common.errors import CommandFailed, EndpointUnreachable
+from baton.cli.supervisor.ports import PORT_FIELDS, reserve_port
+from baton.config.settings import Config
 from baton.errors import ConfigError
 
 _REFUSED_METRIC = "baton_connections_refused_total"
@@ -14,7 +14,7 @@ _REFUSED_METRIC = "baton_connections_refused_total"
 
 def fetch_status(endpoint: str, admin_token: str) -> Any:
     """The status of the cluster that answers at `endpoint`; None if nobody does. Raises Bad when it refuses to say."""
-    from baton.cli.client import admin_metadata, coordinator_channel
+    from baton.cli.client.grpc_channel import admin_metadata, coordinator_channel
     from baton.pb import cluster_pb2, cluster_pb2_grpc
 
     try:

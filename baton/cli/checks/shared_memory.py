@@ -7,13 +7,13 @@ import struct
 import tempfile
 from pathlib import Path
 
-from baton import segment
+from baton.shared_memory import segment
 from baton.cli.checks.finding import Finding, bad_finding, ok_finding, warning_finding
-from baton.cli.memory_plan import plan_memory, find_memory_shortage
-from baton.config import Config
+from baton.cli.supervisor.memory_plan import plan_memory, find_memory_shortage
+from baton.config.settings import Config
 from baton.errors import ConfigError
-from baton.memory_map import HUGE_PAGE
-from baton.memory_room import AvailableMemory, measure_available_memory, format_size
+from baton.shared_memory.memory_map import HUGE_PAGE
+from baton.shared_memory.available_memory import AvailableMemory, measure_available_memory, format_size
 
 _SMALL_CACHE_BYTES = 64 << 20  # bytes: a cache that holds hardly a conversation
 _FLOCK = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, pid

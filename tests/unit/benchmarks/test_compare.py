@@ -7,12 +7,13 @@ from collections.abc import AsyncIterator
 import pytest
 
 from baton.slo import Slo
-from benchmarks import comparison, identity
+from benchmarks.scenarios import comparison
+from benchmarks.load.run_load import endpoint_model as identity
 from benchmarks.compare import parse_workloads, parse_declared, parse_loads, parse_systems, to_rows, describe_results
-from benchmarks.comparison import COMPARISON_WORKLOADS, ComparisonCell, GoodputRounds, IdleLatency, ComparisonWorkload
-from benchmarks.http_stream import HttpTarget, parse_url
-from benchmarks.identity import EndpointModel, require_same_model
-from benchmarks.measurement import RequestMeasurement
+from benchmarks.scenarios.comparison import COMPARISON_WORKLOADS, ComparisonCell, GoodputRounds, IdleLatency, ComparisonWorkload
+from benchmarks.load.http_stream import HttpTarget, parse_url
+from benchmarks.load.endpoint_model import EndpointModel, require_same_model
+from benchmarks.load.measurement import RequestMeasurement
 
 SHORT, MIXED, LONG = COMPARISON_WORKLOADS
 IDLE = {128: IdleLatency(0.1, 0.01), 2048: IdleLatency(1.0, 0.02)}

@@ -7,9 +7,9 @@ import pytest
 
 from baton.types import SamplingParams
 from benchmarks.coordinator import CoordinatorFigures, cpu_seconds, to_rows
-from benchmarks.instant_nodes import run_instant_nodes
+from benchmarks.clusters.instant_nodes import run_instant_nodes
 from coordinator.generation import Submission
-from tests.integration.coordinator_bench import collect_stream, running_coordinator
+from tests.integration.coordinator_harness import collect_stream, running_coordinator
 
 
 def test_rows() -> None:

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from benchmarks import pool
-from benchmarks.pool_replay import POLICIES, TracePrompts, replay_belady, compute_partial_gain, replay_policy
-from benchmarks.traces import TraceRequest
+from benchmarks.scenarios.pool_replay import POLICIES, TracePrompts, replay_belady, compute_partial_gain, replay_policy
+from benchmarks.load.traces import TraceRequest
 
 
 def recorded(at: float, *blocks: int, tokens: int | None = None) -> TraceRequest:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from baton.cli.conversation import ChatHistory
+from baton.cli.client.chat_history import ChatHistory
 from tests.unit.cli.conftest import Run
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from baton.cli.unbuilt import UNAVAILABLE_COMMANDS
+from baton.cli.common.unavailable import UNAVAILABLE_COMMANDS
 from baton.pb import cluster_pb2, common_pb2, generation_pb2
 from tests.unit.cli.conftest import FakeCoordinatorServer, Run, make_timeline
 

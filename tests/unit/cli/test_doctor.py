@@ -13,13 +13,14 @@ from typing import Any
 import grpc
 import pytest
 
-from baton import segment
-from baton.cli.checks import machine, model_folder, network, shared_memory
+from baton.shared_memory import segment
+from baton.cli.checks import machine, network, shared_memory
+from baton.cli.checks import model as model_folder
 from baton.cli.checks.finding import Finding
-from baton.config import Config
+from baton.config.settings import Config
 from baton.errors import ConfigError
-from baton.memory_map import HUGE_PAGE
-from baton.memory_room import AvailableMemory
+from baton.shared_memory.memory_map import HUGE_PAGE
+from baton.shared_memory.available_memory import AvailableMemory
 from baton.pb import cluster_pb2
 from node_engine import probe
 from tests.models import build_model

@@ -7,10 +7,10 @@ import re
 import grpc
 import pytest
 
-from baton.cli.pool_view import sum_counter
-from baton.cli.progress import ProgressLine
-from baton.cli.top_view import compute_rates
-from baton.cli.waterfall import _waterfall_bar
+from baton.cli.views.pool_text import sum_counter
+from baton.cli.views.progress_line import ProgressLine
+from baton.cli.views.top_table import compute_rates
+from baton.cli.views.explanation import _waterfall_bar
 from baton.pb import cluster_pb2 as pb
 from baton.pb import common_pb2
 from tests.unit.cli.conftest import FakeCoordinatorServer, Run, make_timeline

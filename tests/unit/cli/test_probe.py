@@ -10,10 +10,10 @@ import pytest
 from msgspec import structs
 
 from baton.cli import probe
-from baton.cli.errors import CommandFailed, EndpointUnreachable
-from baton.config import Config
+from baton.cli.common.errors import CommandFailed, EndpointUnreachable
+from baton.config.settings import Config
 from baton.errors import ConfigError
-from baton.health_port import HealthPort
+from baton.network.health_port import HealthPort
 
 TOKEN = "operator"
 

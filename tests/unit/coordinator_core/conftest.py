@@ -3,7 +3,7 @@
 import pytest
 
 from baton.types import Incarnation
-from tests.unit.coordinator_core.world import DECODE, PREFILL, BrainHarness
+from tests.unit.coordinator_core.brain_harness import DECODE, PREFILL, BrainHarness
 
 
 @pytest.fixture

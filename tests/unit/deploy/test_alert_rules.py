@@ -10,7 +10,7 @@ import pytest
 
 from tests.promql.evaluate import evaluate
 from tests.promql.rules import ExpectedAlert, find_firing, load_alerts, load_rule_tests
-from tests.promql.store import SampleStore
+from tests.promql.sample_store import SampleStore
 
 ROOT = Path(__file__).resolve().parents[3]
 RULES = ROOT / "deploy" / "prometheus" / "rules.yml"

@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from baton.config import Config
+from baton.config.settings import Config
 from tests import dockerfile
 from tests.compose_file import ComposeFile, MissingVariable, ComposeService, read_dotenv, load_compose_file, parse_size, list_variables
 

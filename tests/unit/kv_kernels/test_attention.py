@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kv_kernels import attention
-from kv_kernels.attention import (
+from kv_kernels.reference import attention
+from kv_kernels.reference.attention import (
     AttentionContext,
     TiledPrefillAttention,
     causal_mask,
@@ -16,8 +16,8 @@ from kv_kernels.attention import (
     window_mask,
     clip_to_window,
 )
-from kv_kernels.causal_chunk import FusedPrefillAttention, plan_fused_prefill
-from kv_kernels.paged_cache import PagedCache
+from kv_kernels.fused_prefill import FusedPrefillAttention, plan_fused_prefill
+from kv_kernels.reference.paged_cache import PagedCache
 
 LAYER = 1
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from kv_kernels.paged_cache import (
+from kv_kernels.reference.paged_cache import (
     PagedCache,
     SlotMapping,
     clear_blocks,

@@ -1,0 +1,65 @@
+"""The gRPC client of every command: one channel, one way to be unreachable, one translation of a server's error."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from baton.cli.common.errors import CommandFailed, EndpointUnreachable
+from baton.config.settings import read_secret
+
+CONNECT_TIMEOUT = 5.0  # seconds for an endpoint that neither answers nor refuses
+CHANNEL_OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", 64 << 20))
+
+Metadata = tuple[tuple[str, str], ...]
+
+
+@contextmanager
+def coordinator_channel(endpoint: str) -> Iterator[grpc.Channel]:
+    """A channel on which the coordinator has answered. Raises Unreachable at the first refused connection.
+
+    Errors of calls inside the block become Bad, with the server's own message.
+    """
+    channel = grpc.insecure_channel(endpoint, options=CHANNEL_OPTIONS)
+    try:
+        _wait_until_ready(channel, endpoint)
+        yield channel
+    except grpc.RpcError as error:
+        raise _translate_error(error, endpoint) from None
+    finally:
+        channel.close()
+
+
+def api_key_metadata(api_key: str) -> Metadata:
+    """Metadata that carries the client's key; none for an empty one. `@FILE` reads it from a file."""
+    return (("authorization", f"Bearer {read_secret(api_key, 'api_key')}"),) if api_key else ()
+
+
+def admin_metadata(admin_token: str) -> Metadata:
+    """Metadata that lets an operator in from another host; none for an empty token."""
+    return (("authorization", f"Bearer {read_secret(admin_token, 'admin_token')}"),) if admin_token else ()
+
+
+def _wait_until_ready(channel: grpc.Channel, endpoint: str) -> None:
+    decided = threading.Event()
+    state = grpc.ChannelConnectivity.IDLE
+
+    def changed(new: grpc.ChannelConnectivity) -> None:
+        nonlocal state
+        state = new
+        if new in (grpc.ChannelConnectivity.READY, grpc.ChannelConnectivity.TRANSIENT_FAILURE):
+            decided.set()
+
+    channel.subscribe(changed, try_to_connect=True)
+    decided.wait(CONNECT_TIMEOUT)
+    channel.unsubscribe(changed)
+    if state is not grpc.ChannelConnectivity.READY:
+        raise EndpointUnreachable(f"no cluster answers at {endpoint}: start one with `baton up`, or name it with --endpoint")
+
+
+def _translate_error(error: grpc.RpcError, endpoint: str) -> Exception:
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.UNAVAILABLE and not error.trailing_metadata():
+        return EndpointUnreachable(f"the connection to {endpoint} was lost: {details}")
+    return CommandFailed(f"{details} ({code.name.lower()})")

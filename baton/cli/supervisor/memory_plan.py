@@ -1,0 +1,87 @@
+"""The memory that the nodes and the pool of one machine take together, against what there is: for `up` and `doctor`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from baton.config.settings import Config
+from baton.errors import ConfigError
+from baton.shared_memory.available_memory import AvailableMemory, measure_available_memory, format_size
+from baton.config.memory_size import AUTO, resolve_memory_size
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes: of each of `node_count`, and of the pool, 0 if there is none. With auto they are what is taken at most."""
+
+    node_count: int
+    node_bytes: int
+    pool_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.node_count * self.node_bytes + self.pool_bytes
+
+    def __str__(self) -> str:
+        pool = f" and a pool of {size_text(self.pool)}" if self.pool_bytes else ""
+        return f"{self.nodes} nodes with {size_text(self.each)} each{pool}"
+
+
+def plan_memory(config: Config, room: AvailableMemory) -> MemoryPlan:
+    """Sizes that are left to auto fit; others may not. Raises ConfigError for what is no size."""
+    nodes = config.prefill + config.decode
+    plan = MemoryPlan(
+        nodes,
+        resolve_memory_size(config.kv_memory, room),
+        resolve_memory_size(config.pool_memory, room, "pool_memory") if config.has_pool else 0,
+    )
+    auto_nodes = nodes if config.kv_memory == AUTO else 0
+    auto_pool = int(config.has_pool and config.pool_memory == AUTO)
+    if plan.total_bytes <= room.usable_bytes or not auto_nodes + auto_pool:
+        return plan
+    given = (nodes - auto_nodes) * plan.node_bytes + (1 - auto_pool) * plan.pool_bytes
+    share = max(0, room.usable_bytes - given) // (auto_nodes + auto_pool)
+    return MemoryPlan(
+        nodes,
+        min(plan.node_bytes, share) if auto_nodes else plan.node_bytes,
+        min(plan.pool_bytes, share) if auto_pool else plan.pool_bytes,
+    )
+
+
+def find_memory_shortage(plan: MemoryPlan, room: AvailableMemory) -> tuple[str, str] | None:
+    """What is wrong with it and what mends it, None if it fits."""
+    if plan.total_bytes <= room.usable_bytes:
+        return None
+    left = f"{size_text(room.left)} {room.bound}, {size_text(room.reserved)} kept in reserve"
+    fix = f"--kv-memory {size_text(room.usable // plan.nodes * 9 // 10)} or less"
+    if plan.pool_bytes:
+        with_pool = (room.usable_bytes - plan.pool_bytes) // plan.node_count
+        fix = f"a smaller --pool-memory (0: no pool), or with none {fix}"
+        if with_pool > 0:
+            fix = f"--kv-memory {size_text(with_pool * 9 // 10)} or less, or a smaller --pool-memory (0: no pool)"
+    fix += ", fewer nodes (--prefill, --decode), or a larger folder (docker: --shm-size) or memory limit"
+    return f"{plan} are {size_text(plan.total)}; {left}", fix
+
+
+def fit_memory(config: Config) -> tuple[Config, str]:
+    """`config` with sizes that fit where they are left to auto, and a line that says what is taken. Raises ConfigError
+    for more than there is."""
+    try:
+        room = measure_available_memory(Path(config.segment_dir))
+    except OSError as error:
+        raise ConfigError(
+            f"segment_dir {config.segment_dir!r} cannot be used ({error.strerror}): give --segment-dir a folder"
+        ) from None
+    plan = plan_memory(config, room)
+    wrong = find_memory_shortage(plan, room)
+    if wrong is not None:
+        raise ConfigError(f"{wrong[0]}: give {wrong[1]}", param="kv_memory")
+    changed = {}
+    if config.kv_memory == AUTO and plan.node_bytes < resolve_memory_size(AUTO, room):
+        changed["kv_memory"] = str(plan.node_bytes)
+    if config.has_pool and config.pool_memory == AUTO and plan.pool_bytes < resolve_memory_size(AUTO, room, "pool_memory"):
+        changed["pool_memory"] = str(plan.pool_bytes)
+    most = "at most " if AUTO in (config.kv_memory, config.pool_memory) else ""
+    told = f"cache memory: {most}{plan} (--kv-memory, --pool-memory) of {size_text(room.left)} {room.bound}"
+    return msgspec.structs.replace(config, **changed), told

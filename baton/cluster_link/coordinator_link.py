@@ -1,0 +1,278 @@
+"""A member's end of its one stream to the coordinator: join, heartbeat, commands in, reports out, and joining again.
+
+The life of a link:
+
+    dial -> Join -> Welcome(incarnation) -> commands and reports ... -> broken or silent -> dial again
+                 -> Refusal: the process ends with one line saying which field differs, unless it was a member before
+                 -> Refusal that names a time: the process says why and dials again then
+
+A stream that broke is dialled again at once, then with growing pauses. The work of the old incarnation is dropped when
+the new Welcome arrives, or after `silence` seconds without one, whichever is first. Everything here runs on the
+member's event loop; grpc errors go no further than this file.
+"""
+
+import asyncio
+import random
+from typing import Protocol
+
+import grpc
+
+from baton.cluster_link import stream as link_codec
+from baton.process import log
+from baton.errors import ConfigError
+from baton.process.failpoints import FAILPOINTS
+from baton.limits import MAX_UNSENT_MESSAGES
+from baton.cluster_link.dialer import CoordinatorDialer, describe_link_failure, is_token_mismatch
+from baton.pb import cluster_pb2
+from baton.process.log_rate_limit import RateLimitedLogger
+from baton.types import Incarnation, mint_id
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between dials
+_REFUSED_PAUSE = 5.0  # seconds between dials to a coordinator that refuses this node, at most
+_REMINDERS_PER_SECOND = 1 / 30  # a second: of a coordinator that stays away or refuses this node
+_REFUSED_CODES = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED})
+
+
+class _JoinDeferred(Exception):
+    """The coordinator refuses this node for now, `seconds` at least."""
+
+    def __init__(self, reason: str, seconds: float) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.seconds = seconds
+
+
+class _MemberChanged(Exception):
+    """This node is not what its Join said any more."""
+
+
+class LinkMember(Protocol):
+    """Who is linked. Called on the event loop, in the order of the stream."""
+
+    def build_join(self) -> cluster_pb2.Join:
+        """What it is now."""
+        ...
+
+    def build_stats(self) -> cluster_pb2.NodeStats:
+        """What a heartbeat carries."""
+        ...
+
+    def on_joined(self, incarnation: Incarnation) -> None:
+        """Under a new incarnation: what was held for the one before is to be dropped."""
+        ...
+
+    def on_coordinator_lost(self) -> None:
+        """None for too long: the same."""
+        ...
+
+    def on_message(self, message: cluster_pb2.CoordinatorMessage) -> None:
+        """Anything else that the coordinator says, but for what the link itself carries out."""
+        ...
+
+
+class CoordinatorLink:
+    """Owns the stream."""
+
+    def __init__(self, member: LinkMember, *, address: str, token: str, silence: float) -> None:
+        self._member = member
+        self._address = address
+        self._dialer = CoordinatorDialer(token)
+        self._silence = silence
+        self._incarnation = Incarnation("")
+        self._unsent: asyncio.Queue[cluster_pb2.NodeMessage] = asyncio.Queue(MAX_UNSENT_MESSAGES)
+        self._overflow = asyncio.Event()  # the coordinator reads too slowly
+        self._member_changed = asyncio.Event()  # what the last Join said is not so any more
+        self._was_member = False
+        self._process_id = mint_id(64)  # tells this process from another one of the same name
+        self._heard_at = 0.0  # when the coordinator last said anything, on the loop's clock
+        self._lost_timer: asyncio.TimerHandle | None = None
+        self._log = log.get_logger("link")
+        self._rate_limited_log = RateLimitedLogger(burst=1, per_second=_REMINDERS_PER_SECOND)
+
+    @property
+    def is_joined(self) -> bool:
+        return bool(self._incarnation)
+
+    def send(self, message: cluster_pb2.NodeMessage) -> None:
+        """Queue a report. One that speaks for an incarnation that is over is dropped."""
+        if not self.is_joined or message.incarnation != self._incarnation:
+            return
+        try:
+            self._unsent.put_nowait(message)
+        except asyncio.QueueFull:
+            self._overflow.set()
+
+    async def wait_until_flushed(self) -> None:
+        """Return when all that was sent until now is written, or belongs to a stream that is over."""
+        await self._unsent.join()
+
+    def rejoin(self) -> None:
+        """This node has changed: end the stream, if there is one, and join again as what it is now."""
+        self._member_changed.set()
+
+    async def run(self) -> None:
+        """Keep the stream until cancelled. Raises ConfigError when the coordinator refuses this node."""
+        pause = _FIRST_PAUSE
+        self._heard_at = asyncio.get_running_loop().time()  # it has as long to come as to be silent
+        while True:
+            longest, least = _LONGEST_PAUSE, 0.0
+            try:
+                async with self._dialer.open_channel(self._address) as channel:
+                    await self._run_session(self._dialer.open_stream(channel))
+            except grpc.aio.AioRpcError as error:
+                if error.code() in _REFUSED_CODES or is_token_mismatch(error):
+                    longest = _REFUSED_PAUSE
+                self._on_unreachable(error)
+            except ConfigError as error:
+                longest = _REFUSED_PAUSE
+                self._on_refused(error.message)
+            except _JoinDeferred as refusal:
+                least = min(refusal.seconds, _REFUSED_PAUSE)
+                self._log_refusal("may not join yet", refusal.reason)
+            except TimeoutError:
+                self._log.warning("coordinator silent", address=self._address, seconds=self._silence)
+            except _MemberChanged:
+                self._log.info("this node has changed: joining anew")
+            if self.is_joined:
+                self._on_disconnected()
+                pause = _FIRST_PAUSE
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise asyncio.CancelledError  # a task group that has an error of its own to raise forgets the cancel
+            await asyncio.sleep(max(least, pause * random.uniform(0.5, 1.0)))  # a redial's pause, not a poll
+            pause = min(pause * 2, longest)
+
+    def _on_unreachable(self, error: grpc.aio.AioRpcError) -> None:
+        """Raises ConfigError if no later dial would fare better."""
+        if is_token_mismatch(error):
+            self._on_refused(f"coordinator {self._address}: wrong cluster token: give this process its --cluster-token")
+        elif error.code() in _REFUSED_CODES:
+            self._on_refused(f"coordinator {self._address}: {error.details()}: check --cluster-token")
+        else:
+            self._log_unreachable(describe_link_failure(error))
+
+    def _log_unreachable(self, code: str) -> None:
+        """A coordinator that starts, is restarted or stops before us is away for a moment, which is no warning."""
+        away = asyncio.get_running_loop().time() - self._heard_at
+        if away < self._silence:
+            self._log.debug("coordinator not there", address=self._address, code=code)
+            return
+        say, seconds = self._log.warning, round(away, 1)
+        self._rate_limited_log.log_event(say, "coordinator unreachable", address=self._address, code=code, seconds=seconds)
+
+    def _on_refused(self, reason: str) -> None:
+        """A node that was a member once goes on trying: its coordinator may be being replaced, or the link be bad."""
+        if not self._was_member:
+            raise ConfigError(reason)
+        self._log_refusal("may not join anew", reason)
+
+    def _log_refusal(self, what: str, reason: str) -> None:
+        """Log a refusal at a bounded rate."""
+        self._rate_limited_log.log_event(self._log.error, what, reason=reason)
+
+    def _on_disconnected(self) -> None:
+        self._incarnation = Incarnation("")
+        loop = asyncio.get_running_loop()
+        self._lost_timer = loop.call_at(self._heard_at + self._silence, self._member.on_coordinator_lost)
+
+    async def _run_session(self, call: grpc.aio.StreamStreamCall) -> None:
+        """One stream from Join to its end. Raises AioRpcError, TimeoutError or _JoinAnew when it ends."""
+        self._member_changed.clear()
+        try:
+            join = self._member.build_join()
+            join.process = self._process_id
+            await call.write(cluster_pb2.NodeMessage(join=join))
+            numbers = link_codec.SequenceNumbers()
+            heartbeat = await self._receive_welcome(call, numbers)
+            async with asyncio.TaskGroup() as tasks:
+                others = (self._wait_for_change(), self._send_queued(call), self._send_heartbeats(heartbeat), self._wait_for_overflow())
+                running = [tasks.create_task(other) for other in others]
+                await self._receive_messages(call, numbers)
+                for task in running:
+                    task.cancel()
+        except* (grpc.aio.AioRpcError, TimeoutError, _MemberChanged) as group:  # or several at once: one says enough
+            raise _first_error(group) from None
+        finally:
+            call.cancel()
+
+    async def _receive_welcome(self, call: grpc.aio.StreamStreamCall, numbers: link_codec.SequenceNumbers) -> float:
+        async with asyncio.timeout(self._silence):
+            first = await call.read()
+        if first is grpc.aio.EOF or first is None:
+            raise TimeoutError
+        if first.WhichOneof("message") == "refusal":
+            reason, seconds = first.refusal.error.message, first.refusal.retry_seconds
+            if seconds > 0:
+                raise _JoinDeferred(reason, seconds)
+            raise ConfigError(f"the coordinator refused this node: {reason}")
+        if first.WhichOneof("message") != "welcome":
+            self._log.warning("the welcome was lost: joining anew")
+            raise TimeoutError
+        self._heard_at = asyncio.get_running_loop().time()
+        numbers.accept_message(first)
+        while not self._unsent.empty():
+            self._unsent.get_nowait()
+            self._unsent.task_done()
+        if self._lost_timer is not None:
+            self._lost_timer.cancel()
+        self._overflow.clear()
+        self._was_member = True
+        self._silence = first.welcome.silence_seconds
+        self._incarnation = Incarnation(first.welcome.incarnation)
+        self._member.on_joined(self._incarnation)
+        self._log.info("joined", incarnation=self._incarnation)
+        heartbeat: float = first.welcome.heartbeat_seconds
+        return heartbeat
+
+    async def _receive_messages(self, call: grpc.aio.StreamStreamCall, numbers: link_codec.SequenceNumbers) -> None:
+        while True:
+            async with asyncio.timeout(self._silence):
+                message = await call.read()
+            if message is grpc.aio.EOF:
+                return
+            if message is None:
+                self._log.warning("a damaged message: joining anew")
+                return
+            self._heard_at = asyncio.get_running_loop().time()
+            try:
+                fresh = numbers.accept_message(message)
+            except link_codec.MessagesLost as error:
+                self._log.warning("messages lost: joining anew", error=str(error))
+                return
+            if fresh and message.HasField("arm"):
+                FAILPOINTS.arm(message.arm.spec)
+            elif fresh:
+                self._member.on_message(message)
+
+    async def _send_queued(self, call: grpc.aio.StreamStreamCall) -> None:
+        numbers = link_codec.SequenceNumbers()
+        while True:
+            message = await self._unsent.get()
+            numbers.number_message(message)
+            try:
+                await link_codec.send_message(call.write, message, "link.node.send")
+            except asyncio.InvalidStateError:  # the call has ended: the reader is told how
+                return
+            finally:
+                self._unsent.task_done()
+
+    async def _wait_for_overflow(self) -> None:
+        await self._overflow.wait()
+        self._log.error("coordinator reads too slowly", unsent=MAX_UNSENT_MESSAGES)
+        raise TimeoutError
+
+    async def _wait_for_change(self) -> None:
+        await self._member_changed.wait()
+        raise _MemberChanged
+
+    async def _send_heartbeats(self, seconds: float) -> None:
+        while True:
+            beat = cluster_pb2.Heartbeat(stats=self._member.build_stats())
+            self.send(cluster_pb2.NodeMessage(incarnation=self._incarnation, heartbeat=beat))
+            await asyncio.sleep(seconds)  # the heartbeat's own period
+
+
+def _first_error(group: BaseExceptionGroup) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,262 @@
+"""Types to protobuf and back. Nobody else reads a field of a message that carries these types."""
+
+from collections.abc import Iterable, Mapping
+
+from baton.kv.cache_journal import CacheEventBatch
+from baton.errors import BatonError, error_from_code
+from baton.kv.kv_layout import KVLayout
+from baton.pb import cluster_pb2, common_pb2
+from baton.kv.pool_types import RemotePrefix
+from baton.types import (
+    AttemptKey,
+    FinishReason,
+    Incarnation,
+    NodeName,
+    PeerAddress,
+    Request,
+    RequestId,
+    SamplingParams,
+    SegmentRef,
+    Principal,
+    Ticket,
+    TicketId,
+    TokenEvent,
+    TokenLogprobs,
+    AttemptSpec,
+)
+
+PROTOCOL_VERSION = 3
+
+FINISH_REASON_TO_PB = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+}
+_FINISH_REASON_FROM_PB: dict[int, FinishReason] = {value: key for key, value in FINISH_REASON_TO_PB.items()}
+
+
+def attempt_key_to_pb(key: AttemptKey) -> cluster_pb2.AttemptKey:
+    return cluster_pb2.AttemptKey(request_id=key.request_id, attempt=key.attempt_number, choice=key.choice_index)
+
+
+def attempt_key_from_pb(message: cluster_pb2.AttemptKey) -> AttemptKey:
+    return AttemptKey(RequestId(message.request_id), message.attempt, message.choice)
+
+
+def error_to_pb(error: BatonError) -> common_pb2.Error:
+    return common_pb2.Error(code=error.code, message=error.message, param=error.param or "")
+
+
+def error_from_pb(message: common_pb2.Error) -> BatonError:
+    return error_from_code(message.code, message.message, message.param or None)
+
+
+def layout_to_pb(layout: KVLayout) -> cluster_pb2.Layout:
+    return cluster_pb2.Layout(
+        num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads,
+        head_dim=layout.head_dim,
+        block_size=layout.block_size,
+        dtype=layout.dtype,
+    )
+
+
+def layout_from_pb(message: cluster_pb2.Layout) -> KVLayout:
+    return KVLayout(
+        num_layers=message.num_layers,
+        num_kv_heads=message.num_kv_heads,
+        head_dim=message.head_dim,
+        block_size=message.block_size,
+        dtype=message.dtype,
+    )
+
+
+def _sampling_to_pb(params: SamplingParams) -> cluster_pb2.Sampling:
+    return cluster_pb2.Sampling(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        seed=params.seed,
+        min_tokens=params.min_tokens,
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=params.stop_token_ids,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=[cluster_pb2.LogitBias(token=token, bias=bias) for token, bias in params.logit_bias],
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+    )
+
+
+def _sampling_from_pb(params: cluster_pb2.Sampling) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=params.max_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        seed=params.seed,
+        min_tokens=params.min_tokens,
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=tuple(params.stop_token_ids),
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        logit_bias=tuple((entry.token, entry.bias) for entry in params.logit_bias),
+        logprobs=params.logprobs if params.HasField("logprobs") else None,
+        prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
+    )
+
+
+def attempt_spec_to_pb(work: AttemptSpec) -> cluster_pb2.Work:
+    return cluster_pb2.Work(
+        key=attempt_key_to_pb(work.key),
+        prompt=common_pb2.TokenIds(ids=work.request.prompt_token_ids),
+        emitted=common_pb2.TokenIds(ids=work.emitted_token_ids),
+        sampling=_sampling_to_pb(work.request.sampling),
+        timeout_seconds=work.request.timeout_seconds,
+        cache_salt=work.request.cache_salt,
+        tenant_class=work.request.principal.tenant_class,
+        level=work.request.principal.priority_level,
+        prefill_payer=work.prefill_charged_class,
+        model=work.identity_digest,
+    )
+
+
+def attempt_spec_from_pb(message: cluster_pb2.Work) -> AttemptSpec:
+    key = attempt_key_from_pb(message.key)
+    request = Request(
+        id=key.request_id,
+        prompt_token_ids=tuple(message.prompt.ids),
+        sampling=_sampling_from_pb(message.sampling),
+        timeout_seconds=message.timeout_seconds,
+        cache_salt=message.cache_salt,
+        choice_index=key.choice_index,
+        principal=Principal(tenant_class=message.tenant_class, priority_level=message.level),
+    )
+    return AttemptSpec(key, request, tuple(message.emitted.ids), message.prefill_payer, message.model)
+
+
+def peer_to_pb(peer: PeerAddress) -> cluster_pb2.Peer:
+    return cluster_pb2.Peer(
+        name=peer.name,
+        incarnation=peer.incarnation,
+        host_id=peer.host_id,
+        transfer_endpoint=peer.transfer_endpoint,
+    )
+
+
+def peer_from_pb(message: cluster_pb2.Peer) -> PeerAddress:
+    return PeerAddress(
+        name=NodeName(message.name),
+        incarnation=Incarnation(message.incarnation),
+        host_id=message.host_id,
+        transfer_endpoint=message.transfer_endpoint,
+    )
+
+
+def remote_prefix_to_pb(elsewhere: RemotePrefix | None) -> cluster_pb2.Elsewhere | None:
+    if elsewhere is None:
+        return None
+    pool = peer_to_pb(elsewhere.pool)
+    return cluster_pb2.Elsewhere(pool=pool, tokens=elsewhere.prefix_tokens, token_seconds=elsewhere.compute_seconds_per_token)
+
+
+def remote_prefix_from_pb(message: cluster_pb2.Elsewhere) -> RemotePrefix:
+    return RemotePrefix(peer_from_pb(message.pool), message.tokens, max(0.0, message.token_seconds))
+
+
+def ticket_to_pb(ticket: Ticket) -> cluster_pb2.Ticket:
+    return cluster_pb2.Ticket(
+        id=ticket.id,
+        key=attempt_key_to_pb(ticket.key),
+        decode=peer_to_pb(ticket.decode_peer),
+        writer=ticket.writer_incarnation,
+        first_block=ticket.first_block,
+        offsets=ticket.block_offsets,
+        num_tokens=ticket.num_tokens,
+        ttl_seconds=ticket.ttl_seconds,
+        transport=ticket.transport,
+        segment=ticket.segment.name,
+        fence=ticket.fence_byte,
+    )
+
+
+def ticket_from_pb(message: cluster_pb2.Ticket) -> Ticket:
+    decode = peer_from_pb(message.decode)
+    return Ticket(
+        id=TicketId(message.id),
+        key=attempt_key_from_pb(message.key),
+        decode_peer=decode,
+        writer_incarnation=Incarnation(message.writer),
+        first_block=message.first_block,
+        block_offsets=tuple(message.offsets),
+        num_tokens=message.num_tokens,
+        ttl_seconds=message.ttl_seconds,
+        transport=message.transport,
+        segment=SegmentRef(message.segment, decode.incarnation),
+        fence_byte=message.fence,
+    )
+
+
+def token_event_to_pb(event: TokenEvent) -> cluster_pb2.Token:
+    finish = FINISH_REASON_TO_PB[event.finish_reason] if event.finish_reason else common_pb2.FINISH_REASON_UNSPECIFIED
+    score = logprobs_to_pb(event.logprobs) if event.logprobs else None
+    return cluster_pb2.Token(key=attempt_key_to_pb(event.key), index=event.output_index, token=event.token_id, finish=finish, score=score)
+
+
+def token_event_from_pb(message: cluster_pb2.Token) -> TokenEvent:
+    return TokenEvent(
+        key=attempt_key_from_pb(message.key),
+        output_index=message.index,
+        token_id=message.token,
+        finish_reason=_FINISH_REASON_FROM_PB.get(message.finish),
+        logprobs=logprobs_from_pb(message.score) if message.HasField("score") else None,
+    )
+
+
+def logprobs_to_pb(score: TokenLogprobs) -> common_pb2.Score:
+    return common_pb2.Score(
+        logprob=score.logprob,
+        top_ids=[token for token, _ in score.top_logprobs],
+        top_logprobs=[logprob for _, logprob in score.top_logprobs],
+    )
+
+
+def logprobs_from_pb(message: common_pb2.Score) -> TokenLogprobs:
+    return TokenLogprobs(message.logprob, tuple(zip(message.top_ids, message.top_logprobs, strict=True)))
+
+
+def cache_events_to_pb(change: CacheEventBatch, incarnation: Incarnation) -> cluster_pb2.NodeMessage:
+    message = cluster_pb2.NodeMessage(incarnation=incarnation)
+    if change.is_reset:
+        message.cache_snapshot.sequence = change.sequence_number
+        message.cache_snapshot.names.extend(change.inserted_hashes)
+    else:
+        message.cache_events.sequence = change.sequence_number
+        message.cache_events.inserted.extend(change.inserted_hashes)
+        message.cache_events.evicted.extend(change.evicted_hashes)
+    return message
+
+
+def ledger_to_pb(
+    query: int,
+    node: str,
+    incarnation: Incarnation,
+    total: int,  # blocks; whoever reads it holds the counts against it
+    counts: Mapping[str, int],  # by state
+    owners: Iterable[tuple[str, str, int, float]],  # owner, state, blocks, seconds since the first
+) -> cluster_pb2.NodeMessage:
+    ledger = common_pb2.Ledger(
+        node=node,
+        incarnation=incarnation,
+        total=total,
+        owners=[
+            common_pb2.LedgerOwner(owner=owner, state=state, blocks=blocks, age_seconds=age)
+            for owner, state, blocks, age in owners
+        ],
+        **counts,
+    )
+    return cluster_pb2.NodeMessage(incarnation=incarnation, ledger=cluster_pb2.LedgerReply(query=query, ledger=ledger))

@@ -1,0 +1,98 @@
+"""The node link on the wire: NodeLink.Attach, each message of which ends in a checksum of all bytes before it.
+
+gRPC leaves integrity to TCP, whose 16 bits middleboxes rewrite and memory errors pass by. A flipped bit in a token id
+or a prompt would still make a valid message, and a wrong answer with status 200. Both ends read None for a message that
+is not whole, and end the stream. Messages are numbered as well: one that comes twice is skipped, and one that is
+missing ends the stream as soon as the next arrives, so that nothing waits for a word that was said and lost.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import grpc
+import xxhash
+from google.protobuf.message import DecodeError, Message
+
+from baton.process.failpoints import FAILPOINTS, FailpointAction
+from baton.pb import cluster_pb2
+
+_SERVICE = cluster_pb2.DESCRIPTOR.services_by_name["NodeLink"]
+_METHOD = _SERVICE.methods_by_name["Attach"]
+_FIXED64 = 1  # protobuf wire type
+_TAG = bytes([cluster_pb2.NodeMessage.CHECKSUM_FIELD_NUMBER << 3 | _FIXED64])
+
+M = TypeVar("M", bound=Message)
+
+
+def encode_checked(message: Message) -> bytes:
+    """Serialized, with its checksum as the last field."""
+    body = message.SerializeToString()
+    return body + _TAG + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little")
+
+
+def decode_checked(kind: type[M], data: bytes) -> M | None:
+    """The message, None if it is not what was sealed."""
+    body, tag, checksum = data[:-9], data[-9:-8], data[-8:]
+    if tag != _TAG or xxhash.xxh3_64_intdigest(body) != int.from_bytes(checksum, "little"):
+        return None
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        return None
+
+
+class MessagesLost(Exception):
+    """A number was skipped."""
+
+
+class SequenceNumbers:
+    """One direction of one stream, at one of its ends."""
+
+    def __init__(self) -> None:
+        self._last = 0
+
+    def number_message(self, message: cluster_pb2.NodeMessage | cluster_pb2.CoordinatorMessage) -> None:
+        self._last += 1
+        message.number = self._last
+
+    def accept_message(self, message: cluster_pb2.NodeMessage | cluster_pb2.CoordinatorMessage) -> bool:
+        """False for one that came before. Raises MessagesLost."""
+        if message.number > self._last + 1:
+            raise MessagesLost(f"message {message.number} follows {self._last}")
+        fresh: bool = message.number == self._last + 1
+        self._last += fresh
+        return fresh
+
+
+async def send_message(put: Callable[[Any], Awaitable[None]], message: Message, failpoint: str) -> None:
+    """Put a stamped message on the stream, or do with it what `failpoint` says."""
+    action = None
+    if FAILPOINTS.is_armed(failpoint):
+        action = await asyncio.to_thread(FAILPOINTS.hit, failpoint)  # a delay must not hold the event loop
+    if action is not FailpointAction.DROP:
+        await put(message)
+    if action is FailpointAction.DUPLICATE:
+        await put(message)
+
+
+def open_link_stream(channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str | bytes]]) -> grpc.aio.StreamStreamCall:
+    """A node's stream to the coordinator: NodeMessages out, CoordinatorMessages (or None) in."""
+    attach = channel.stream_stream(
+        f"/{_SERVICE.full_name}/{_METHOD.name}",
+        request_serializer=encode_checked,
+        response_deserializer=lambda data: decode_checked(cluster_pb2.CoordinatorMessage, data),
+    )
+    return attach(metadata=metadata)
+
+
+def add_link_service(server: grpc.aio.Server, attach: Callable[[Any, Any], Any]) -> None:
+    """Serve `attach(iterator, context)`, the coordinator's end."""
+    handler = grpc.stream_stream_rpc_method_handler(
+        attach,
+        request_deserializer=lambda data: decode_checked(cluster_pb2.NodeMessage, data),
+        response_serializer=encode_checked,
+    )
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler(_SERVICE.full_name, {_METHOD.name: handler}),)
+    )

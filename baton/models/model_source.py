@@ -1,0 +1,117 @@
+"""From what --model says to a folder on this machine: a folder is itself, `org/name` a model of the Hugging Face hub.
+
+A process resolves once, before it starts others or loads anything: the nodes of `baton up` find a folder, and do not
+download in a crowd. The local cache is asked first, so that a start without a network works, and a restart never
+changes the model.
+"""
+
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from baton.config.settings import Config, get_served_model_name
+from baton.errors import ConfigError
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_METADATA_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # configuration, tokenizer, chat template
+_WEIGHT_FILE_PATTERNS = ("*.safetensors",)
+_DUPLICATE_FORMATS = ("*/*", "consolidated*")  # the same model in other formats
+_INDEX = "model.safetensors.index.json"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+
+
+def with_local_model(config: Config, *, weights: bool = True) -> Config:
+    """`config` with a folder of this machine as its model, and with the name that clients know it by. `weights` False
+    leaves the tensors of a hub's model where they are. May download for minutes; raises ConfigError."""
+    if config.engine != "model":
+        return config
+    if not is_hub_id(config.model):
+        if config.model and not Path(config.model).is_dir():
+            raise ConfigError(f"--model {config.model}: there is no such folder, and it is no hub id", param="model")
+        return config
+    weights = weights and config.load_format != "dummy"
+    folder = _download_from_hub(config.model, weights)
+    return msgspec.structs.replace(config, model=str(folder), served_model_name=get_served_model_name(config))
+
+
+def is_hub_id(model: str) -> bool:
+    return not Path(model).exists() and _HUB_ID.fullmatch(model) is not None
+
+
+def _download_from_hub(name: str, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download  # half a second: only a process that needs the hub pays it
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    patterns = [*_METADATA_FILES, *(_WEIGHT_FILE_PATTERNS if weights else ())]
+
+    def snapshot(local: bool) -> Path:
+        found = snapshot_download(name, allow_patterns=patterns, ignore_patterns=list(_DUPLICATE_FORMATS), local_files_only=local)
+        return Path(found)
+
+    with suppress(LocalEntryNotFoundError):
+        cached = snapshot(local=True)
+        if _has_tokenizer(cached) and not _find_missing_file(cached, weights):
+            return cached
+    try:
+        folder = snapshot(local=False)
+    except Exception as error:  # also what the hub's HTTP library raises, and that differs between its versions
+        raise ConfigError(f"--model {name}: no such folder here, and {_why(error)}", param="model") from error
+    lacking = _find_missing_file(folder, weights)
+    if lacking:
+        raise ConfigError(f"--model {name}: {folder} lacks {lacking}: connect this machine, or choose another model")
+    return folder
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / file).exists() for file in _TOKENIZER_FILES)
+
+
+def _find_missing_file(folder: Path, weights: bool) -> str:
+    """A file that is needed and not there, "" for none: others put single files of a model into the cache."""
+    needed = ["config.json", *(_needed_weight_files(folder) if weights else ())]
+    return next((file for file in needed if not (folder / file).exists()), "")
+
+
+def _needed_weight_files(folder: Path) -> list[str]:
+    try:
+        homes = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+        return sorted({str(file) for file in homes})
+    except FileNotFoundError:
+        return ["model.safetensors"]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return []  # whoever loads the weights says what is wrong with the index
+
+
+def _describe_download_error(error: Exception) -> str:
+    """The cause and its fix, in one line."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    if isinstance(error, GatedRepoError):
+        return "the hub asks for consent first: accept the terms on the model's page and set HF_TOKEN"
+    if isinstance(error, RepositoryNotFoundError):
+        return "the hub shows no such model: check the name, or set HF_TOKEN if it is private"
+    if isinstance(error, LocalEntryNotFoundError):
+        if isinstance(error.__cause__, OfflineModeIsEnabled):
+            return f"HF_HUB_OFFLINE forbids to download it: unset that, or put the model into the cache {HF_HUB_CACHE}"
+        return (
+            f"the hub cannot be reached ({_first_line(error.__cause__ or error)}): connect this machine, put the model "
+            f"into the cache {HF_HUB_CACHE}, or name a folder"
+        )
+    if isinstance(error, OSError) and not isinstance(error, HfHubHTTPError):
+        return f"it cannot be written to the cache {HF_HUB_CACHE} ({_first_line(error)}): set HF_HOME to another folder"
+    return f"it cannot be downloaded ({_first_line(error)}): try again, or name a folder"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,55 @@
+"""Where one may listen without a key: on this machine only."""
+
+import ipaddress
+
+from baton.config.settings import Config
+from baton.errors import ConfigError
+
+
+def is_loopback(host: str) -> bool:
+    """Of an address or the name localhost; any other name counts as reachable from outside."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def is_numeric_or_local(host: str) -> bool:
+    """An address or the name localhost: what no name server has a say in."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return True
+
+
+def require_key_unless_loopback(flag: str, host: str, key_field: str, key: str, *, insecure: bool) -> None:
+    """Refuse to listen on `host`, the value of `flag`, where others can reach without the key that would keep them
+    out. Raises ConfigError."""
+    if key or insecure or is_loopback(host):
+        return
+    wanted = "--" + key_field.replace("_", "-")
+    raise ConfigError(
+        f"{flag} {host} can be reached from other hosts and {wanted} is not set: "
+        f"set {wanted}, or bind to 127.0.0.1, or say --insecure",
+        param=key_field,
+    )
+
+
+def get_endpoint_host(endpoint: str) -> str:
+    """The HOST of HOST:PORT, without the brackets of an IPv6 address."""
+    return endpoint.rpartition(":")[0].strip("[]")
+
+
+def check_coordinator_binds(settings: Config) -> None:
+    """Every port of the coordinator has its key. Raises ConfigError."""
+    if settings.tenants and settings.api_key:
+        raise ConfigError(
+            "--api-key and --tenants are both set: with tenants, keys stand in their file", param="api_key"
+        )
+    for host, key in (("host", "api_key"), ("cluster_host", "cluster_token"), ("admin_host", "admin_token")):
+        flag = f"--{host.replace('_', '-')}"
+        value = getattr(settings, key) or (settings.tenants if key == "api_key" else "")
+        require_key_unless_loopback(flag, getattr(settings, host), key, value, insecure=settings.insecure)

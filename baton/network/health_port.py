@@ -1,0 +1,56 @@
+"""A node's own gRPC port: standard health, and reflection."""
+
+import asyncio
+
+import grpc
+from grpc_health.v1 import health_pb2
+
+from baton.config.settings import Config
+from baton.network.connection_guard import ConnectionGuard
+from baton.network.connection_limits import compute_port_limit
+from baton.process.descriptors import get_descriptor_limit
+from baton.errors import ConfigError
+from baton.network.grpc_options import grpc_server_options
+from baton.network.health_service import MAX_STREAMS, BoundedHealthServicer, add_health_service
+
+NO_PORT = -1  # as --health-port: none
+
+
+class HealthPort:
+    """Serving from `start` to `stop`; grpc ends a server that nobody holds on to."""
+
+    def __init__(self, config: Config) -> None:
+        self.port = NO_PORT
+        self._guard = ConnectionGuard()
+        self._endpoint = f"{config.listen.rpartition(':')[0]}:{config.health_port}"
+        self._is_enabled = config.health_port != NO_PORT
+        self._limit = compute_port_limit("health", get_descriptor_limit(), per_address=config.max_connections_per_address)
+        self._servicer: BoundedHealthServicer | None = None
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        """Raises ConfigError when the port cannot be had."""
+        if not self._is_enabled:
+            return
+        server = self._server = grpc.aio.server(options=grpc_server_options(self._limit, streams=MAX_STREAMS))
+        self._servicer = add_health_service(server)
+        try:
+            self.port = server.add_insecure_port(self._endpoint)
+        except RuntimeError:
+            raise ConfigError(
+                f"cannot listen on {self._where}: choose another --health-port, 0 for any, {NO_PORT} for none",
+                param="health_port",
+            ) from None
+        await server.start()
+        self._guard.watch_port("health", self.port, self._limit)
+        await self._servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+
+    async def announce_shutdown(self) -> None:
+        """Health checks hear of the end before it comes."""
+        if self._servicer is not None:
+            await self._servicer.enter_graceful_shutdown()
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            await self._server.stop(grace=None)
+        await asyncio.to_thread(self._guard.close)

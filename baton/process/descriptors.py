@@ -1,0 +1,21 @@
+"""The limit of open files of this process."""
+
+import resource
+
+from baton.network.connection_limits import MAX_DESCRIPTORS
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the soft limit to the hard one, as far as it is of use. Returns what it is now."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return get_descriptor_limit()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return wanted
+
+
+def get_descriptor_limit() -> int:
+    """Without a limit, as many as are of use."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else soft

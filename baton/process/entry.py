@@ -1,0 +1,37 @@
+"""What every process of ours does before it is itself: its supervisor, its settings, its log, its limits."""
+
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Callable
+
+from baton.process import log
+from baton.process import runtime
+from baton.config.settings import Config, find_unknown_variables
+from baton.process.descriptors import raise_descriptor_limit
+from baton.errors import ConfigError
+from baton.process.failpoints import arm_from_environment
+from baton.process import log_capture
+
+STOP_GRACE_SECONDS = 12.0  # seconds that a stop may take beyond --drain-timeout
+
+
+def run_process(settings: Callable[[], Config], main: Callable[[Config, asyncio.Event], Awaitable[None]]) -> int:
+    """Run `main(settings(), stop)` until it returns; the exit code of the process. It ends with its supervisor."""
+    supervisor = os.environ.get("BATON_SUPERVISOR_PID")
+    if supervisor:
+        runtime.exit_with_parent(int(supervisor))
+    try:
+        arm_from_environment()
+        config = settings()
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return runtime.EXIT_USAGE
+    log.configure_logging(config.log_level, config.log_format)
+    log_capture.install_log_capture()
+    raise_descriptor_limit()
+    if not config.core_dumps:
+        runtime.disable_core_dumps()
+    for notice in find_unknown_variables(os.environ):
+        log.get_logger("settings").warning(notice)
+    return runtime.run_event_loop(lambda stop: main(config, stop), longest_stop=config.drain_timeout + STOP_GRACE_SECONDS)

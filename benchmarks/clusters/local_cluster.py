@@ -1,0 +1,58 @@
+"""A cluster of real processes for the length of a measurement: the machinery of `baton up`, on free ports."""
+
+import asyncio
+import shutil
+import socket
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from rich.console import Console
+
+from baton.cli.supervisor.supervisor import child_specs as plan
+from baton.cli.supervisor.supervisor import ports
+from baton.cli.supervisor.child_output import LogFiles
+from baton.cli.supervisor.supervisor import Supervisor, running_cluster
+from baton.config.settings import Config
+from benchmarks.clusters.random_models import ModelShape, build_random_model
+
+START_TIMEOUT = 120.0  # seconds
+
+
+@asynccontextmanager
+async def start_local_cluster(
+    console: Console,
+    shape: ModelShape,
+    name: str,
+    *,
+    own: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    **settings: Any,
+) -> AsyncIterator[Supervisor]:
+    """A ready cluster that serves a random model of `shape`, called `name`; `own` are variables of single processes, by
+    name. Leaves nothing behind; logs are kept, and their folder is named, when it fails."""
+    folder = Path(tempfile.mkdtemp(prefix="baton-bench-"))
+    failed = True
+    held: list[socket.socket] = []
+    logs = LogFiles(folder / "logs")
+    try:
+        model = await asyncio.to_thread(build_random_model, folder / name, shape)
+        free: dict[str, Any] = {"port": 0, "grpc_port": 0, "admin_port": 0, "drain_timeout": 5.0}
+        free["pool_memory"] = "256MiB"  # the default takes seconds to fill in, beside what is measured
+        config, _ = plan.complete_config(Config(**{**free, **settings, "model": str(model), "state_dir": str(folder)}))
+        config, held = ports.reserve_ports(config)
+        async with running_cluster(config, logs, console.print, own) as cluster:
+            async with asyncio.timeout(START_TIMEOUT):
+                await cluster.wait_until_ready()
+            yield cluster
+        failed = False
+    finally:
+        logs.close()
+        for one in held:
+            one.close()
+        if failed:
+            console.print(f"the logs of the cluster are in {logs.folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,184 @@
+"""A client of POST /v1/completions for load generation, against Baton or any other OpenAI-compatible endpoint."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from benchmarks.load.run_load import http_stream
+from benchmarks.load.run_load import request_plan as schedule
+from benchmarks.load.http_stream import HttpError, StreamedResponse, HttpTarget
+from benchmarks.load.measurement import RequestMeasurement
+from benchmarks.load.request_plan import PlannedRequest
+
+_MAX_EVENT_BYTES = 1 << 20  # bytes
+_DATA, _DONE = b"data:", b"[DONE]"
+
+
+class _EventChoice(msgspec.Struct):
+    text: str | None = None
+    token_ids: list[int] | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class _EventUsage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _StreamEvent(msgspec.Struct):
+    choices: list[_EventChoice] = []
+    usage: _EventUsage | None = None
+    error: Any = None
+
+
+_decode_event = msgspec.json.Decoder(_StreamEvent).decode
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointFeatures:
+    """What the endpoint understands beyond the common core, found out by `probe`."""
+
+    token_prompts: bool = True
+    ignore_eos: bool = True  # without it answers may be shorter than asked
+    return_token_ids: bool = True  # without it a message with text counts as one token
+    include_usage: bool = True
+
+
+# Given up one at a time, in this order, when the endpoint refuses what names them.
+_OPTIONAL_FIELDS = {
+    "return_token_ids": "return_token_ids",
+    "ignore_eos": "ignore_eos",
+    "stream_options": "include_usage",
+    "prompt": "token_prompts",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionsClient:
+    """One endpoint. `vocab_size` bounds the ids of random prompts; `timeout_seconds` is seconds for one whole request."""
+
+    target: HttpTarget
+    model: str
+    api_key: str
+    vocab_size: int
+    timeout_seconds: float
+    features: EndpointFeatures = EndpointFeatures()
+
+    async def measure_request(self, request: PlannedRequest, due: float) -> RequestMeasurement:
+        """Send one request and watch its tokens arrive. Failures are told by the measurement, never raised."""
+        seen = RequestMeasurement(due, request.output_tokens, requested_prompt_tokens=request.prompt_tokens)
+        try:
+            async with asyncio.timeout(self.timeout_seconds):
+                await self._record_answer(request, seen)
+        except TimeoutError:
+            seen.error = "timeout"
+        except (OSError, HttpError, msgspec.DecodeError) as error:
+            seen.error = type(error).__name__
+        seen.ended_at = time.perf_counter()
+        return seen
+
+    async def probe_features(self) -> "CompletionsClient":
+        """This client with a dialect that the endpoint accepts. Raises ValueError with its answer when there is none,
+        OSError or HttpError when it cannot be reached."""
+        client = self
+        for _ in range(len(_OPTIONAL_FIELDS) + 1):
+            async with client._post(PlannedRequest(0.0, 4, 2, seed=1)) as response:
+                if response.status == 200:
+                    await response.body()
+                    return client
+                answer = (await response.body()).decode(errors="replace")
+            refused = client._find_refused_feature(answer)
+            if response.status not in (400, 422) or refused is None:
+                raise ValueError(f"the endpoint answers {response.status}: {answer[:500]}")
+            client = replace(client, features=replace(client.features, **{refused: False}))
+        raise ValueError("the endpoint accepts no form of request that this client knows")
+
+    def _find_refused_feature(self, answer: str) -> str | None:
+        """The optional feature that an error names."""
+        named = _blamed_field(answer)
+        for field, feature in _OPTIONAL_FIELDS.items():
+            if getattr(self.features, feature) and (named == field or (named is None and field in answer)):
+                return feature
+        return None
+
+    def _post(self, request: PlannedRequest) -> Any:
+        headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        path = "/completions" if self.target.base_path.endswith("/v1") else "/v1/completions"
+        return http_stream.open_request(self.target, "POST", path, headers, json.dumps(self._request_body(request)).encode())
+
+    def _request_body(self, request: PlannedRequest) -> dict[str, Any]:
+        tokens = self.features.token_prompts
+        prompt = schedule.make_token_prompt(request, self.vocab_size) if tokens else schedule.make_text_prompt(request)
+        body: dict[str, Any] = {
+            "prompt": prompt,
+            "max_tokens": request.output_tokens,
+            "temperature": 0,
+            "stream": True,
+        }
+        if self.model:
+            body["model"] = self.model
+        if self.features.include_usage:
+            body["stream_options"] = {"include_usage": True}
+        for extension in ("ignore_eos", "return_token_ids"):
+            if getattr(self.features, extension):
+                body[extension] = True
+        return body
+
+    async def _record_answer(self, request: PlannedRequest, seen: RequestMeasurement) -> None:
+        async with self._post(request) as response:
+            if response.status != 200:
+                seen.error = f"http {response.status}"
+                return
+            async for moment, data in read_events(response):
+                if data == _DONE:
+                    return
+                _record_event(seen, moment, _decode_event(data), self.features)
+            seen.error = seen.error or "no [DONE]"
+
+
+def _record_event(seen: RequestMeasurement, moment: float, event: _StreamEvent, dialect: EndpointFeatures) -> None:
+    if event.error is not None:
+        seen.error = "error event"
+    if event.usage is not None:
+        seen.usage_tokens = event.usage.completion_tokens
+        if event.usage.prompt_tokens_details is not None:
+            seen.prompt_tokens = event.usage.prompt_tokens
+            seen.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
+    if event.choices:
+        choice = event.choices[0]
+        tokens = len(choice.token_ids or ()) if dialect.return_token_ids else bool(choice.text)
+        if tokens:
+            seen.token_arrivals.append((moment, int(tokens)))
+
+
+async def read_events(response: StreamedResponse) -> AsyncIterator[tuple[float, bytes]]:
+    """Server-sent events: the moment when the bytes arrived, and what follows `data:`."""
+    pending = b""
+    async for piece in response.iter_body():
+        moment = time.perf_counter()
+        *lines, pending = (pending + piece).split(b"\n")
+        if len(pending) > _MAX_EVENT_BYTES:
+            raise HttpError(f"an event is longer than {_MAX_EVENT} bytes")
+        for line in lines:
+            if line.startswith(_DATA):
+                yield moment, line[len(_DATA) :].strip()
+
+
+def _blamed_field(answer: str) -> str | None:
+    """The field that an OpenAI-shaped error blames."""
+    try:
+        param = json.loads(answer)["error"]["param"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return param if isinstance(param, str) else None

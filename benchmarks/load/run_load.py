@@ -1,0 +1,57 @@
+"""Sends a plan to an endpoint, in a closed loop, as a Poisson process or as recorded, bounded in count and in time."""
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+
+from benchmarks.load.completions_client import CompletionsClient
+from benchmarks.load.measurement import RequestMeasurement
+from benchmarks.load.request_plan import ClosedLoop, PlannedRequest, PoissonArrivals
+from benchmarks.load.traces import TraceReplay
+
+UNFINISHED_ERROR = "unfinished"
+
+LoadPattern = ClosedLoop | PoissonArrivals | TraceReplay
+
+
+async def run_load(client: CompletionsClient, load: LoadPattern, plan: Sequence[PlannedRequest], seconds: float) -> list[RequestMeasurement]:
+    """One measurement per request that was due within `seconds`. What runs when the time is up is cut off and counted
+    as unfinished."""
+    seen: list[RequestMeasurement] = []
+    started = time.perf_counter()
+    try:
+        async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
+            if isinstance(load, ClosedLoop):
+                rest = iter(plan)
+                for _ in range(load.concurrency):
+                    group.create_task(_run_closed_loop_client(client, rest, seen))
+            else:
+                await _send_at_arrivals(client, plan, started, seen, group)
+    except TimeoutError:
+        pass  # each request cut off has recorded itself
+    return seen
+
+
+async def _run_closed_loop_client(client: CompletionsClient, rest: Iterator[PlannedRequest], seen: list[RequestMeasurement]) -> None:
+    """One client of a closed loop."""
+    for request in rest:
+        await _measure_one(client, request, time.perf_counter(), seen)
+
+
+async def _send_at_arrivals(
+    client: CompletionsClient, plan: Sequence[PlannedRequest], started: float, seen: list[RequestMeasurement], group: asyncio.TaskGroup
+) -> None:
+    for request in plan:
+        due = started + request.start_seconds
+        await asyncio.sleep(max(0.0, due - time.perf_counter()))
+        group.create_task(_measure_one(client, request, due, seen))
+
+
+async def _measure_one(client: CompletionsClient, request: PlannedRequest, due: float, seen: list[RequestMeasurement]) -> None:
+    try:
+        seen.append(await client.measure_request(request, due))
+    except asyncio.CancelledError:
+        cut = RequestMeasurement(due, request.output_tokens, requested_prompt_tokens=request.prompt_tokens, error=UNFINISHED_ERROR)
+        cut.ended_at = time.perf_counter()
+        seen.append(cut)
+        raise

@@ -1,0 +1,96 @@
+"""A cluster of paced nodes whose ratio is turned, and what its clients see of it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import grpc.aio
+from rich.console import Console
+
+from baton.pb import cluster_pb2, cluster_pb2_grpc
+from baton.role_split import RoleSplit
+from baton.slo import Slo
+from benchmarks.scenarios import ratio_workloads as workloads
+from benchmarks.load.completions_client import CompletionsClient
+from benchmarks.load.http_stream import parse_url
+from benchmarks.load.run_load import run_load
+from benchmarks.clusters.local_cluster import start_local_cluster
+from benchmarks.load.measurement import RequestMeasurement
+from benchmarks.clusters.random_models import NARROW_SHAPE
+from benchmarks.load.request_plan import PlannedRequest, PoissonArrivals
+
+GRACE_SECONDS = 10.0  # seconds after the last arrival until what still runs is cut off
+_RPC_TIMEOUT = 60.0
+_VOCABULARY = 30000
+_AS_PLANNED = PoissonArrivals(1.0)  # open arrivals, at the moments of the plan
+
+
+@dataclass(slots=True)
+class PacedCluster:
+    client: CompletionsClient
+    stub: cluster_pb2_grpc.ClusterStub
+    ratio_history: list[tuple[float, RoleSplit]] = field(default_factory=list)  # when which ratio was there, while it is watched
+
+    async def set_ratio(self, split: RoleSplit) -> None:
+        """Returns when the nodes have their roles."""
+        request = cluster_pb2.SetRatioRequest(prefill=split.prefill_nodes, decode=split.decode_nodes, flip_timeout_seconds=0.0)
+        asked = await self.stub.SetRatio(request, timeout=_RPC_TIMEOUT)
+        async with asyncio.timeout(_RPC_TIMEOUT):
+            async for status in self.stub.Watch(cluster_pb2.WatchRequest(interval_seconds=0.1)):
+                if status.ratio.generation != asked.generation or status.ratio.settled:
+                    return
+
+    async def get_advice(self, slo: Slo) -> cluster_pb2.RatioAdvice:
+        request = cluster_pb2.AdviseRatioRequest(slo=str(slo))
+        advice: cluster_pb2.RatioAdvice = await self.stub.AdviseRatio(request, timeout=_RPC_TIMEOUT)
+        return advice
+
+    async def enable_auto_ratio(self, slo: Slo) -> None:
+        await self.stub.AutoRatio(cluster_pb2.AutoRatioRequest(slo=str(slo)), timeout=_RPC_TIMEOUT)
+
+    async def disable_auto_ratio(self) -> None:
+        await self.stub.ManualRatio(cluster_pb2.ManualRatioRequest(), timeout=_RPC_TIMEOUT)
+
+    async def count_ratio_changes(self) -> int:
+        """Of the ratio by `enable_auto_ratio`, since the cluster's start."""
+        status = await self.stub.Status(cluster_pb2.StatusRequest(), timeout=_RPC_TIMEOUT)
+        return int(status.counters.get("baton_ratio_moves_total", 0.0))
+
+    async def send_plan(self, plan: Sequence[PlannedRequest], seconds: float, salt: str) -> list[RequestMeasurement]:
+        """Send it, with prompts that no cache has."""
+        return await run_load(self.client, _AS_PLANNED, [replace(one, salt=salt) for one in plan], seconds + GRACE_SECONDS)
+
+    async def record_ratio_changes(self) -> None:
+        """Write down the ratio whenever it changes, until cancelled."""
+        async for status in self.stub.Watch(cluster_pb2.WatchRequest(interval_seconds=0.5)):
+            split = RoleSplit(status.ratio.prefill, status.ratio.decode)
+            if not self.ratio_history or self.ratio_history[-1][1] != split:
+                self.ratio_history.append((time.perf_counter(), split))
+
+
+@asynccontextmanager
+async def paced_cluster(console: Console) -> AsyncIterator[PacedCluster]:
+    async with start_local_cluster(console, NARROW_SHAPE, "paced", **workloads.cluster_settings()) as cluster:
+        client = CompletionsClient(parse_url(f"http://{cluster.endpoints.http}"), "", "", _VOCABULARY, _RPC_TIMEOUT)
+        client = await client.probe_features()
+        async with grpc.aio.insecure_channel(cluster.endpoints.grpc) as channel:
+            made = PacedCluster(client, cluster_pb2_grpc.ClusterStub(channel))
+            await _calibrate(made)
+            yield made
+
+
+async def _calibrate(cluster: PacedCluster) -> None:
+    """Let the coordinator learn what things take, as a cluster that has served for a while has."""
+    for name, load in workloads.RATIO_WORKLOADS.items():
+        await cluster.send_plan(load.plan_requests(name, 5.0), 5.0, "calibration")
+
+
+def slo_share(seen: Sequence[RequestMeasurement], slo: Slo) -> float:
+    """Of those that were sent, the share that was served within the objective."""
+    return sum(meets_slo(one, slo) for one in seen) / len(seen) if seen else 0.0
+
+
+def meets_slo(one: RequestMeasurement, slo: Slo) -> bool:
+    return not one.error and bool(one.token_arrivals) and slo.is_met(one.ttft, one.tpot)

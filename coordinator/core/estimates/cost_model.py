@@ -1,0 +1,157 @@
+"""How long things take, on which node: learned from what nodes report, never asked for.
+
+    prefill   seconds = a + b new + c new (cached + new / 2)    tokens; the last term is attention over what is before
+    step      seconds = a + b sequences + c resident            sequences in the batch, tokens in their caches
+    link      seconds = a + b bytes                             of a hand-off: what no computing hides, for each pair
+
+A node or pair that has not reported yet is taken for the average of its kind (*fleet*), which learns from everybody.
+What is known is kept by name while a node restarts. Who was slow and has not been asked for long is tried again: see
+`KeyedFits`.
+"""
+
+from dataclasses import dataclass
+
+from baton.online_fit import OnlineLinearFit
+from baton.types import NodeName
+from coordinator.core.estimates.keyed_fits import KeyedFits, TrialClock
+
+PREFILL_PRIOR = (0.002, 0.05, 0.005)  # seconds: as such, per 1024 tokens, per 1024**2 token pairs
+STEP_PRIOR = (0.005, 0.0002, 0.00002)  # as such, per sequence, per 1024 tokens
+LINK_PRIOR = (0.001, 0.0005)  # as such, per MiB
+MAX_NODES, MAX_PAIRS = 1024, 16384  # remembered, the last used first
+ERROR_MARGIN_RANGE = 0.02, 0.1  # shares of a prediction
+TRIAL_SPACING = 16  # requests for each member of a kind between two of its trials: all trials are at most 1 in so many
+_KILO, _MEBI = 1 / 1024, 1 / 1024**2
+
+
+def prefill_features(new: int, cached: int) -> tuple[float, float, float]:
+    return 1.0, new * _KILO, new * (cached + new * 0.5) * _MEBI
+
+
+def step_features(sequences: float, resident: float) -> tuple[float, float, float]:
+    return 1.0, sequences, resident * _KILO
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeStepStats:
+    """Decode steps of one node between two of its reports: their mean duration, batch, and tokens in its caches."""
+
+    step_seconds: float
+    batch_size: float
+    resident_tokens: float
+
+
+class NodeCosts:
+    """One node's, or the fleet's. Coefficients are unpacked here, since these two functions are the inner loop of
+    placement."""
+
+    def __init__(self, prefill: OnlineLinearFit, step: OnlineLinearFit) -> None:
+        self.prefill_fit = prefill
+        self.step_fit = step
+
+    def prefill_seconds(self, new: int, cached: int) -> float:
+        """Seconds to compute `new` tokens behind `cached` ones."""
+        fixed, each, pairs = self.prefill_fit.coefficients
+        return fixed + new * (each * _KILO + pairs * (cached + new * 0.5) * _MEBI)
+
+    def step_seconds(self, sequences: float, resident: float) -> float:
+        """Seconds of a decode step."""
+        fixed, each, kilo = self.step_fit.coefficients
+        return fixed + each * sequences + kilo * resident * _KILO
+
+
+class CostModel:
+    """`node_count`: nodes that are here."""
+
+    def __init__(self) -> None:
+        self.node_count = 1
+        self._request_count = 0  # whose prompts were computed
+        self._prefill = KeyedFits[NodeName](PREFILL_PRIOR, MAX_NODES)
+        self._step = KeyedFits[NodeName](STEP_PRIOR, MAX_NODES)
+        self._links = KeyedFits[tuple[NodeName, NodeName]](LINK_PRIOR, MAX_PAIRS)
+        self.fleet_costs = NodeCosts(self._prefill.fleet_fit, self._step.fleet_fit)
+        self._costs_by_node: dict[NodeName, NodeCosts] = {}
+
+    # what things will take, in seconds
+
+    def get_node_costs(self, name: NodeName) -> NodeCosts:
+        """As far as the node has reported; else as the fleet."""
+        return self._costs_by_node.get(name, self.fleet_costs)
+
+    def transfer_seconds(self, writer: NodeName, decode: NodeName, size: float) -> float:
+        """The exposed part of a hand-off of `size` bytes; 0 if nothing is to be written."""
+        fixed, mebi = self._links.get_fit((writer, decode)).coefficients
+        return fixed + mebi * size * _MEBI if size else 0.0
+
+    def fleet_transfer_seconds(self, size: float) -> float:
+        """From a writer that is not chosen yet."""
+        fixed, mebi = self._links.fleet_fit.coefficients
+        return fixed + mebi * size * _MEBI if size else 0.0
+
+    def fastest_prefill_seconds(self, new: int, cached: int) -> float:
+        """On the fastest of the nodes that have reported; 0 before the first one has."""
+        features = prefill_features(new, cached)
+        return min((fit.predict(features) for fit in self._prefill.list_reported_fits()), default=0.0)
+
+    def can_prefill_within(self, new: int, cached: int, seconds: float) -> bool:
+        """Whether the least is below: most often the first node that is asked says so."""
+        features = prefill_features(new, cached)
+        if any(fit.predict(features) < seconds for fit in self._prefill.list_reported_fits()):
+            return True
+        return self.fastest_prefill_seconds(new, cached) < seconds
+
+    def fleet_transfer_costs(self, token_bytes: int) -> tuple[float, float]:
+        """Likewise: seconds as such, and for each token."""
+        fixed, mebi = self._links.fleet_fit.coefficients
+        return fixed, mebi * token_bytes * _MEBI
+
+    @property
+    def relative_errors(self) -> dict[str, float]:
+        """Mean relative error of the fleet's own predictions, by what was predicted."""
+        fits = {"prefill": self._prefill.fleet_fit, "step": self._step.fleet_fit, "transfer": self._links.fleet_fit}
+        return {name: fit.mean_error.value for name, fit in fits.items() if fit.mean_error.count}
+
+    @property
+    def error_margin(self) -> float:
+        """Predictions that differ by a smaller share than this say nothing: as far as they are off, within reason."""
+        return min(max(ERROR_MARGIN_RANGE[0], self._prefill.fleet_fit.mean_error.value), ERROR_MARGIN_RANGE[1])
+
+    # what is asked of whom
+
+    def on_work_placed(self, prefill: NodeName | None, decode: NodeName | None) -> None:
+        """An attempt was placed on these nodes: reports of it will follow."""
+        computes = prefill or decode
+        if computes is not None:
+            self._prefill.on_work_placed(computes)
+        if decode is not None:
+            self._step.on_work_placed(decode)
+            if prefill is not None:
+                self._links.on_work_placed((prefill, decode))
+
+    # what things took
+
+    def record_prefill(self, name: NodeName, new: int, cached: int, seconds: float, now: float = 0.0) -> None:
+        if new > 0:
+            self._request_count += 1
+            moment = self._trial_clock(self.node_count, now)
+            self._refresh_node_costs(self._prefill.record_report(name, prefill_features(new, cached), seconds, moment))
+
+    def record_decode_steps(self, name: NodeName, seen: DecodeStepStats, now: float = 0.0) -> None:
+        features = step_features(seen.batch_size, seen.resident_tokens)
+        self._refresh_node_costs(self._step.record_report(name, features, seen.step_seconds, self._trial_clock(self.node_count, now)))
+
+    def record_transfer(self, writer: NodeName, decode: NodeName, size: int, seconds: float, now: float = 0.0) -> None:
+        most_pairs = max(1, self.node_count**2 // 4)
+        self._links.record_report((writer, decode), (1.0, size * _MEBI), seconds, self._trial_clock(most_pairs, now))
+
+    def _trial_clock(self, members: int, now: float) -> TrialClock:
+        return TrialClock(now, self._request_count, TRIAL_SPACING * members)
+
+    def _refresh_node_costs(self, changed: list[NodeName]) -> None:
+        """These nodes have another fit, or none any more."""
+        for name in changed:
+            found = NodeCosts(self._prefill.get_fit(name), self._step.get_fit(name))
+            if found.prefill_fit is self.fleet_costs.prefill_fit and found.step_fit is self.fleet_costs.step_fit:
+                self._costs_by_node.pop(name, None)
+            else:
+                self._costs_by_node[name] = found

@@ -1,0 +1,156 @@
+"""The nodes that have joined: who they are, when they were last heard, what they last reported.
+
+The cluster's identity is that of its nodes: fixed by the first of them, and kept as long as a node is a member or a
+request that was placed on one lives. A name belongs to one process as long as that is heard.
+"""
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from baton.errors import NodeFailed, NodeLost, NodeStalled
+from baton.kv.kv_layout import KVLayout
+from baton.models.model_identity import ModelIdentity
+from baton.pb.cluster_pb2 import NodeStats
+from baton.types import Incarnation, NodeName, PeerAddress, Role
+from coordinator.core.membership.drains import DrainSet
+from coordinator.core.membership.join_checks import (
+    ServedModel,
+    JoinInfo,
+    require_cluster_model,
+    require_free_name,
+    require_valid_join,
+    require_served_model,
+)
+
+
+@dataclass(slots=True)
+class NodeMember:
+    """One incarnation of a node. `stats` is None until its first heartbeat."""
+
+    info: JoinInfo
+    incarnation: Incarnation
+    joined_at: float
+    heard_at: float
+    model_digest: bytes  # of the identity that it announced
+    stats: NodeStats | None = None
+    is_stalled: bool = False  # by its last heartbeat
+    is_leaving: bool = False
+
+    @property
+    def address(self) -> PeerAddress:
+        info = self.info
+        return PeerAddress(info.name, self.incarnation, info.host_id, info.transfer_endpoint)
+
+
+class NodeRegistry:
+    """`silence_seconds` and `stall` in seconds."""
+
+    def __init__(self, silence: float, stall: float, served: ServedModel | None = None) -> None:
+        """`served`: what the coordinator knows of the model that it serves."""
+        self.nodes: dict[Incarnation, NodeMember] = {}
+        self.drains = DrainSet()  # by operators
+        self.switching_drains = DrainSet()  # on their way to another role: nobody else's business
+        self.silence_seconds = silence
+        self._stall_seconds = stall
+        self.model_identity: ModelIdentity | None = None  # the cluster's; None before the first join
+        self.model_digest = b""  # what requests are bound to
+        self._served_model = served or ServedModel()
+        self._earliest_silence = math.inf  # nobody counts as silent before
+
+    def check_join(self, info: JoinInfo, now: float, bound_requests: int = 0) -> NodeMember | None:
+        """May this node join, while so many requests bind the cluster to its model? Returns the incarnation of the
+        same process that it would replace. Raises ConfigError; one with `retry_after` may be cured by waiting."""
+        require_valid_join(info)
+        require_served_model(info, self._served_model)
+        others = any(node.info.name != info.name for node in self.nodes.values())
+        if self.model_identity is not None and (others or bound_requests):
+            require_cluster_model(info, self.model_identity, 0 if others else bound_requests)
+        holder = self.by_name(info.name)
+        if holder is not None:
+            require_free_name(info, holder.info, free_in=holder.heard_at + self.silence_seconds - now)
+        return holder
+
+    def add_node(self, info: JoinInfo, incarnation: Incarnation, now: float) -> NodeMember:
+        """Checked before, and what it replaces removed."""
+        self.model_identity = info.model
+        self.model_digest = self.model_identity.digest()
+        node = NodeMember(info, incarnation, joined_at=now, heard_at=now, model_digest=self.model_digest)
+        self.nodes[incarnation] = node
+        self._earliest_silence = min(self._earliest_silence, now + self.silence_seconds)
+        return node
+
+    def remove_node(self, incarnation: Incarnation) -> NodeMember | None:
+        return self.nodes.pop(incarnation, None)
+
+    def record_heartbeat(self, node: NodeMember, stats: NodeStats) -> None:
+        """A heartbeat."""
+        node.stats = stats
+        node.is_stalled = stats.progress_age_seconds > self._stall_seconds
+
+    def has_serving_node(self, role: Role) -> bool:
+        """Is there a node of the role that may be given new work?"""
+        return next(self.nodes_in_service(role), None) is not None
+
+    def can_fit_context(self, role: Role, tokens: int) -> bool:
+        """Is there a node of the role that may be given new work and has room for so many tokens of one request?"""
+        return any(node.info.max_context_tokens >= tokens for node in self.nodes_in_service(role))
+
+    def nodes_in_service(self, role: Role | None = None) -> Iterator[NodeMember]:
+        """Nodes, of one role or of all, that may be given new work: not leaving, not drained, not changing role, not
+        seen to stand still."""
+        for node in self.nodes.values():
+            if (role is None or node.info.role is role) and self._may_serve(node):
+                yield node
+
+    def by_name(self, name: NodeName) -> NodeMember | None:
+        return next((node for node in self.nodes.values() if node.info.name == name), None)
+
+    def list_model_digests(self, *legs: Incarnation | None) -> list[str]:
+        """The digest of each of these members, in hex."""
+        return [self.nodes[leg].model_digest.hex() for leg in legs if leg is not None]
+
+    def why_unavailable(self, role: Role) -> str:
+        """Why no node of the role can be given work, "" if one can."""
+        if self.has_serving_node(role):
+            return ""
+        of_role = (node for node in self.nodes.values() if node.info.role is role)
+        drained = sorted(node.info.name for node in of_role if self._is_drained(node))
+        return f"there is no {role.value} node" + (f" but drained ones ({', '.join(drained)})" if drained else "")
+
+    def find_expired(self, now: float, busy: Collection[Incarnation]) -> list[tuple[NodeMember, NodeFailed]]:
+        """Nodes to give up: silent, or `busy` (attempts are placed there) and without progress."""
+        found: list[tuple[NodeMember, NodeFailed]] = []
+        self._earliest_silence = math.inf
+        for node in self.nodes.values():
+            name, quiet = node.info.name, now - node.heard_at
+            if quiet >= self.silence_seconds:
+                found.append((node, NodeLost(f"node {name} was silent for {quiet:.1f} s (--silence {self.silence:g})")))
+                continue
+            self._earliest_silence = min(self._earliest_silence, node.heard_at + self.silence_seconds)
+            if node.incarnation in busy and node.is_stalled:
+                age = node.stats.progress_age_seconds if node.stats else 0.0
+                found.append((node, NodeStalled(f"node {name} made no progress for {age:.1f} s (--stall {self._stall:g})")))
+        return found
+
+    def next_silence_at(self) -> float | None:
+        """When to look for silent nodes again: no later than the first may be one. It is asked after every message, so
+        what is heard meanwhile is taken into account at the next look."""
+        return self._earliest_silence if self._earliest_silence < math.inf else None
+
+    def _is_drained(self, node: NodeMember) -> bool:
+        return node.info.name in self.drains
+
+    def _may_serve(self, node: NodeMember) -> bool:
+        name = node.info.name
+        if name in self.drains.names or name in self.switching_drains.names:
+            return False
+        if node.stats is None:
+            # A fresh process is idle. One that rejoins may have been given up because it stands still: it must speak.
+            return not node.is_leaving and not node.info.rejoining
+        return not node.is_leaving and not node.is_stalled
+
+    def get_layout(self) -> KVLayout:
+        """The cluster's. Only after the first join."""
+        assert self.model_identity is not None, "no node has joined"
+        return self.model_identity.layout

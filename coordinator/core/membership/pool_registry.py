@@ -1,0 +1,93 @@
+"""The hosts' pools as members: heard, counted and asked as nodes are, but nothing is placed on them. What a pool has
+counts for every node of its host."""
+
+from dataclasses import dataclass
+
+from baton.errors import ConfigError, NodeLost
+from baton.kv.kv_layout import KVLayout
+from baton.models.model_identity import ModelIdentity
+from baton.pb.cluster_pb2 import NodeStats
+from baton.types import Incarnation, NodeName, PeerAddress
+from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
+from coordinator.core.membership.join_checks import MAX_NAME_LENGTH, require_free_name, require_process_nonce
+
+POOL_ROLE = "pool"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolJoinInfo:
+    """One pool's announcement. `model_digest` in hex."""
+
+    protocol_version: int
+    name: NodeName
+    host_id: str
+    endpoint: str
+    pid: int
+    model_digest: str
+    layout: KVLayout
+    num_blocks: int
+    process: str = ""
+
+
+@dataclass(slots=True)
+class PoolMember:
+    """One incarnation of a pool. `stats` is None until its first heartbeat."""
+
+    info: PoolJoinInfo
+    incarnation: Incarnation
+    joined_at: float
+    heard_at: float
+    stats: NodeStats | None = None
+
+    @property
+    def address(self) -> PeerAddress:
+        return PeerAddress(self.info.name, self.incarnation, self.info.host_id, self.info.endpoint)
+
+
+class PoolRegistry:
+    """`silence` in seconds."""
+
+    def __init__(self, silence: float) -> None:
+        self.members: dict[Incarnation, PoolMember] = {}
+        self._silence = silence
+
+    def check_join(self, info: PoolJoinInfo, model: ModelIdentity | None, now: float) -> PoolMember | None:
+        """May it join, if nodes are here that serve `model`? Returns the member of the same process that it would
+        replace. Raises ConfigError naming the first field that differs; one with `retry_after` may be cured by waiting.
+        """
+        _require_equal(info, "protocol_version", info.protocol_version, PROTOCOL_VERSION)
+        if not 0 < len(info.name) <= MAX_NAME_LENGTH or not info.name.isprintable():
+            raise ConfigError(f"pool name {info.name!r} must be 1 to {MAX_NAME} printable characters: set --name")
+        require_process_nonce(info)
+        if info.num_blocks < 1:
+            raise ConfigError(f"pool {info.name!r} has num_blocks {info.num_blocks}: it must be at least 1")
+        if model is not None:
+            _require_equal(info, "model_digest", info.model_digest, model.model_digest)
+            _require_equal(info, "layout", info.layout, model.layout)
+        holder = next((one for one in self.members.values() if one.info.name == info.name), None)
+        if holder is not None:
+            require_free_name(info, holder.info, free_in=holder.heard_at + self._silence - now)
+        return holder
+
+    def add_pool(self, info: PoolJoinInfo, incarnation: Incarnation, now: float) -> None:
+        self.members[incarnation] = PoolMember(info, incarnation, joined_at=now, heard_at=now)
+
+    @property
+    def list_hosts(self) -> frozenset[str]:
+        return frozenset(pool.info.host_id for pool in self.members.values())
+
+    def find_expired(self, now: float) -> list[tuple[PoolMember, NodeLost]]:
+        return [
+            (one, NodeLost(f"pool {one.info.name} was silent for {now - one.heard_at:.1f} s"))
+            for one in self.members.values()
+            if now - one.heard_at >= self._silence
+        ]
+
+    def next_silence_at(self) -> float | None:
+        """When the first would count as silent if nothing more is heard."""
+        return min((one.heard_at + self._silence for one in self.members.values()), default=None)
+
+
+def _require_equal(info: PoolJoinInfo, field: str, theirs: object, ours: object) -> None:
+    if theirs != ours:
+        raise ConfigError(f"pool {info.name!r} has {field} {theirs!r}, the cluster has {ours!r}", param=field)

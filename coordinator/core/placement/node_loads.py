@@ -1,0 +1,214 @@
+"""What the coordinator has placed on each node and not seen end: its own books, between two reports of a node.
+
+A *leg* is one attempt's share of one node. Room on a node is what it last reported, less the legs which that report
+cannot have seen, plus the legs which it saw and which have ended since.
+
+A refusal closes the node to demands of that size until it reports enough room or a leg that was there before the
+refusal ends. Only such a leg can have freed anything: two requests that are refused in turn by two nodes would
+otherwise reopen them for one another for ever.
+"""
+
+from dataclasses import dataclass, field
+
+from baton.types import AttemptKey, Incarnation, Role
+from coordinator.core.common.messages import ReservationRefused
+from coordinator.core.placement.interface import NodeView
+from coordinator.core.estimates.recent_work import RecentWork
+from coordinator.core.membership.node_registry import NodeMember
+
+
+@dataclass(slots=True)
+class Leg:
+    """`tokens_to_compute` to compute there, 0 if another node does; `blocks` it will take, `prefill_seconds` of computing by prediction,
+    `resident_tokens` tokens that it will have in a cache there, on average. `is_acknowledged`: the node has spoken of it. `is_reported`:
+    the node's last report includes it. `is_computed`: its prompt needs the node's arithmetic no more."""
+
+    tokens_to_compute: int
+    blocks: int
+    serial: int
+    is_first_class: bool = True
+    prefill_seconds: float = 0.0
+    resident_tokens: float = 0.0
+    placed_at: float = 0.0
+    is_acknowledged: bool = False
+    is_reported: bool = False
+    is_computed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _NodeClosure:
+    """Demands of `blocks` and more, by our estimate, are not placed until the node reports room for `needed_blocks`, by its
+    own, or a leg with a lower serial ends."""
+
+    blocks: int
+    needed_blocks: int
+    serial: int
+
+
+@dataclass(slots=True)
+class NodeLoad:
+    legs: dict[AttemptKey, Leg] = field(default_factory=dict)
+    reported_free_blocks: int | None = None
+    freed_blocks: int = 0
+    closure: _NodeClosure | None = None
+    last_serial: int = 0
+    quiet_reports: int = 0  # since work last came or ended
+    last_computed_at: float = 0.0  # when a prompt was last done there
+    view: NodeView | None = None  # of this state, if somebody has looked since it changed
+
+
+class NodeLoads:
+    """Views are kept until something changes, because each placement looks at every node and changes two."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[Incarnation, NodeLoad] = {}
+        self._serial = 0
+        self._recent = RecentWork()
+
+    def add_node(self, node: Incarnation) -> None:
+        self._nodes[node] = NodeLoad()
+
+    def remove_node(self, node: Incarnation) -> list[AttemptKey]:
+        """The attempts that had a leg there."""
+        load = self._nodes.pop(node, None)
+        self._recent.remove_key(node)
+        return list(load.legs) if load else []
+
+    def add_leg(
+        self,
+        node: Incarnation,
+        key: AttemptKey,
+        tokens: int,
+        blocks: int,
+        *,
+        first_class: bool = True,
+        seconds: float = 0.0,
+        resident: float = 0.0,
+        now: float = 0.0,
+    ) -> None:
+        self._serial += 1
+        load = self._load_to_change(node)
+        load.legs[key] = Leg(tokens, blocks, self._serial, first_class, seconds, resident, now)
+        if seconds:
+            self.rescale_recent_work(now)
+            self._recent.add_work(node, seconds, now)
+        load.last_serial = self._serial
+        load.quiet_reports = 0
+
+    def remove_leg(self, node: Incarnation, key: AttemptKey) -> None:
+        """The leg is over: ended by the node, or cancelled (the cancel arrives before anything placed after it)."""
+        load = self._nodes.get(node)
+        leg = load.legs.pop(key, None) if load else None
+        if load is None or leg is None:
+            return
+        load.quiet_reports = 0
+        load.view = None
+        if leg.is_reported:
+            load.freed_blocks += leg.blocks
+        if load.closure and leg.serial < load.closure.serial:
+            load.closure = None
+
+    def acknowledge_leg(self, node: Incarnation, key: AttemptKey, *, computed: bool = False, now: float | None = None) -> None:
+        load = self._load_to_change(node)
+        leg = load.legs.get(key)
+        if leg:
+            leg.is_acknowledged = True
+            if computed and not leg.is_computed and now is not None:
+                load.last_computed_at = now
+            leg.is_computed |= computed
+
+    def update_free_blocks(self, node: Incarnation, room: int) -> None:
+        """`room`: blocks free or evictable, by heartbeat."""
+        load = self._load_to_change(node)
+        self._set_free_blocks(load, room)
+        load.quiet_reports += 1
+        if load.closure and room >= load.closure.needed_blocks:
+            load.closure = None
+
+    def on_reservation_refused(self, node: Incarnation, message: ReservationRefused, blocks: int) -> None:
+        """A demand of `blocks` was refused, and its leg has ended."""
+        self._set_free_blocks(self._load_to_change(node), message.free_blocks)
+        self.close_node(node, blocks, message.needed_blocks)
+
+    def close_node(self, node: Incarnation, blocks: int, needed: int) -> None:
+        """Place no demand of `blocks` or more there before it has room for `needed`."""
+        self._serial += 1
+        load = self._load_to_change(node)
+        lowest = min(blocks, load.closure.blocks) if load.closure else blocks
+        load.closure = _NodeClosure(lowest, needed, self._serial)
+
+    def count_attempts(self, node: Incarnation) -> int:
+        load = self._nodes.get(node)
+        return len(load.legs) if load else 0
+
+    def list_attempts(self, node: Incarnation) -> list[AttemptKey]:
+        """In the order in which they were placed."""
+        load = self._nodes.get(node)
+        return list(load.legs) if load else []
+
+    def count_quiet_reports(self, node: Incarnation) -> int:
+        """How often the node has reported since work last came to it or ended there."""
+        return self._nodes[node].quiet_reports
+
+    def busy_nodes(self) -> set[Incarnation]:
+        return {node for node, load in self._nodes.items() if load.legs}
+
+    def get_view(self, node: NodeMember) -> NodeView:
+        """A snapshot for placement. Room before the first report: everything, since a joining node holds no work."""
+        load = self._nodes[node.incarnation]
+        if load.view is None:
+            load.view = self._build_view(node, load)
+        return load.view
+
+    def rescale_recent_work(self, now: float) -> None:
+        """To be called before the views of a moment are looked at: see `RecentWork`."""
+        if self._recent.rescale(now):
+            for load in self._nodes.values():
+                load.view = None
+
+    def work_unit(self, now: float) -> float:
+        """What a second of work placed now adds to a node's recent work."""
+        return self._recent.work_unit(now)
+
+    def _load_to_change(self, node: Incarnation) -> NodeLoad:
+        load = self._nodes[node]
+        load.view = None
+        return load
+
+    def _build_view(self, node: NodeMember, load: NodeLoad) -> NodeView:
+        info = node.info
+        room = info.num_blocks if load.reported_free_blocks is None else load.reported_free_blocks
+        unseen = sum(leg.blocks for leg in load.legs.values() if not leg.is_reported)
+        waiting = [leg for leg in load.legs.values() if leg.tokens_to_compute and not leg.is_computed]
+        head = next((leg for leg in waiting if leg.prefill_seconds), None)
+        return NodeView(
+            incarnation=node.incarnation,
+            role=info.role,
+            max_num_seqs=info.max_num_seqs,
+            max_batched_tokens=info.max_batched_tokens,
+            attempts=len(load.legs),
+            pending_prefills=len(waiting),
+            uncomputed_tokens=sum(leg.tokens_to_compute for leg in waiting) if info.role is Role.PREFILL else 0,
+            free_blocks=min(info.num_blocks, room - unseen + load.freed_blocks),
+            refused_from_blocks=load.closure.blocks if load.closure else None,
+            last_placed_serial=load.last_serial,
+            window_tokens=sum(min(leg.tokens_to_compute, info.max_batched_tokens) for leg in waiting),
+            total_blocks=info.num_blocks,
+            first_class_blocks=sum(leg.blocks for leg in load.legs.values() if leg.is_first_class),
+            first_class_attempts=sum(leg.is_first_class for leg in load.legs.values()),
+            name=info.name,
+            joined_at=node.joined_at,
+            queued_seconds=sum(leg.prefill_seconds for leg in waiting),
+            head_prefill_seconds=head.prefill_seconds if head else 0.0,
+            head_since=max(head.placed_at, load.last_computed_at) if head else 0.0,
+            running_attempts=len(load.legs) - len(waiting),
+            resident_tokens=sum(leg.resident_tokens for leg in load.legs.values()),
+            recent_work=self._recent.get_work(node.incarnation),
+            max_context_tokens=info.max_context_tokens,
+        )
+
+    @staticmethod
+    def _set_free_blocks(load: NodeLoad, room: int) -> None:
+        load.reported_free_blocks, load.freed_blocks = room, 0
+        for leg in load.legs.values():
+            leg.is_reported = leg.is_acknowledged

@@ -1,0 +1,147 @@
+"""What the coordinator has learned of its nodes and their work, and what follows from it for the next placement: one
+object, so that the request table and the reports that feed it need to know one."""
+
+from collections.abc import Iterable, Mapping
+
+from baton.kv.block_hash import root_hash
+from baton.kv.hash_chain import HashChain
+from baton.prediction_error import MeanRelativeError
+from baton.pb.cluster_pb2 import NodeStats
+from baton.pb.common_pb2 import HandoffReport
+from baton.types import Incarnation, Request
+from coordinator.core.estimates.decode_time import DecodeTimePredictor
+from coordinator.core.estimates.cost_model import CostModel, DecodeStepStats
+from coordinator.core.placement.remote_prefix import best_remote_pool
+from coordinator.core.common.messages import DecodeStarted, CacheEvents, CacheSnapshot, PrefillEnded
+from coordinator.core.common.prompt_block_hashes import PromptBlockHashes
+from coordinator.core.estimates.output_length import OutputLengthPredictor
+from coordinator.core.membership.pool_registry import PoolMember, PoolRegistry
+from coordinator.core.placement.decision import LatencyPrediction
+from coordinator.core.membership.prefix_directory import PrefixDirectory
+from coordinator.core.membership.node_registry import NodeMember, NodeRegistry
+from coordinator.core.estimates.workload import WorkloadMeter
+
+
+class PlacementState:
+    def __init__(self, registry: NodeRegistry) -> None:
+        self.cost_model = CostModel()
+        self.output_lengths = OutputLengthPredictor()
+        self.decode_times = DecodeTimePredictor(self.output_lengths)
+        self.prefix_directory = PrefixDirectory()
+        self.pools = PoolRegistry(registry.silence_seconds)
+        self.workload_meter = WorkloadMeter()
+        self._registry = registry
+        self._first_token_error = MeanRelativeError()
+
+    @property
+    def prediction_errors(self) -> dict[str, float]:
+        """Mean relative errors of predictions, by what was predicted."""
+        others = {"first_token": self._first_token_error, "output_tokens": self.output_lengths.relative_error}
+        return self.cost_model.relative_errors | {name: error.value for name, error in others.items() if error.count}
+
+    def add_node(self, node: NodeMember) -> None:
+        self.prefix_directory.add_node(node.incarnation, node.info.num_blocks)
+        self.cost_model.node_count = len(self._registry.nodes)
+
+    def remove_node(self, node: Incarnation) -> None:
+        self.prefix_directory.remove_node(node)
+        self.cost_model.node_count = len(self._registry.nodes)
+
+    # what is known of a prompt
+
+    def hash_prompt(self, request: Request) -> PromptBlockHashes:
+        """Only after the first join."""
+        model = self._registry.model_identity
+        assert model is not None, "no node has joined"
+        root = root_hash(bytes.fromhex(model.model_digest), model.layout, request.cache_salt)
+        return PromptBlockHashes(HashChain(root, request.prompt_token_ids, model.layout.block_size))
+
+    def cached_tokens_by_node(self, names: PromptBlockHashes) -> dict[Incarnation, int]:
+        """Tokens of the prompt that each node's cache, or the pool of its host, seems to have."""
+        held = self._reachable_blocks(self.prefix_directory.match_prefix(names))
+        return {node: blocks * names.block_size for node, blocks in held.items()}
+
+    def find_remote_prefixes(self, names: PromptBlockHashes, nodes: Iterable[Incarnation]) -> dict[Incarnation, tuple[PoolMember, int]]:
+        """For those of `nodes` that have a pool, and whose host has less of the prompt than another host's pool: that
+        pool, and how many tokens it seems to have."""
+        pools, hosts = self.pools.members.values(), self.pools.list_hosts
+        if len(hosts) < 2:
+            return {}
+        found = self.prefix_directory.match_prefix(names)
+        held, richer = self._reachable_blocks(found), {}
+        for node in nodes:
+            host = self._registry.nodes[node].info.host_id
+            there = best_remote_pool(found, pools, host, held.get(node, 0)) if host in hosts else None
+            if there is not None:
+                richer[node] = (there[0], there[1] * names.block_size)
+        return richer
+
+    def _reachable_blocks(self, found: Mapping[Incarnation, int]) -> dict[Incarnation, int]:
+        """Of `found`, in blocks, what each node can reach."""
+        held, pooled = dict(found), dict[str, int]()  # the second by host
+        for pool in self.pools.members.values():
+            blocks = held.pop(pool.incarnation, 0)
+            if blocks:
+                pooled[pool.info.host_id] = max(blocks, pooled.get(pool.info.host_id, 0))
+        for node in self._registry.nodes.values() if pooled else ():
+            blocks = pooled.get(node.info.host_id, 0)
+            if blocks > held.get(node.incarnation, 0):
+                held[node.incarnation] = blocks
+        return held
+
+    def expected_output_tokens(self, request: Request) -> float:
+        """Tokens that its answer is expected to have."""
+        return self.output_lengths.predict_tokens(request.principal.tenant, request.sampling.max_tokens)
+
+    # what came of it
+
+    def record_answer(self, request: Request, tokens: int, seconds: float) -> None:
+        """It ended well, `seconds` after its first token."""
+        self.decode_times.record_answer(tokens, seconds)
+        self.output_lengths.record_output(request.principal.tenant, request.sampling.max_tokens, tokens)
+
+    def record_first_token(self, prediction: LatencyPrediction, seconds: float) -> None:
+        """`seconds` after it was placed."""
+        self.decode_times.record_first_token_delay(seconds - prediction.prefill_seconds)
+        self._first_token_error.add_prediction(prediction.ttft_seconds, seconds)
+
+    # what nodes report
+
+    def apply_cache_events(self, node: Incarnation, message: CacheEvents, now: float) -> bool:
+        """Whether the node is to be asked for a snapshot."""
+        return self.prefix_directory.apply_events(node, message.sequence, message.inserted, message.evicted, now)
+
+    def apply_cache_snapshot(self, node: Incarnation, message: CacheSnapshot) -> None:
+        self.prefix_directory.apply_snapshot(node, message.sequence, message.block_hashes)
+
+    def record_decode_steps(self, node: NodeMember, before: NodeStats | None, after: NodeStats, now: float) -> None:
+        """Between two heartbeats, or from the node's start to the first."""
+        before = before or NodeStats()
+        count = after.decode_steps - before.decode_steps
+        if count <= 0:
+            return
+        seen = DecodeStepStats(
+            step_seconds=(after.decode_step_seconds - before.decode_step_seconds) / count,
+            batch_size=(after.decode_step_sequences - before.decode_step_sequences) / count,
+            resident_tokens=(after.decode_step_tokens - before.decode_step_tokens) / count,
+        )
+        if seen.batch_size > 0 and seen.resident_tokens >= 0:
+            self.cost_model.record_decode_steps(node.info.name, seen, now)
+
+    def record_prefill(self, node: Incarnation | None, report: PrefillEnded | DecodeStarted, now: float) -> None:
+        """A prompt, or the part of one that was not cached."""
+        new, cached = report.computed_tokens, report.cached_tokens
+        found = self._registry.nodes.get(node) if node else None
+        if new:  # else another node has computed it, and says so
+            self.workload_meter.record_prefill(new, cached)
+        if found is not None:
+            self.cost_model.record_prefill(found.info.name, new, cached, report.compute_seconds, now)
+
+    def record_handoff(
+        self, writer: Incarnation | None, decode: Incarnation | None, report: HandoffReport, now: float
+    ) -> None:
+        nodes = self._registry.nodes
+        if writer in nodes and decode in nodes and report.bytes:
+            seconds = report.exposed_seconds + report.commit_seconds
+            names = nodes[writer].info.name, nodes[decode].info.name
+            self.cost_model.record_transfer(*names, report.bytes, seconds, now)

@@ -1,0 +1,186 @@
+"""What a split of the nodes would make of a workload: time to first token, time per output token, goodput.
+
+Prefill nodes are the places of one queue (`queueing`); a prompt takes as long as the cost model says. A decode node
+with a batch of n makes a step in `fixed + each n` seconds. By Little's law the batch is what comes while one is there:
+
+    n = rate / nodes  output (fixed + each (n + 1 / nodes))
+
+for placement keeps batches equal; in their places are also those whose prompts are being computed. The variance of the
+batch is that of a linear noise approximation around n (van Kampen, "Stochastic Processes in Physics and
+Chemistry", 1981, X), and what one answer sees of it is its average over the answer's time. Places on decode nodes are a
+second queue; who needs both waits for the scarcer.
+
+Nothing is said of the split where decode computes the prompts itself.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from baton.role_split import RoleSplit
+from baton.slo import Slo
+from coordinator.core.estimates.cost_model import NodeCosts
+from coordinator.core.ratio.queueing import MultiServerQueue, normal_tail
+from coordinator.core.estimates.workload import WorkloadSummary, compute_moments
+
+HORIZON_SECONDS = 60.0  # seconds for which the workload is taken to last: how long a line can grow
+_MAX_TTFT_POINTS = 32  # prompts that stand for all of them
+_BISECTIONS = 24
+_MAX_CANDIDATES = 16  # splits that are worth a closer look
+_MAX_SAMPLES = 1024  # requests
+_BATCH_IMBALANCE_VARIANCE = 0.25  # variance of batches that placement keeps as equal as whole sequences can be
+
+
+@dataclass(frozen=True, slots=True)
+class NodeProfile:
+    """One node as all of them are taken to be. `max_num_seqs`: sequences at once; `cache_tokens`: that its cache holds;
+    `transfer_costs`: seconds of a hand-off that no computing hides, as such and for each token."""
+
+    node_costs: NodeCosts
+    max_num_seqs: int
+    cache_tokens: int
+    transfer_costs: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitForecast:
+    """Seconds; `slo_attainment` of the requests within the objective, `goodput` of them a second. `prefill_load` and
+    `decode_load`: work that comes over what the nodes of the role can do."""
+
+    split: RoleSplit
+    ttft_p50: float
+    ttft_p90: float
+    ttft_p99: float
+    tpot_mean: float
+    slo_attainment: float
+    goodput: float
+    prefill_load: float
+    decode_load: float
+
+    @property
+    def bottleneck_load(self) -> float:
+        """Of the role that is the bottleneck."""
+        return max(self.prefill_load, self.decode_load)
+
+
+class SplitForecaster:
+    """Of one workload on so many nodes of one kind."""
+
+    def __init__(self, workload: WorkloadSummary, machine: NodeProfile, slo: Slo) -> None:
+        self.workload = workload
+        self._slo = slo
+        self._profile = machine
+        fixed, each_token = machine.transfer_costs
+        costs, share = machine.node_costs, workload.computed_share
+        requests = workload.requests[:: len(workload.requests) // _MAX_SAMPLES + 1]
+        services = sorted(
+            (costs.prefill_seconds(new := round(one.prompt_tokens * share), one.prompt_tokens - new), fixed + each_token * one.prompt_tokens)
+            for one in requests
+        )
+        self._prefill_moments = compute_moments([seconds for seconds, _ in services])
+        self._unqueued_ttfts = list(_sample_evenly([sum(pair) for pair in services]))
+        steps = [max(0.0, one.output_tokens - 1.0) for one in requests]
+        self._decode_step_moments = compute_moments(steps)
+        tokens = math.fsum((one.prompt_tokens + one.output_tokens / 2) * one.output_tokens for one in requests)
+        self._mean_resident_tokens = tokens / max(1.0, math.fsum(one.output_tokens for one in requests))
+        self._fixed_step_seconds, self._step_seconds_per_sequence = costs.step_seconds(0.0, 0.0), costs.step_seconds(1.0, self._mean_resident_tokens) - costs.step_seconds(0.0, 0.0)
+        self._max_batch = max(1, min(machine.max_num_seqs, int(machine.cache_tokens / max(1.0, self._mean_resident_tokens))))
+
+    def busy_prefill_nodes(self) -> float:
+        """That the prompts keep busy."""
+        return self.workload.requests_per_second * self._prefill_moments.mean
+
+    def busy_decode_nodes(self) -> float:
+        """That the answers keep busy, with as many at once as a node has places for and the objective allows."""
+        tpot = self._slo.tpot_seconds
+        most = math.inf if tpot is None or not self._step_seconds_per_sequence else max(1.0, (tpot - self._fixed_step_seconds) / self._step_seconds_per_sequence)
+        return self._busy_decode_nodes_at(min(self._max_batch, most))
+
+    def _busy_decode_nodes_at(self, batch: float) -> float:
+        """Decode nodes that are busy if each has so many at once."""
+        return self.workload.requests_per_second * self._slot_seconds(batch) / batch
+
+    def compute_attainment(self, split: RoleSplit) -> float:
+        """Of the requests, that are served within the objective. Both roles need a node."""
+        ttft = self._slo.ttft_seconds
+        return self._tpot_attainment(split) * (1.0 if ttft is None else self._ttft_distribution(split)(ttft))
+
+    def forecast_split(self, split: RoleSplit) -> SplitForecast:
+        """All of it, which takes a hundred times as long."""
+        started, share = self._ttft_distribution(split), self.compute_attainment(split)
+        p50, p90, p99 = (_invert_distribution(started, q) for q in (0.5, 0.9, 0.99))
+        tpot, _ = self._tpot_mean_and_stddev(split)
+        prefill, decode = self._prefill_queue(split).load, self._decode_queue(split).load
+        return SplitForecast(split, p50, p90, p99, tpot, share, share * self.workload.requests_per_second, prefill, decode)
+
+    def compute_bottleneck_load(self, split: RoleSplit) -> float:
+        """Work that comes over what the role that is the bottleneck can do, tokens no slower than the objective."""
+        return max(self.busy_prefill_nodes() / split.prefill_nodes, self.busy_decode_nodes() / split.decode_nodes)
+
+    def list_least_loaded(self, splits: Iterable[RoleSplit]) -> list[RoleSplit]:
+        """The `_MAX_CANDIDATES` of them with the least load at their bottleneck: the others serve less."""
+        return sorted(splits, key=self.compute_bottleneck_load)[:_MAX_CANDIDATES]
+
+    def _ttft_distribution(self, split: RoleSplit) -> Callable[[float], float]:
+        """The share of requests that have their first token within so many seconds."""
+        prefill, decode = self._prefill_queue(split), self._decode_queue(split)
+
+        def within(seconds: float) -> float:
+            left = [seconds - alone for alone in self._unqueued_ttfts]
+            started = ((1.0 - prefill.wait_tail(one)) * (1.0 - decode.wait_tail(one)) for one in left)
+            return math.fsum(started) / len(left)
+
+        return within
+
+    def _tpot_attainment(self, split: RoleSplit) -> float:
+        """The share of requests whose tokens come fast enough."""
+        if self._slo.tpot_seconds is None:
+            return 1.0
+        tpot, spread = self._tpot_mean_and_stddev(split)
+        return 1.0 - normal_tail((self._slo.tpot_seconds - tpot) / max(spread, 1e-9))
+
+    def _prefill_queue(self, split: RoleSplit) -> MultiServerQueue:
+        load = self.busy_prefill_nodes() / split.prefill_nodes
+        service = self._prefill_moments
+        return MultiServerQueue(split.prefill_nodes, load, service.mean, self.workload.burstiness, service.squared_cv, HORIZON_SECONDS)
+
+    def _decode_queue(self, split: RoleSplit) -> MultiServerQueue:
+        load, places = self._busy_decode_nodes_at(self._max_batch) / split.decode_nodes, split.decode_nodes * self._max_batch
+        service = self._slot_seconds(self._max_batch)
+        return MultiServerQueue(places, load, service, self.workload.burstiness, self._decode_step_moments.squared_cv, HORIZON_SECONDS)
+
+    def _slot_seconds(self, batch: float) -> float:
+        """Seconds that a request has its place, in a batch of so many."""
+        return self._prefill_slot_seconds + self._decode_step_moments.mean * (self._fixed_step_seconds + self._step_seconds_per_sequence * batch)
+
+    @property
+    def _prefill_slot_seconds(self) -> float:
+        return self._prefill_moments.mean + math.fsum(self._profile.transfer_costs[:1])
+
+    def _tpot_mean_and_stddev(self, split: RoleSplit) -> tuple[float, float]:
+        """Mean and standard deviation over answers."""
+        rate, steps, each = self.workload.requests_per_second / split.decode_nodes, self._decode_step_moments.mean, self._step_seconds_per_sequence
+        alone = self._fixed_step_seconds + each / split.decode_nodes
+        left = 1.0 - rate * steps * each
+        batch = rate * steps * alone / left if left > 0.0 else math.inf
+        batch = min(batch, float(self._max_batch))
+        step = min(alone + each * batch, self._fixed_step_seconds + each * self._max_batch)
+        spread = batch / split.decode_nodes * step / alone * (1.0 + self.workload.burstiness) / 2.0 + _BATCH_IMBALANCE_VARIANCE
+        seen = alone / step  # an answer's time in units of that in which the batch forgets
+        averaged = 2.0 * (seen - 1.0 + math.exp(-seen)) / seen**2
+        most = (self._max_batch - batch) ** 2 + _BATCH_IMBALANCE_VARIANCE  # no batch is larger than the places
+        return step, each * math.sqrt(min(spread, most) * averaged)
+
+
+def _sample_evenly(ordered: Sequence[float]) -> Iterable[float]:
+    """At most `_MAX_TTFT_POINTS` of them: the middles of equal shares."""
+    count = min(len(ordered), _MAX_TTFT_POINTS)
+    return (ordered[int((place + 0.5) * len(ordered) / count)] for place in range(count))
+
+
+def _invert_distribution(within: Callable[[float], float], q: float) -> float:
+    low, high = 0.0, 2.0 * HORIZON_SECONDS
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2.0
+        low, high = (low, middle) if within(middle) >= q else (middle, high)
+    return high

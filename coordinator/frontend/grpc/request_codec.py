@@ -1,0 +1,164 @@
+"""The messages of baton.v1.Generation, as requests for the intake."""
+
+from collections.abc import Iterator, Sequence
+
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+from baton.errors import DeadlineExceeded, InvalidRequest
+from baton.limits import check_entry_count, check_message_count, check_prompt_count
+from baton.pb import generation_pb2 as pb
+from coordinator.frontend.request import GenerationRequest, Prompt
+from coordinator.text.chat_template import ChatPrompt
+from coordinator.frontend.unknown_fields import REJECT_UNKNOWN_FIELDS, UnknownFieldPolicy
+
+_MAX_NAMED_BYTES = 4096  # of unknown fields: among more, none is looked for to be named
+_OPTIONAL_FIELDS = (
+    "max_tokens",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logprobs",
+    "n",
+)
+
+
+def to_generation_request(
+    request: pb.GenerateRequest, timeout: float | None, client_id: str | None, unknown: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS
+) -> GenerationRequest:
+    """`timeout` is what the call's deadline leaves. Raises InvalidRequest, DeadlineExceeded."""
+    _check_counts(request)
+    check_unknown_fields(request, unknown)
+    if timeout is not None and timeout <= 0:
+        raise DeadlineExceeded("the deadline passed before the request was read")
+    given = {field: getattr(request, field) for field in _OPTIONAL_FIELDS if request.HasField(field)}
+    return GenerationRequest(
+        prompts=_read_prompts(request),
+        model=request.model or None,
+        min_tokens=request.min_tokens,
+        ignore_eos=request.ignore_eos,
+        stop=request.stop,
+        stop_token_ids=request.stop_token_ids,
+        logit_bias=list(request.logit_bias.items()),
+        echo=request.echo,
+        first_choice=request.first_choice,
+        timeout_seconds=timeout,
+        client_request_id=client_id,
+        priority=request.priority,
+        param_names={"prompt": "messages"} if request.HasField("chat") else {},
+        **given,
+    )
+
+
+def _check_counts(request: pb.GenerateRequest) -> None:
+    """Of what is gone through one by one from here on."""
+    for field in ("stop", "stop_token_ids", "logit_bias"):
+        check_entry_count(field, len(getattr(request, field)))
+    match request.WhichOneof("prompt"):
+        case "prompts":
+            check_prompt_count(len(request.prompts.prompts))
+        case "chat":
+            _check_chat(request.chat)
+
+
+def _check_chat(chat: pb.Conversation) -> None:
+    check_message_count(len(chat.messages))
+    check_entry_count("chat_template_kwargs", len(chat.chat_template_kwargs))
+
+
+def _read_prompts(request: pb.GenerateRequest) -> Sequence[Prompt] | ChatPrompt | None:
+    match request.WhichOneof("prompt"):
+        case "text":
+            return [request.text]
+        case "token_ids":
+            return [request.token_ids.ids]
+        case "chat":
+            return to_chat_prompt(request.chat)
+        case "prompts":
+            return [_read_prompt(number, prompt) for number, prompt in enumerate(request.prompts.prompts)]
+        case _:
+            return None
+
+
+def _read_prompt(number: int, prompt: pb.Prompt) -> Prompt:
+    match prompt.WhichOneof("prompt"):
+        case "text":
+            return prompt.text
+        case "token_ids":
+            return prompt.token_ids.ids
+        case _:
+            raise InvalidRequest(f"prompt[{number}] is missing: it must be text or token ids", param="prompt")
+
+
+def to_chat_prompt(chat: pb.Conversation) -> ChatPrompt:
+    messages = [_read_chat_message(message) for message in chat.messages]
+    return ChatPrompt(
+        messages,
+        chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
+        {name: _read_template_value(value) for name, value in chat.chat_template_kwargs.items()},
+    )
+
+
+def _read_template_value(value: pb.TemplateValue) -> object:
+    kind = value.WhichOneof("value")
+    return None if kind is None else getattr(value, kind)
+
+
+def _read_chat_message(message: pb.Message) -> dict[str, object]:
+    shown: dict[str, object] = {"role": message.role, "content": message.content}
+    shown.update((field, getattr(message, field)) for field in ("name", "tool_call_id") if message.HasField(field))
+    return shown
+
+
+def to_tokenizer_input(request: pb.TokenizeRequest, unknown: UnknownFieldPolicy = REJECT_UNKNOWN_FIELDS) -> Prompt | ChatPrompt:
+    """Raises InvalidRequest."""
+    if request.HasField("chat"):
+        _check_chat(request.chat)
+    check_unknown_fields(request, unknown)
+    match request.WhichOneof("prompt"):
+        case "text":
+            return request.text
+        case "chat":
+            return to_chat_prompt(request.chat)
+        case _:
+            raise InvalidRequest("give prompt or messages, one of them", param="prompt")
+
+
+def check_unknown_fields(message: Message, unknown: UnknownFieldPolicy) -> None:
+    """Raises InvalidRequest for a field that this version does not know, at any depth, or counts those that are
+    ignored. Among more than `_MAX_NAMED_BYTES` none is looked for: they count as one."""
+    known = type(message)()
+    known.CopyFrom(message)
+    known.DiscardUnknownFields()
+    surplus = message.ByteSize() - known.ByteSize()
+    if not surplus:
+        return
+    found = list(_find_unknown_fields(message)) if surplus <= _MAX_NAMED_BYTES else []
+    if unknown.is_ignoring:
+        unknown.count_dropped(max(1, len(found)))
+        return
+    if not found:
+        raise InvalidRequest(f"{surplus} bytes are of fields that {message.DESCRIPTOR.name} does not have")
+    number, kind = found[0]
+    raise InvalidRequest(f"field number {number} is not a field of {kind}", param=str(number))
+
+
+def _find_unknown_fields(message: Message) -> Iterator[tuple[int, str]]:
+    """The number of each, and the message that it stands in."""
+    unknown = UnknownFieldSet(message)
+    for place in range(len(unknown)):
+        yield unknown[place].field_number, message.DESCRIPTOR.name
+    for field, value in message.ListFields():
+        if field.message_type is None:
+            continue
+        if field.message_type.GetOptions().map_entry:
+            parts = value.values() if field.message_type.fields_by_name["value"].message_type else ()
+        else:
+            parts = value if field.is_repeated else (value,)
+        for part in parts:
+            yield from _find_unknown_fields(part)

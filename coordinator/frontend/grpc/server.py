@@ -1,0 +1,90 @@
+"""The client-facing gRPC port: services, standard health, reflection, and explicit sizes."""
+
+import asyncio
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2
+
+from baton.network.connection_limits import PortLimit
+from baton.errors import ConfigError
+from baton.network.grpc_options import grpc_server_options
+from baton.network.health_service import add_health_service
+from baton.limits import MAX_BODY_BYTES
+from baton.pb import cluster_pb2, generation_pb2
+from coordinator.frontend.auth import ClientAuthenticator
+from coordinator.frontend.grpc.generation_service import GenerationService
+from coordinator.frontend.grpc.handlers import ServiceMethods, add_service_handlers
+from coordinator.frontend.request_intake import RequestIntake
+from coordinator.readiness import Readiness
+
+_GENERATION = generation_pb2.DESCRIPTOR.services_by_name["Generation"]
+_CLUSTER = cluster_pb2.DESCRIPTOR.services_by_name["Cluster"]
+_SERVICES = (_GENERATION.full_name, _CLUSTER.full_name)
+_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_BODY_BYTES),
+    ("grpc.max_send_message_length", MAX_BODY_BYTES),
+    ("grpc.max_metadata_size", 16 << 10),
+    ("grpc.keepalive_time_ms", 30_000),  # a client whose machine is gone holds its requests no longer than this
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),  # clients may ping as often without being cut off
+)
+_MAX_CALLS_PER_CONNECTION = 1024  # calls at a time on one connection
+
+
+class GrpcServer:
+    """`add_cluster_service` before `start`."""
+
+    def __init__(self, intake: RequestIntake, readiness: Readiness, who: ClientAuthenticator, limit: PortLimit) -> None:
+        self.server = grpc.aio.server(options=(*_OPTIONS, *grpc_server_options(limit, streams=_MAX_CALLS_PER_CONNECTION)))
+        self.port = 0
+        self._health = add_health_service(self.server, *_SERVICES)
+        self._readiness_changes: asyncio.Queue[bool] = asyncio.Queue()
+        self._health_task: asyncio.Task[None] | None = None
+        add_service_handlers(self.server, _GENERATION, GenerationService(intake, who), intake.body_budgets.grpc_budget)
+        self._readiness = readiness
+        readiness.on_change.append(lambda ready, _: self._readiness_changes.put_nowait(ready))
+
+    def add_cluster_service(self, service: ServiceMethods) -> None:
+        add_service_handlers(self.server, _CLUSTER, service)
+
+    def bind(self, host: str, port: int) -> None:
+        """Port 0 picks a free one. Raises ConfigError."""
+        self.port = bind_grpc_port(self.server, host, port, "--grpc-port")
+
+    async def start(self) -> None:
+        await self._set_health(self._readiness.state()[0])  # before the first caller can ask
+        self._health_task = asyncio.create_task(self._follow_readiness(), name="grpc health")
+        await self.server.start()
+
+    async def set_not_serving(self) -> None:
+        """Health checks hear of the end before anything else does; nothing takes it back."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self, grace: float) -> None:
+        """Take no new call, let open ones end within `grace` seconds."""
+        await self.set_not_serving()
+        if self._health_task is not None:
+            self._health_task.cancel()
+        await self.server.stop(grace)
+
+    async def _follow_readiness(self) -> None:
+        while True:
+            await self._set_health(await self._readiness_changes.get())
+
+    async def _set_health(self, ready: bool) -> None:
+        kinds = health_pb2.HealthCheckResponse
+        for service in ("", *_SERVICES):
+            await self._health.set(service, kinds.SERVING if ready else kinds.NOT_SERVING)
+
+
+def bind_grpc_port(
+    server: grpc.aio.Server, host: str, port: int, flag: str, credentials: grpc.ServerCredentials | None = None
+) -> int:
+    """The port that the server will listen on, in plain text without `credentials`; 0 picks a free one. Raises
+    ConfigError naming the flag."""
+    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        return int(server.add_secure_port(target, credentials) if credentials else server.add_insecure_port(target))
+    except RuntimeError:
+        raise ConfigError(f"cannot listen on {target}: choose another {flag}, 0 for any") from None

@@ -1,0 +1,85 @@
+"""The client-facing HTTP application."""
+
+import importlib.metadata
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+
+from baton.errors import BatonError
+from coordinator.frontend.auth import AdminAuthenticator, ClientAuthenticator, is_origin_allowed
+from coordinator.frontend.http import docs_page
+from coordinator.frontend.http import errors
+from coordinator.frontend.http import metrics_page
+from coordinator.frontend.http import openapi
+from coordinator.frontend.http.middleware import TENANT_KEY, RequestMiddleware, allow_head_requests, get_authorization, check_admin_request
+from coordinator.frontend.http.info_routes import add_info_routes
+from coordinator.frontend.http.generation_routes import add_generation_routes
+from coordinator.frontend.request_intake import RequestIntake
+from coordinator.readiness import Readiness
+
+PUBLIC_PATHS = frozenset({"/health", "/ping", "/version", docs_page.DOCS_PATH, "/openapi.json"}) | docs_page.DOCS_FILE_PATHS
+
+
+@dataclass(frozen=True)
+class MetricsEndpoint:
+    """What --metrics-on-http adds: a page for whoever `authenticator` lets in."""
+
+    render_metrics: Callable[[], bytes]
+    authenticator: AdminAuthenticator
+
+
+def build_app(
+    intake: RequestIntake,
+    readiness: Readiness,
+    who: ClientAuthenticator,
+    metrics: MetricsEndpoint | None = None,
+    origins: frozenset[str] = frozenset(),
+) -> FastAPI:
+    """`origins` are those whose web pages may call, as browsers name them."""
+
+    def guard(request: Request) -> None:
+        path = request.scope["path"]  # not request.url, which the Host header has a part in
+        if metrics is not None and path == metrics_page.METRICS_PATH:
+            check_admin_request(metrics.authenticator, request)
+            return
+        if not who.is_key_required and not is_origin_allowed(request.headers.get("origin"), request.headers.get("host", ""), origins):
+            raise errors.ForeignOrigin(
+                "a web page of another origin calls, and no key is asked for: set --api-key, or name the origin in "
+                "--allowed-origins"
+            )
+        if path not in PUBLIC_PATHS:
+            request.scope["state"][TENANT_KEY] = who.identify_tenant(get_authorization(request))
+
+    app = FastAPI(
+        title="Baton",
+        version=package_version(),
+        docs_url=None,
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
+        redirect_slashes=False,  # a redirect would be built from the Host header, and has no body in OpenAI's shape
+    )
+    app.add_middleware(RequestMiddleware, guard=guard, refusals=intake.rejections)
+    if origins:  # the outermost, because a browser asks without the key whether it may send it
+        methods, headers = ["GET", "POST"], ["*"]
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=methods, allow_headers=headers)
+    app.add_exception_handler(BatonError, errors.on_baton_error)
+    app.add_exception_handler(HTTPException, errors.on_http_exception)
+    add_generation_routes(app, intake, who)
+    add_info_routes(app, intake, readiness, app.version)
+    docs_page.add_docs_routes(app)
+    if metrics is not None:
+        metrics_page.add_metrics_route(app, metrics.render_metrics)
+    allow_head_requests(app)
+    app.openapi = lambda: openapi.build_openapi_document(app.version)  # type: ignore[method-assign]
+    return app
+
+
+def package_version() -> str:
+    try:
+        return importlib.metadata.version("baton-serve")
+    except importlib.metadata.PackageNotFoundError:
+        return "0+source"

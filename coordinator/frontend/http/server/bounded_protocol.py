@@ -1,0 +1,122 @@
+"""uvicorn's HTTP protocol with every buffer and wait bounded, and our shape for errors below the application."""
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from baton.process import log
+from baton.errors import InvalidRequest
+from baton.limits import BODY_TIMEOUT_SECONDS, MAX_BODY_BYTES
+from baton.process.log_rate_limit import RateLimitedLogger
+from coordinator.frontend.http import errors
+from coordinator.frontend.http.server.connection_table import ConnectionTable
+
+MAX_HEAD_BYTES = 64 << 10  # request line and headers
+MAX_DROPPED_BYTES = 4 * MAX_BODY_BYTES  # of a body refused with 413, read and dropped so that the client hears of it
+_PARSE_SLICE_BYTES = 16 << 10  # bytes parsed at once: so much of a pipelined head may go uncounted
+WRITE_HIGH, WRITE_LOW = 64 << 10, 16 << 10  # bytes written and not yet taken by the kernel
+HEAD_TIMEOUT_SECONDS = 30.0
+BODY_CLOSE_SECONDS = BODY_TIMEOUT_SECONDS + 5.0  # seconds of a body that does not end, also one that nobody reads any more
+
+_log = log.get_logger("http")
+_limited = RateLimitedLogger()
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """Closes connections that send an endless head or body, or no request at all."""
+
+    def __init__(self, *arguments: Any, table: ConnectionTable, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._connection_table = table
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(WRITE_HIGH, WRITE_LOW)
+        self._in_head = True
+        self._head_bytes = 0
+        self._body_bytes = 0
+        self._body_timer: asyncio.TimerHandle | None = None
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_SECONDS, self._on_head_timeout)
+        self._connection_table.add_connection(self, self.client[0] if self.client else "")
+
+    def abort_connection(self) -> None:
+        self.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_timer.cancel()
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+        self._connection_table.remove_connection(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """The parser gets a head in slices within what is left of the bound: it never holds more."""
+        unread = memoryview(data)
+        while unread and not self.transport.is_closing():
+            part = unread[:_PARSE_SLICE_BYTES]
+            if self._in_head:
+                part = part[: MAX_HEAD_BYTES - self._head_bytes]
+                self._head_bytes += len(part)
+                if not part:
+                    self.send_400_response(f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+                    return
+            super().data_received(part)  # type: ignore[arg-type]  # any buffer will do
+            unread = unread[len(part) :]
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_timer.cancel()
+        self._head_timer = self.loop.call_later(HEAD_TIMEOUT_SECONDS, self._on_head_timeout)
+        self.scope["state"]["hang_up"] = self.transport.close
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head_timer.cancel()
+        self._head_bytes = self._body_bytes = 0
+        if self._is_idle():
+            self._connection_table.mark_arriving(self)
+        self._body_timer = self.loop.call_later(BODY_CLOSE_SECONDS, self.transport.close)
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        if not self.pipeline:
+            self._connection_table.mark_idle(self)
+        elif not self._in_head and len(self.pipeline) == 1:
+            self._connection_table.mark_arriving(self)  # the next request, of which the head came meanwhile
+        super().on_response_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        if self._body_bytes > MAX_DROPPED_BYTES:
+            self.transport.abort()
+            return
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._in_head = True
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+        if not self._is_idle():  # else it was answered before its body had come
+            self._connection_table.mark_busy(self)
+        super().on_message_complete()
+
+    def _is_idle(self) -> bool:
+        """Whether no request is in progress."""
+        return self.cycle is None or bool(self.cycle.response_complete)
+
+    def _on_head_timeout(self) -> None:
+        if self._is_idle():  # else an answer is under way to this client
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Bytes that are not HTTP. In the middle of a response there is no way to say so but to close."""
+        _limited.log_event(_log.info, "rejected", code=InvalidRequest.code, reason=msg)
+        if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
+            body = errors.encode_error_body(InvalidRequest(msg))
+            head = (
+                "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        self.transport.close()

@@ -1,0 +1,98 @@
+"""Is the cluster ready? A warm-up request went through the real path, decode nodes are here, and what runs moves on."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+from baton.process import log
+from baton.config.settings import Config
+from baton.errors import BatonError
+from baton.types import SamplingParams
+from coordinator.node_links.dispatcher import Dispatcher
+from coordinator.generation import Submission
+
+WARMUP_PROMPT_TOKENS = 4
+WARMUP_OUTPUT_TOKENS = 2  # one by prefill, one by decode
+PREFILL_WAIT_SECONDS = 30.0  # seconds that it waits for a prefill node which may be starting still, once decode serves
+
+_log = log.get_logger("warmup")
+
+
+class ClusterReadiness:
+    """`run` is a task that warms the cluster up once. `state` may be asked at any time; `on_change` callbacks are
+    called with (ready, reason) when it has changed."""
+
+    def __init__(self, config: Config, dispatcher: Dispatcher) -> None:
+        self.on_change: list[Callable[[bool, str], None]] = []
+        self._config = config
+        self._dispatcher = dispatcher
+        self._not_warm_reason = "the warm-up request has not been sent yet"
+        self._last_state: tuple[bool, str] | None = None
+        self._cluster_changed = asyncio.Event()
+        dispatcher.on_cluster_change.append(self._notify_if_changed)
+
+    def state(self) -> tuple[bool, str]:
+        """(True, "") or (False, why not)."""
+        reason = self._why_not_ready()
+        return not reason, reason
+
+    async def run(self) -> None:
+        """Warm up as soon as the cluster can serve, by a hand-off if the mode has them and a prefill node comes in
+        time; after a failure, again when a node has come or reported."""
+        brain = self._dispatcher.brain
+        while self._not_warm_reason:
+            await self._wait_while(brain.why_not_serving)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PREFILL_WAIT_SECONDS):
+                    await self._wait_while(brain.why_no_prefill)
+            if not brain.why_not_serving():
+                await self._warm_up()
+                self._notify_if_changed()
+                if self._not_warm_reason:
+                    await self._wait_for_change()
+
+    async def _wait_while(self, missing: Callable[[], str]) -> None:
+        while reason := missing():
+            self._not_warm_reason = f"{reason}: the warm-up request has not been sent yet"
+            await self._wait_for_change()
+
+    async def _wait_for_change(self) -> None:
+        self._cluster_changed.clear()
+        await self._cluster_changed.wait()
+
+    async def _warm_up(self) -> None:
+        try:
+            vocab = self._dispatcher.get_model_bounds().vocab_size
+            prompt = tuple(token % vocab for token in range(1, WARMUP_PROMPT_TOKENS + 1))
+            sampling = SamplingParams(WARMUP_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+            submission = Submission(prompt, sampling, self._config.request_timeout)
+            stream = await self._dispatcher.submit_request(submission, internal=True)
+            async for _ in stream:
+                pass
+        except BatonError as error:
+            self._not_warm_reason = f"the warm-up request failed: {error.message}"
+            _log.warning("warm-up failed", reason=error.message, code=error.code)
+        else:
+            self._not_warm_reason = ""
+            _log.info("warm-up passed")
+
+    def _why_not_ready(self) -> str:
+        brain = self._dispatcher.brain
+        if brain.is_draining:
+            return "the cluster is stopping"
+        missing = brain.why_not_serving()
+        if missing or self._not_warm_reason:
+            return missing or self._not_warm_reason
+        quiet = brain.seconds_without_progress(self._dispatcher.clock())
+        if quiet > self._config.stall:
+            here = f"{brain.running} requests run, {brain.queued} wait"
+            return f"{here}, and none has got any further for {quiet:.0f} s (--stall {self._config.stall:g})"
+        return ""
+
+    def _notify_if_changed(self) -> None:
+        self._cluster_changed.set()
+        now = self.state()
+        if now != self._last_state:
+            self._last_state = now
+            for callback in self.on_change:
+                callback(*now)

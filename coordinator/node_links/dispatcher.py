@@ -1,0 +1,366 @@
+"""The brain's shell: it carries out effects, keeps the one timer, and joins readers, nodes and brain on one event loop.
+
+Nothing here decides anything.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from baton.process import log
+from baton.process.clock import Clock, monotonic_clock
+from baton.config.settings import Config
+from baton.errors import BatonError, Cancelled, ConfigError, ShuttingDown, InvalidRequest, RequestRejected, SlowReader
+from baton.limits import ModelBounds
+from baton.pb.cluster_pb2 import CoordinatorMessage, ExplainResponse
+from baton.role_split import RoleSplit
+from baton.slo import Slo, parse_slo
+from baton.types import Incarnation, NodeName, Request, RequestId, Principal, mint_id
+from coordinator.core.brain import Brain
+from coordinator.core.membership.join_checks import ServedModel, JoinInfo
+from coordinator.core.common.messages import (
+    AdmitRequest,
+    DegradationChanged,
+    Effect,
+    EmitTokens,
+    EmitPromptLogprobs,
+    EndRequest,
+    FinishedResult,
+    Heartbeat,
+    NodeLeaving,
+    MemberLost,
+    NodeReport,
+    BreakerChanged,
+    AttemptReplaced,
+    SendOrder,
+    RatioChanged,
+    RoleSwitchReport,
+)
+from coordinator.core.placement.policies import POLICIES
+from coordinator.core.membership.pool_registry import PoolJoinInfo
+from coordinator.core.requests.request_admitter import SubmittedRequest
+from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.common.settings import BrainSettings
+from coordinator.core.admission.tenants import INTERNAL_PRINCIPAL, TenantTable
+from coordinator.generation import TokensEvent, FinishedEvent, PromptLogprobsEvent, Submission
+from coordinator.node_links.message_codec import order_to_pb, build_welcome
+from coordinator.node_links.generation_stream import MAX_UNREAD_TOKENS, GenerationStream
+
+_MIN_TIMER_SECONDS = 0.001  # seconds: event loops round to milliseconds
+
+_log = log.get_logger("dispatcher")
+
+
+class NodeConnection(Protocol):
+    """A node's stream as the dispatcher sees it."""
+
+    def send_message(self, message: CoordinatorMessage) -> None:
+        """Never blocks; a stream that cannot keep up closes itself."""
+        ...
+
+    def close(self) -> None:
+        """The incarnation is no member any more: end the stream. Idempotent; calls nothing back."""
+        ...
+
+
+class Dispatcher:
+    """A `GenerationBackend` for the front doors and the member list for the node link. One event loop, no locks."""
+
+    def __init__(self, config: Config, clock: Clock = monotonic_clock, served: ServedModel | None = None) -> None:
+        """`served`: what is known of the model, for nodes to be compared with. Raises ConfigError."""
+        mode = config.mode if config.prefill else "colocated"
+        settings = BrainSettings(
+            mode,
+            config.max_queue,
+            config.max_attempts,
+            config.stall,
+            config.explain_keep,
+            config.retry_budget,
+            config.local_prefill_share,
+            config.degrade_wait,
+            config.degraded_max_tokens,
+            _parse_config_slo(config.slo),
+            config.max_queue_tokens,
+        )
+        self._config = config
+        self.brain = Brain(NodeRegistry(config.silence, config.stall, served), POLICIES[config.placement](), settings)
+        self.clock = clock
+        self.mode = mode
+        self.node_connections: dict[Incarnation, NodeConnection] = {}
+        self.on_request_end: list[Callable[[EndRequest], None]] = []
+        self.on_cluster_change: list[Callable[[], None]] = []  # a node came, went, reported or switched
+        self.on_role_switch: list[Callable[[RoleSwitchReport], None]] = []
+        self._generation_streams: dict[RequestId, GenerationStream] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due_at = 0.0
+        self._is_closing = False  # the ends of the nodes' streams are our own doing
+        self._pending_effects: deque[Effect] = deque()
+        self._is_applying_effects = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        if config.ratio_auto:
+            self.brain.ratio_controller.enable_auto(None, config.flip_timeout, clock())
+
+    # for the front doors
+
+    def get_model_bounds(self) -> ModelBounds:
+        return self.brain.get_model_bounds()
+
+    async def submit_request(self, submission: Submission, *, internal: bool = False) -> GenerationStream:
+        """See `GenerationBackend.submit_request`. `internal` requests are counted in a class of their own."""
+        (stream,) = await self.submit_requests([submission], internal=internal)
+        return stream
+
+    async def submit_requests(self, submissions: Sequence[Submission], *, internal: bool = False) -> list[GenerationStream]:
+        """See `GenerationBackend.submit_requests`."""
+        arrivals = _build_arrivals(submissions, internal=internal)
+        effects = self.brain.submit_requests(arrivals, self.clock(), internal=internal)
+        streams = [GenerationStream(arrival.request.id, self._cancel_for_client, self._stop_for_client) for arrival in arrivals]
+        self._generation_streams.update((stream.id, stream) for stream in streams)
+        self._idle.clear()
+        self._apply_effects(effects)
+        try:
+            for stream in streams:
+                await stream.wait_until_admitted()
+        except BaseException:  # cancelled, or one of them was not admitted: then none is
+            for stream in streams:
+                stream.cancel()
+            raise
+        return streams
+
+    def require_admission(self, standing: Principal, count: int, timeout: float) -> None:
+        """See `GenerationBackend.require_admission`."""
+        self.brain.require_admission(standing, count, timeout, self.clock())
+
+    def reload_tenants(self, tenants: TenantTable) -> None:
+        self._apply_effects(self.brain.reload_tenants(tenants, self.clock()))
+
+    def count_rejection(self, error: RequestRejected, tenant_class: str) -> None:
+        """For what a front door refuses before it submits; `submit_request` counts its own."""
+        self.brain.count_rejection(error, tenant_class, self.clock())
+
+    async def drain_requests(self, patience: float) -> None:
+        """Refuse new requests, wait for those that run, and after `patience` seconds end the rest with Draining."""
+        self.brain.start_draining()
+        self._notify_cluster_change()
+        try:
+            async with asyncio.timeout(patience):
+                await self._idle.wait()
+        except TimeoutError:
+            error = ShuttingDown(f"the cluster has stopped: {patience:g} s had passed (--drain-timeout)")
+            for request in self.brain.list_active_requests():
+                self._cancel_request(request, error)
+
+    # for operators
+
+    def explain_request(self, request: RequestId) -> ExplainResponse:
+        """Raises NotFound."""
+        return self.brain.explain_request(request, self.clock())
+
+    def drain_node(self, name: NodeName, timeout: float | None) -> None:
+        """See `Brain.drain_node`."""
+        self._apply_effects(self.brain.drain_node(name, timeout, self.clock()))
+        _log.info("node drained", node=name, timeout=timeout)
+        self._notify_cluster_change()
+
+    def undrain_node(self, name: NodeName) -> None:
+        """See `Brain.undrain_node`."""
+        self._apply_effects(self.brain.undrain_node(name, self.clock()))
+        _log.info("node back in service", node=name)
+        self._notify_cluster_change()
+
+    def set_ratio(self, target: RoleSplit, patience: float | None) -> None:
+        """See `Brain.set_ratio`; without `patience`, --flip-timeout."""
+        seconds = self._config.flip_timeout if patience is None else patience
+        self._apply_effects(self.brain.set_ratio(target, seconds, self.clock()))
+        _log.info("ratio set", target=str(target), flip_timeout=seconds)
+        self._notify_cluster_change()
+
+    def set_auto_ratio(self, slo: Slo | None, patience: float | None) -> None:
+        """See `Brain.auto_ratio`; without `patience`, --flip-timeout."""
+        seconds = self._config.flip_timeout if patience is None else patience
+        self._apply_effects(self.brain.set_auto_ratio(slo, seconds, self.clock()))
+        _log.info("ratio automatic", slo=str(self.brain.ratio_controller.target_slo), flip_timeout=seconds)
+        self._notify_cluster_change()
+
+    def set_manual_ratio(self) -> None:
+        self.brain.set_manual_ratio()
+        _log.info("ratio manual")
+        self._notify_cluster_change()
+
+    def close(self) -> None:
+        """Give up every node; nothing runs any more."""
+        self._is_closing = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for link in list(self.node_connections.values()):
+            link.close()
+
+    # for the node link
+
+    def join_node(self, info: JoinInfo, link: NodeConnection) -> Incarnation:
+        """A node becomes a member; its Welcome is the first thing it is sent. Raises ConfigError if it may not join."""
+        incarnation = Incarnation(mint_id(64))
+        effects = self.brain.join_node(info, incarnation, self.clock())
+        self.node_connections[incarnation] = link
+        link.send_message(build_welcome(incarnation, self._config.heartbeat, self._config.silence))
+        _log.info("node joined", node=info.name, role=info.role.value, incarnation=incarnation, pid=info.pid)
+        self._apply_effects(effects)
+        self._notify_cluster_change()
+        return incarnation
+
+    def join_pool(self, info: PoolJoinInfo, link: NodeConnection) -> Incarnation:
+        """A host's pool becomes a member. Raises ConfigError if it may not."""
+        incarnation = Incarnation(mint_id(64))
+        effects = self.brain.join_pool(info, incarnation, self.clock())
+        self.node_connections[incarnation] = link
+        link.send_message(build_welcome(incarnation, self._config.heartbeat, self._config.silence))
+        _log.info("pool joined", node=info.name, incarnation=incarnation, pid=info.pid)
+        self._apply_effects(effects)
+        self._notify_cluster_change()
+        return incarnation
+
+    def receive_report(self, sender: Incarnation, message: NodeReport) -> None:
+        self._apply_effects(self.brain.receive_report(sender, message, self.clock()))
+        if isinstance(message, Heartbeat | NodeLeaving):
+            self._notify_cluster_change()
+
+    def remove_member(self, incarnation: Incarnation, reason: BatonError) -> None:
+        """The node's stream has ended. Idempotent."""
+        self._apply_effects(self.brain.remove_member(incarnation, reason, self.clock()))
+
+    # inside
+
+    def _cancel_for_client(self, request: RequestId) -> None:
+        self._cancel_request(request, Cancelled("the client has gone away"))
+
+    def _stop_for_client(self, request: RequestId) -> None:
+        self._apply_effects(self.brain.stop_request(request, self.clock()))
+
+    def _cancel_request(self, request: RequestId, error: BatonError) -> None:
+        self._apply_effects(self.brain.cancel_request(request, error, self.clock()))
+
+    def _apply_effects(self, effects: list[Effect]) -> None:
+        """In the order in which the brain decided them, also when carrying one out brings new ones."""
+        self._pending_effects.extend(effects)
+        if self._is_applying_effects:
+            return
+        self._is_applying_effects = True
+        try:
+            while self._pending_effects:
+                self._apply_effect(self._pending_effects.popleft())
+        finally:
+            self._is_applying_effects = False
+        self._schedule_timer()
+
+    def _apply_effect(self, effect: Effect) -> None:
+        match effect:
+            case EmitTokens(request, tokens, scores):
+                stream = self._generation_streams.get(request)
+                if stream is not None and not stream.push_tokens(TokensEvent(tokens, scores)):
+                    self._cancel_request(request, SlowReader(f"the client left more than {MAX_UNREAD} tokens unread"))
+            case EmitPromptLogprobs(request, scores):
+                stream = self._generation_streams.get(request)
+                if stream is not None:
+                    stream.push_prompt_logprobs(PromptLogprobsEvent(scores))
+            case SendOrder(node, message):
+                link = self.node_connections.get(node)
+                if link is not None:
+                    link.send_message(order_to_pb(message))
+            case AdmitRequest(request):
+                stream = self._generation_streams.get(request)
+                if stream is not None:
+                    stream.mark_admitted()
+            case EndRequest():
+                self._end_request(effect)
+            case AttemptReplaced(key, reason):
+                _log.info("placed again", request=key.request_id, attempt=key.attempt_number, reason=reason)
+            case DegradationChanged(step, taken, pressure):
+                _log.warning("service degraded" if taken else "service restored", step=step, pressure=pressure)
+                self._notify_cluster_change()
+            case BreakerChanged(prefill, decode, state):
+                _log.warning("breaker", state=state.value, prefill=prefill, decode=decode)
+            case RoleSwitchReport():
+                self._report_role_switch(effect)
+            case RatioChanged(target, reason):
+                _log.info("ratio changed", target=str(target), why=reason)
+                self._notify_cluster_change()
+            case MemberLost(node, name, error, expected):
+                say, what = (_log.info, "node left to join anew") if expected else (_log.warning, "node lost")
+                if self._is_closing:
+                    say, what = _log.info, "node let go"
+                say(what, node=name, incarnation=node, reason=error.message)
+                link = self.node_connections.pop(node, None)
+                if link is not None:
+                    link.close()
+                self._notify_cluster_change()
+
+    def _end_request(self, end: EndRequest) -> None:
+        stream, result, line = self._generation_streams.pop(end.request_id, None), end.result, end.timeline
+        if stream is not None:
+            if isinstance(result, FinishedResult):
+                stream.end_stream(FinishedEvent(result.reason, result.cached_tokens, line), line)
+            else:
+                stream.end_stream(result, line)
+        if not self._generation_streams:
+            self._idle.set()
+        for callback in self.on_request_end:
+            callback(end)
+        outcome = result.reason.value if isinstance(result, FinishedResult) else result.code
+        _log.info("request ended", request=end.request_id, outcome=outcome, attempts=line.attempts, seconds=line.total)
+
+    def _report_role_switch(self, switch: RoleSwitchReport) -> None:
+        seconds = {"drain": switch.drain_seconds, "switch": switch.switch_seconds, "probe": switch.probe_seconds}
+        roles = f"{switch.source.value} to {switch.to.value}"
+        _log.info("role switch", node=switch.node, roles=roles, outcome=switch.outcome, why=switch.detail, **seconds)
+        for callback in self.on_role_switch:
+            callback(switch)
+        self._notify_cluster_change()
+
+    def _notify_cluster_change(self) -> None:
+        for callback in self.on_cluster_change:
+            callback()
+
+    def _schedule_timer(self) -> None:
+        """One timer, for the next moment at which time alone changes something. One that rings early does no harm."""
+        due = self.brain.next_tick_at()
+        if due is None or (self._timer is not None and self._timer_due_at <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_due_at = due
+        delay = max(due - self.clock(), _MIN_TIMER_SECONDS)
+        self._timer = asyncio.get_running_loop().call_later(delay, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._apply_effects(self.brain.tick(self.clock()))
+
+
+def _parse_config_slo(slo: str) -> Slo:
+    """Raises ConfigError."""
+    try:
+        return parse_slo(slo)
+    except InvalidRequest as error:
+        raise ConfigError(f"--slo: {error.message}", param="slo") from None
+
+
+def _build_arrivals(submissions: Sequence[Submission], *, internal: bool) -> list[SubmittedRequest]:
+    """With ids, and those of one prompt one after another: see `GenerationBackend.submit_requests`."""
+    found: list[SubmittedRequest] = []
+    leader: Request | None = None
+    for submission in submissions:
+        request = Request(
+            id=RequestId(mint_id()),
+            prompt_token_ids=submission.prompt_token_ids,
+            sampling=submission.sampling,
+            timeout_seconds=submission.timeout_seconds,
+            cache_salt=submission.cache_salt,
+            choice_index=submission.choice_index,
+            principal=INTERNAL_PRINCIPAL if internal else submission.principal,
+        )
+        if leader is None or request.choice_index <= leader.choice_index or request.prompt_token_ids != leader.prompt_token_ids:
+            leader = request
+        found.append(SubmittedRequest(request, submission.leader_id or (leader.id if leader is not request else None)))
+    return found

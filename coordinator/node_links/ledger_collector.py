@@ -1,0 +1,49 @@
+"""Asking every node and pool for its block ledger."""
+
+import asyncio
+from itertools import chain, count
+from operator import attrgetter
+
+from baton.pb.cluster_pb2 import CoordinatorMessage, LedgerQuery, LedgerReply, LedgerResponse
+from baton.pb.common_pb2 import Ledger
+from baton.types import Incarnation
+from coordinator.node_links.dispatcher import Dispatcher
+
+REPLY_TIMEOUT_SECONDS = 2.0  # seconds
+
+
+class LedgerCollector:
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+        self._query_numbers = count(1)
+        self._open_queries: dict[int, dict[Incarnation, asyncio.Future[list[Ledger]]]] = {}
+
+    async def collect_ledgers(self, patience: float = REPLY_TIMEOUT_SECONDS) -> LedgerResponse:
+        """Every node's ledger, with a pool's that of its disk, and the names of those that did not answer within
+        `patience` seconds."""
+        number = next(self._query_numbers)
+        loop = asyncio.get_running_loop()
+        names = {member.incarnation: member.info.name for member in self._dispatcher.brain.list_members()}
+        waiting: dict[Incarnation, asyncio.Future[list[Ledger]]] = {node: loop.create_future() for node in names}
+        self._open_queries[number] = waiting
+        try:
+            for node in names:
+                link = self._dispatcher.node_connections.get(node)
+                if link is not None:
+                    link.send_message(CoordinatorMessage(ledger_query=LedgerQuery(query=number)))
+            if waiting:
+                await asyncio.wait(waiting.values(), timeout=patience)
+        finally:
+            del self._open_queries[number]
+        answered = {node: future.result() for node, future in waiting.items() if future.done()}
+        ledgers = sorted(chain.from_iterable(answered.values()), key=attrgetter("node"))
+        return LedgerResponse(
+            ledgers=ledgers,
+            silent=sorted(name for node, name in names.items() if node not in answered),
+        )
+
+    def on_ledger_reply(self, sender: Incarnation, reply: LedgerReply) -> None:
+        """Late and repeated replies are no-ops."""
+        future = self._open_queries.get(reply.query, {}).get(sender)
+        if future is not None and not future.done():
+            future.set_result([reply.ledger, *([reply.disk] if reply.HasField("disk") else [])])

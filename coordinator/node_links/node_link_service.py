@@ -1,0 +1,189 @@
+"""NodeLink.Attach: the one stream between the coordinator and each node.
+
+A stream is one incarnation. It starts with a Join within `JOIN_TIMEOUT_SECONDS` seconds and ends when the node goes, when the
+brain gives the incarnation up, or when the node reads so slowly that its bounded outbox fills.
+"""
+
+import asyncio
+import hmac
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any
+
+import grpc
+
+from baton.cluster_link import stream as link_codec
+from baton.process import log
+from baton.cluster_link import pb_conversion as wire
+from baton.config.settings import Config
+from baton.errors import ConfigError, NodeLost
+from baton.limits import MAX_UNSENT_MESSAGES
+from baton.cluster_link.dialer import PROOF_METADATA_KEY, derive_link_proof
+from baton.pb.cluster_pb2 import CoordinatorMessage, Join, NodeMessage, Ping, Refusal
+from baton.process.log_rate_limit import RateLimitedLogger
+from baton.types import Incarnation
+from coordinator.core.membership.join_checks import JoinInfo
+from coordinator.core.membership.pool_registry import POOL_ROLE
+from coordinator.node_links.dispatcher import Dispatcher
+from coordinator.node_links.ledger_collector import LedgerCollector
+from coordinator.node_links.message_codec import input_from_pb, join_from_pb, pool_from_pb
+
+JOIN_TIMEOUT_SECONDS = 5.0  # seconds
+_LAST_WRITE_SECONDS = 1.0  # seconds
+_FAILPOINT = "link.coordinator.send"
+
+StreamContext = Any  # grpc.aio.ServicerContext, which ships without types
+
+_log = log.get_logger("node_link")
+_limited = RateLimitedLogger()  # of lines that whoever reaches the port can cause
+
+
+class NodeStream:
+    """The sending half of one node's stream: a bounded outbox, and a ping when nothing else is to be said."""
+
+    def __init__(self, heartbeat: float) -> None:
+        self.closed = asyncio.Event()
+        self._heartbeat = heartbeat
+        self._outbox: deque[CoordinatorMessage] = deque()
+        self._wake = asyncio.Event()
+
+    def send_message(self, message: CoordinatorMessage) -> None:
+        if len(self._outbox) >= MAX_UNSENT_MESSAGES and not self.closed.is_set():
+            _log.error("a node reads too slowly and is given up", unsent=MAX_UNSENT_MESSAGES)
+            self.close()
+        if not self.closed.is_set():
+            self._outbox.append(message)
+            self._wake.set()
+
+    def close(self) -> None:
+        self.closed.set()
+
+    async def write_messages(self, context: StreamContext) -> None:
+        """Write what is sent, until cancelled."""
+        numbers = link_codec.SequenceNumbers()
+        while True:
+            while self._outbox:
+                message = self._outbox.popleft()
+                numbers.number_message(message)
+                await _write_message(context, message)
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(self._heartbeat):
+                    await self._wake.wait()
+            except TimeoutError:
+                self.send_message(CoordinatorMessage(ping=Ping()))
+
+
+async def _write_message(context: StreamContext, message: CoordinatorMessage) -> None:
+    """What is being written when this is cancelled is written to its end, unless the node takes nothing: gRPC cannot
+    end a stream that still writes, and the node would not learn that it has ended."""
+    writing = asyncio.ensure_future(link_codec.send_message(context.write, message, _FAILPOINT))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait({writing}, timeout=_LAST_WRITE_SECONDS)
+        writing.cancel()
+        await asyncio.gather(writing, return_exceptions=True)
+        raise
+
+
+class NodeLinkService:
+    def __init__(self, config: Config, dispatcher: Dispatcher, ledgers: LedgerCollector) -> None:
+        self._config = config
+        self._dispatcher = dispatcher
+        self._ledger_collector = ledgers
+        self._proof = derive_link_proof(config.cluster_token)
+
+    async def Attach(self, _: object, context: StreamContext) -> None:
+        """One node's stream, from its Join to its end."""
+        await self._authenticate(context)
+        stream = NodeStream(self._config.heartbeat)
+        first = await self._read_join(context)
+        try:
+            if first.join.role == POOL_ROLE:
+                incarnation = self._dispatcher.join_pool(pool_from_pb(first.join), stream)
+            else:
+                incarnation = self._dispatcher.join_node(self._parse_join(first.join), stream)
+        except ConfigError as error:
+            _limited.log_event(_log.warning, "join refused", node=first.join.name, reason=error.message)
+            refusal = Refusal(error=wire.error_to_pb(error), retry_seconds=error.retry_after or 0.0)
+            await context.write(CoordinatorMessage(refusal=refusal))
+            return
+        try:
+            await self._run_until_first_ends(self._receive_messages(context, incarnation), stream.write_messages(context), stream.closed.wait())
+        except grpc.RpcError as error:
+            _limited.log_event(_log.info, "stream broke", node=first.join.name, error=str(error))
+        finally:
+            stream.close()
+            self._dispatcher.remove_member(incarnation, NodeLost(f"the stream of node {first.join.name} ended"))
+
+    def _parse_join(self, join: Join) -> JoinInfo:
+        """Raises ConfigError, counted, for one that is no node's."""
+        try:
+            return join_from_pb(join)
+        except ConfigError:
+            self._dispatcher.brain.counters.joins["refused"] += 1
+            raise
+
+    async def _authenticate(self, context: StreamContext) -> None:
+        """The certificate has shown already that the node has the token. This proof of it also holds where somebody in
+        between has ended TLS."""
+        given = dict(context.invocation_metadata()).get(PROOF_METADATA_KEY, b"")
+        if hmac.compare_digest(given if isinstance(given, bytes) else b"", self._proof):
+            return
+        self._dispatcher.brain.counters.joins["unauthenticated"] += 1
+        _limited.log_event(_log.warning, "wrong cluster token: a node was refused", peer=context.peer())
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"metadata {PROOF_KEY} is missing or wrong")
+
+    async def _read_join(self, context: StreamContext) -> NodeMessage:
+        try:
+            async with asyncio.timeout(JOIN_TIMEOUT_SECONDS):
+                message = await context.read()
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"no Join within {JOIN_TIMEOUT:g} s")
+        if message is None or message is grpc.aio.EOF or not message.HasField("join"):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be Join")
+        return message  # type: ignore[no-any-return]
+
+    async def _receive_messages(self, context: StreamContext, incarnation: Incarnation) -> None:
+        counters, numbers = self._dispatcher.brain.counters, link_codec.SequenceNumbers()
+        while (message := await context.read()) is not grpc.aio.EOF:
+            if message is None:
+                counters.dropped_messages["damaged"] += 1
+                return
+            try:
+                if not numbers.accept_message(message):
+                    counters.dropped_messages["repeated"] += 1
+                    continue
+            except link_codec.MessagesLost as error:
+                _limited.log_event(_log.warning, "messages lost", error=str(error))
+                counters.dropped_messages["lost"] += 1
+                return
+            if message.incarnation != incarnation:
+                counters.dropped_messages["stale"] += 1
+                return
+            try:
+                report = input_from_pb(message)
+            except ValueError as error:
+                _limited.log_event(_log.warning, "a message makes no sense", error=str(error))
+                counters.dropped_messages["damaged"] += 1
+                return
+            if report is not None:
+                self._dispatcher.receive_report(incarnation, report)
+            elif message.HasField("ledger"):
+                self._ledger_collector.on_ledger_reply(incarnation, message.ledger)
+            else:
+                counters.dropped_messages["unexpected"] += 1
+
+    @staticmethod
+    async def _run_until_first_ends(*parts: Coroutine[Any, Any, object]) -> None:
+        """Run all until one is done, then stop the others. Raises what it raised."""
+        tasks = [asyncio.ensure_future(part) for part in parts]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,56 @@
+"""What the coordinator's ports may hold, and what they hold."""
+
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from baton.config.settings import Config
+from baton.network.connection_guard import ConnectionGuard
+from baton.network.connection_limits import COORDINATOR_PORTS, compute_port_limit
+from coordinator.frontend.http.server.connection_table import ConnectionTable
+
+
+class PortConnections(Collector):
+    """HTTP ports count their connections themselves; those of gRPC are watched from outside."""
+
+    def __init__(self, config: Config, descriptors: int) -> None:
+        """Raises ConfigError for more connections than the process may have."""
+        wanted = {"most": config.max_connections, "per_address": config.max_connections_per_address}
+        self.limits = {name: compute_port_limit(name, descriptors, **wanted) for name in COORDINATOR_PORTS}
+        self._tables: dict[str, ConnectionTable] = {}
+        self._guard = ConnectionGuard()
+
+    def get_table(self, name: str) -> ConnectionTable:
+        """Of an HTTP port."""
+        return self._tables.setdefault(name, ConnectionTable(name, self.limits[name]))
+
+    def watch_grpc_port(self, name: str, port: int) -> None:
+        """A gRPC port, by its name and its number."""
+        self._guard.watch_port(name, port, self.limits[name])
+
+    def get_connection_counts(self) -> dict[str, int]:
+        return {name: len(table) for name, table in self._tables.items()} | self._guard.get_connection_counts()
+
+    def get_refused_counts(self) -> dict[str, int]:
+        """Connections that were closed because there were too many."""
+        return {name: table.refused_connections for name, table in self._tables.items()} | self._guard.get_refused_counts()
+
+    def close(self) -> None:
+        self._guard.close()
+
+    def collect(self) -> Iterator[Metric]:
+        """For /metrics."""
+        held = GaugeMetricFamily("baton_connections", "Connections that a port holds", labels=["port"])
+        for name, count in self.get_connection_counts().items():
+            held.add_metric([name], count)
+        yield held
+        yield self.build_refused_counter()
+
+    def build_refused_counter(self) -> Metric:
+        refused = CounterMetricFamily(
+            "baton_connections_refused_total", "Connections closed because there were too many", labels=["port"]
+        )
+        for name, count in self.get_refused_counts().items():
+            refused.add_metric([name], count)
+        return refused

@@ -1,0 +1,181 @@
+"""A model's own chat template: messages to the text that the model was trained on.
+
+Templates are Jinja programs that come with the model. They run in Jinja's sandbox with the settings, variables and
+functions that Hugging Face documents for them ("Chat templates" in the manual of transformers).
+"""
+
+import datetime
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from baton.process.clock import Clock, monotonic_clock
+from baton.errors import ConfigError, InvalidRequest
+from baton.limits import (
+    MAX_BODY_BYTES,
+    MAX_TEMPLATE_ARGUMENTS,
+    MAX_TEMPLATE_KEY_CHARACTERS,
+    MAX_TEMPLATE_NUMBER,
+    MAX_TEMPLATE_STRING_CHARACTERS,
+    check_message_count,
+)
+
+MESSAGE_ROLES = ("system", "developer", "user", "assistant", "tool")  # which of them a template takes is its own affair
+MAX_RENDERED_CHARS = 2 * MAX_BODY_BYTES  # characters
+MAX_RENDER_SECONDS = 10.0
+_MAX_REASON_CHARS = 200
+_RESERVED_NAMES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "self", "raise_exception", "strftime_now"}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages as a template sees them: mappings with at least `role` and `content`, a text.
+
+    `add_generation_prompt` opens the assistant's turn at the end. `template_kwargs` are further variables of the template, numbers, texts
+    and the like, as a model's card gives them ("enable_thinking")."""
+
+    messages: Sequence[Mapping[str, object]]
+    add_generation_prompt: bool = True
+    template_kwargs: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def render_bytes(self) -> int:
+        """A measure of the work to render it: at least the bytes of its text, and something for each message."""
+        arguments = sum(64 + len(str(value)) for value in self.template_kwargs.values())
+        return arguments + sum(64 + _max_utf8_bytes(message.get("content")) for message in self.messages)
+
+
+def _max_utf8_bytes(content: object) -> int:
+    return len(content) * (1 if content.isascii() else 4) if isinstance(content, str) else 0
+
+
+class ChatTemplate:
+    """One compiled template. Threads may share it."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str], clock: Clock = monotonic_clock) -> None:
+        """`special_tokens` are variables of the template: bos_token, eos_token. Raises ConfigError."""
+        self._special_tokens = dict(special_tokens)
+        self._clock = clock
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the model's chat template cannot be read ({error}): correct it") from None
+
+    def render(self, conversation: ChatPrompt) -> str:
+        """Raises InvalidRequest with what the template says is wrong with the messages."""
+        check_messages(conversation)
+        self._check_arguments(conversation.template_kwargs)
+        deadline = self._clock() + MAX_RENDER_SECONDS
+        pieces: list[str] = []
+        length = 0
+        try:
+            for piece in self._template.generate(
+                **conversation.template_kwargs,
+                messages=[dict(message) for message in conversation.messages],
+                tools=None,
+                documents=None,
+                add_generation_prompt=conversation.add_generation_prompt,
+                **self._special_tokens,
+            ):
+                pieces.append(piece)
+                length += len(piece)
+                if length > MAX_RENDERED_CHARS or self._clock() > deadline:
+                    raise _RenderLimitExceeded
+        except _RenderLimitExceeded:
+            bound = f"{MAX_RENDERED} characters, {MAX_SECONDS:g} s"
+            raise InvalidRequest(f"messages are too much for the chat template ({bound})", param="messages") from None
+        except _TemplateRefusal as error:
+            raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
+        except (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            reason = f"it fails with {type(error).__name__}"  # whose text may quote a message
+            raise InvalidRequest(
+                f"the chat template cannot render these messages: {reason}", param="messages"
+            ) from None
+        return "".join(pieces)
+
+    def _check_arguments(self, arguments: Mapping[str, object]) -> None:
+        """Raises InvalidRequest. Names that the template has already stay what they are."""
+        if len(arguments) > MAX_TEMPLATE_ARGUMENTS:
+            _raise_bad_kwargs(f"has {len(arguments)} entries: at most {MAX_TEMPLATE_ARGUMENTS}")
+        for name, value in arguments.items():
+            if not (name.isidentifier() and name.isascii() and len(name) <= MAX_TEMPLATE_KEY_CHARACTERS):
+                _raise_bad_kwargs(f"has the name {name[:64]!r}: names are identifiers of 1 to {MAX_TEMPLATE_NAME} characters")
+            if name in _RESERVED_NAMES or name in self._special_tokens:
+                _raise_bad_kwargs(f"has the name {name!r}, which is not free")
+            if isinstance(value, str) and len(value) > MAX_TEMPLATE_STRING_CHARACTERS:
+                _raise_bad_kwargs(f"has a text of {len(value)} characters for {name!r}: at most {MAX_TEMPLATE_TEXT}")
+            if isinstance(value, int | float) and not abs(value) <= MAX_TEMPLATE_NUMBER:
+                _raise_bad_kwargs(f"has a number beyond {MAX_TEMPLATE_NUMBER} for {name!r}")
+
+
+def _raise_bad_kwargs(reason: str) -> NoReturn:
+    raise InvalidRequest(f"chat_template_kwargs {reason}", param="chat_template_kwargs")
+
+
+def check_messages(conversation: ChatPrompt) -> None:
+    """Raises InvalidRequest."""
+    check_message_count(len(conversation.messages))
+    for place, message in enumerate(conversation.messages):
+        role = str(message["role"])
+        if role not in MESSAGE_ROLES:
+            given = repr(role if len(role) <= 64 else role[:61] + "...")
+            allowed = ", ".join(MESSAGE_ROLES)
+            raise InvalidRequest(f"messages[{place}].role is {given}: it must be one of {allowed}", param="messages")
+
+
+class _RenderLimitExceeded(Exception):
+    pass
+
+
+class _TemplateRefusal(Exception):
+    """What a template says with `raise_exception`: its author's words."""
+
+
+class _GenerationBlocks(Extension):
+    """`{% generation %}` marks the assistant's words for training; for us it is no more than its content."""
+
+    def __init__(self, environment: jinja2.Environment) -> None:
+        self.tags = {"generation"}
+        super().__init__(environment)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
+    )
+    functions: dict[str, Callable[..., object]] = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+    environment.globals.update(functions)
+    environment.filters["tojson"] = _tojson
+    return environment
+
+
+def _raise_exception(message: object) -> NoReturn:
+    raise _TemplateRefusal(str(message)[:_MAX_REASON_CHARS])
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is: jinja2's own filter escapes it for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,244 @@
+"""Text to token ids and back for the served model, without touching a tensor.
+
+A model without a tokenizer (or the paced engine) is served by token ids alone. How one is loaded:
+`tokenizer_files.py`.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from itertools import count
+from typing import NoReturn, Protocol
+
+import tokenizers
+from tokenizers import processors
+
+from baton.errors import InvalidRequest
+from baton.limits import TextLimit, check_message_count
+from coordinator.text.bounded_encoder import BoundedEncoder, utf8_size
+from coordinator.text.chat_template import ChatTemplate, ChatPrompt
+from coordinator.text.detokenizer import IncrementalDetokenizer, Vocabulary
+from coordinator.text.special_token_escaper import SpecialTokenEscaper
+from coordinator.text.text_workers import TextWorkers
+
+DECODE_BYTES_PER_TOKEN = 4  # that a token to be decoded counts for among the workers, as about so many bytes of text
+NO_TEXT_LIMIT = TextLimit(2**62, "none is set")
+
+
+class Tokenizer(Protocol):
+    """What the front doors need."""
+
+    @property
+    def has_text(self) -> bool:
+        """False: tokens have no text here."""
+        ...
+
+    async def encode(self, text: str, *, special: bool = True, limit: TextLimit = NO_TEXT_LIMIT) -> tuple[int, ...]:
+        """With `special`, the tokens that the model expects around a text, as its files say. Raises InvalidRequest
+        when there is no tokenizer, TooLong as soon as the text is seen to be far beyond `limit`, Overloaded when too
+        much text waits."""
+        ...
+
+    async def compute_token_offsets(self, text: str) -> tuple[int, ...]:
+        """For each token of `encode(text)`, the place in the text where it begins, in characters."""
+        ...
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """All of it, special tokens too. Raises InvalidRequest when there is no tokenizer."""
+        ...
+
+    async def encode_chat(
+        self, conversation: ChatPrompt, *, special: bool = False, limit: TextLimit = NO_TEXT_LIMIT
+    ) -> tuple[int, ...]:
+        """The prompt of a conversation, in which special tokens are what its template writes and nothing that a message
+        spells. `special` adds those around a text, which most templates write already. Raises InvalidRequest when there
+        is no chat template, or when it refuses; TooLong and Overloaded as `encode`."""
+        ...
+
+    async def decode_with_offsets(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
+        """The text of tokens as it is shown in an answer, and the place in it where each token begins."""
+        ...
+
+    def create_detokenizer(self, *, continuing: bool = False) -> IncrementalDetokenizer:
+        """`continuing`: the tokens follow others; else they begin a text."""
+        ...
+
+    def token_text(self, token: int) -> str:
+        """One token by itself, in words that no other token has as far as possible."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes | None:
+        """What it stands for; None if that is no text."""
+        ...
+
+    async def get_token_strings(self, tokens: Sequence[int]) -> list[str]:
+        """Each as the vocabulary spells it."""
+        ...
+
+
+class NoTokenizer:
+    """Token ids only: text is refused for `reason`, and output text is empty."""
+
+    has_text = False
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    async def encode(self, text: str, *, special: bool = True, limit: TextLimit = NO_TEXT_LIMIT) -> tuple[int, ...]:
+        self._raise_no_tokenizer("prompt is text", "prompt", ": send token ids")
+
+    async def compute_token_offsets(self, text: str) -> tuple[int, ...]:
+        self._raise_no_tokenizer("prompt is text", "prompt", ": send token ids")
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        self._raise_no_tokenizer("tokens are to be text", "tokens")
+
+    async def encode_chat(
+        self, conversation: ChatPrompt, *, special: bool = False, limit: TextLimit = NO_TEXT_LIMIT
+    ) -> tuple[int, ...]:
+        self._raise_no_tokenizer("messages are text", "messages", ": send a prompt of token ids to /v1/completions")
+
+    async def decode_with_offsets(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
+        return "", [0] * len(tokens)
+
+    def create_detokenizer(self, *, continuing: bool = False) -> IncrementalDetokenizer:
+        return _NullDetokenizer()
+
+    def token_text(self, token: int) -> str:
+        return _token_id_string(token)
+
+    def token_bytes(self, token: int) -> bytes | None:
+        return None
+
+    async def get_token_strings(self, tokens: Sequence[int]) -> list[str]:
+        return list(map(_token_id_string, tokens))
+
+    def _raise_no_tokenizer(self, given: str, field: str, remedy: str = "") -> NoReturn:
+        raise InvalidRequest(f"{given}, but {self.reason}{remedy}", param=field)
+
+
+class _NullDetokenizer:
+    def append_tokens(self, tokens: object) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
+class HfTokenizer:
+    """A fast tokenizer. Its backend is used directly: it is immutable once loaded, so threads may share it, where
+    the wrapper rewrites truncation and padding settings at every call."""
+
+    has_text = True
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        bos: int | None,
+        template: ChatTemplate | None = None,
+        workers: TextWorkers | None = None,
+    ) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        _keep_spaces_in_offsets(backend.post_processor)
+        self._backend = backend
+        self._bos_token_id = bos
+        self._template = template
+        self._encoder = BoundedEncoder(backend)
+        self._special_token_escaper = SpecialTokenEscaper(backend, self._encoder)
+        self._vocabulary = Vocabulary(backend)
+        self._workers = workers or TextWorkers()
+
+    async def encode(self, text: str, *, special: bool = True, limit: TextLimit = NO_TEXT_LIMIT) -> tuple[int, ...]:
+        def encode() -> tuple[int, ...]:
+            ids = self._encoder.encode_text(text, limit, special=special)
+            return tuple(ids[self._duplicate_bos_count(ids) :])
+
+        size = utf8_size(text)
+        self._encoder.check_byte_size(size, limit)
+        return await self._workers.run_work(encode, size)
+
+    async def compute_token_offsets(self, text: str) -> tuple[int, ...]:
+        def encode() -> tuple[int, ...]:
+            (encoding,) = self._backend.encode_batch([text], add_special_tokens=True)
+            return tuple(_start_offsets(encoding.offsets[self._duplicate_bos_count(encoding.ids) :]))
+
+        return await self._workers.run_work(encode, utf8_size(text))
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        def decode() -> str:
+            (text,) = self._backend.decode_batch([list(tokens)], skip_special_tokens=False)
+            return text
+
+        return await self._workers.run_work(decode, DECODE_BYTES_PER_TOKEN * len(tokens))
+
+    async def encode_chat(
+        self, conversation: ChatPrompt, *, special: bool = False, limit: TextLimit = NO_TEXT_LIMIT
+    ) -> tuple[int, ...]:
+        template = self._template
+        if template is None:
+            raise InvalidRequest(
+                "messages need a chat template, and the model has none: send a prompt to /v1/completions",
+                param="messages",
+            )
+
+        def encode() -> tuple[int, ...]:
+            hidden, marks = self._special_token_escaper.escape_chat(conversation)
+            ids = self._special_token_escaper.encode_escaped(template.render(hidden), marks, limit, special=special)
+            return tuple(ids[self._duplicate_bos_count(ids) :])
+
+        check_message_count(len(conversation.messages))
+        return await self._workers.run_work(encode, conversation.render_bytes)
+
+    async def decode_with_offsets(self, tokens: Sequence[int]) -> tuple[str, list[int]]:
+        detokenizer = self.create_detokenizer()
+
+        def decode() -> tuple[str, list[int]]:
+            texts, starts, length = list[str](), list[int](), 0
+            for token in tokens:
+                starts.append(length)
+                texts.append(detokenizer.append_tokens((token,)))
+                length += len(texts[-1])
+            return "".join(texts) + detokenizer.flush(), starts
+
+        return await self._workers.run_work(decode, DECODE_BYTES_PER_TOKEN * len(tokens))
+
+    def create_detokenizer(self, *, continuing: bool = False) -> IncrementalDetokenizer:
+        return self._vocabulary.create_detokenizer(continuing=continuing)
+
+    def token_text(self, token: int) -> str:
+        return self._vocabulary.token_text(token) or _token_id_string(token)
+
+    def token_bytes(self, token: int) -> bytes | None:
+        return self._vocabulary.token_bytes(token)
+
+    async def get_token_strings(self, tokens: Sequence[int]) -> list[str]:
+        def look_up() -> list[str]:
+            return [self._backend.id_to_token(token) or _token_id_string(token) for token in tokens]
+
+        return await self._workers.run_work(look_up, DECODE_BYTES_PER_TOKEN * len(tokens))
+
+    def _duplicate_bos_count(self, ids: list[int]) -> int:
+        """A text that begins with BOS by itself gets no second one."""
+        return int(self._bos_token_id is not None and ids[:2] == [self._bos_token_id, self._bos_token_id])
+
+
+def _start_offsets(offsets: Sequence[tuple[int, int]]) -> Iterator[int]:
+    """What stands for no text, as an end token, begins where the one before it ends."""
+    reached = 0
+    for begin, end in offsets:
+        yield begin if begin < end else reached
+        reached = max(reached, end)
+
+
+def _keep_spaces_in_offsets(processor: object) -> None:
+    """A byte-level token begins with its space, whatever the files say of offsets."""
+    if isinstance(processor, processors.Sequence):
+        with suppress(IndexError):  # it has no length
+            for place in count():
+                _keep_spaces_in_offsets(processor[place])
+    elif isinstance(processor, processors.ByteLevel):
+        processor.trim_offsets = False
+
+
+def _token_id_string(token: int) -> str:
+    return f"token_id:{token}"

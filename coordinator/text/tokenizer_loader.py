@@ -1,0 +1,112 @@
+"""A model's tokenizer files, read.
+
+`tokenizer.json` is read by the library that runs it, and the settings beside it for what it lacks: which token begins a
+text, and the chat template. Models without that file go through `transformers`, whose import takes seconds and 300 MB.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from baton.process import log
+from baton.errors import ConfigError
+from coordinator.text.chat_template import ChatTemplate
+from coordinator.text.text_workers import TextWorkers
+from coordinator.text.tokenizer import HfTokenizer, NoTokenizer, Tokenizer
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_log = log.get_logger("tokenizer")
+
+
+async def load_tokenizer(model: str, engine: str, workers: TextWorkers | None = None) -> Tokenizer:
+    """The tokenizer of a model folder or of a model in the local Hugging Face cache.
+
+    `workers` do its work on long texts. Raises ConfigError when files are there but cannot be used.
+    """
+    if engine == "paced":
+        return NoTokenizer("the paced engine has no tokenizer")
+    return await asyncio.to_thread(_load_in_thread, model, workers)
+
+
+def _load_in_thread(model: str, workers: TextWorkers | None) -> Tokenizer:
+    folder = Path(model)
+    if not model or (folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES)):
+        return NoTokenizer(f"{folder.name or 'the model'} has no tokenizer files")
+    try:
+        text = _from_files(folder, workers) or _from_transformers(model, workers)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(f"the tokenizer of {model} cannot be loaded ({first_line}): check its files") from error
+    _log.info("tokenizer loaded", model=model)
+    return text
+
+
+def _from_files(folder: Path, workers: TextWorkers | None) -> HfTokenizer | None:
+    """None if the files alone do not say how this tokenizer works."""
+    file, settings_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    if not file.exists():
+        return None
+    settings = json.loads(settings_file.read_text()) if settings_file.exists() else {}
+    if not isinstance(settings, dict):
+        raise ValueError("tokenizer_config.json is no JSON object")
+    if "auto_map" in settings:  # a class of the model's own, which transformers refuses by name
+        return None
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises this very class
+        raise ValueError(f"tokenizer.json: {error}") from None
+    special = {name: content for name in ("bos_token", "eos_token") if (content := _special_token_text(settings.get(name)))}
+    bos = backend.token_to_id(special["bos_token"]) if "bos_token" in special else None
+    if not _settings_match_backend(backend, bos, settings):
+        return None
+    return HfTokenizer(backend, bos, _build_template(_read_template_source(folder, settings), special), workers)
+
+
+def _settings_match_backend(backend: tokenizers.Tokenizer, bos: int | None, settings: Mapping[str, Any]) -> bool:
+    """Does tokenizer.json itself begin and end a text as the settings beside it ask? Some classes of transformers
+    follow those."""
+    ids = backend.encode("").ids
+    begins, wanted = bos is not None and ids[:1] == [bos], settings.get("add_bos_token")
+    if wanted is not None and bos is not None and begins != wanted:
+        return False
+    eos = backend.token_to_id(_special_token_text(settings.get("eos_token")) or "")
+    return not settings.get("add_eos_token") or (eos is not None and ids[-1:] == [eos])
+
+
+def _read_template_source(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """The default one of those that the model has; a file of its own comes first."""
+    file = folder / "chat_template.jinja"
+    if file.exists():
+        return file.read_text()
+    source = settings.get("chat_template")
+    if isinstance(source, list):  # named templates
+        source = next((one.get("template") for one in source if one.get("name") == "default"), None)
+    return source if isinstance(source, str) else None
+
+
+def _build_template(source: str | None, special: Mapping[str, str]) -> ChatTemplate | None:
+    return None if source is None else ChatTemplate(source, special)
+
+
+def _special_token_text(token: object) -> str | None:
+    """A special token is written as its text, or as an object that has it."""
+    content = token.get("content") if isinstance(token, dict) else token
+    return content if isinstance(content, str) else None
+
+
+def _from_transformers(model: str, workers: TextWorkers | None) -> HfTokenizer:
+    from transformers import AutoTokenizer  # here, because only who needs it shall pay for it
+
+    loaded = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False, use_fast=True)
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, tokenizers.Tokenizer):
+        raise ConfigError(f"the tokenizer of {model} has no fast form: convert it to tokenizer.json")
+    source = loaded.chat_template
+    if isinstance(source, dict):
+        source = source.get("default")
+    special = {name: token for name, token in loaded.special_tokens_map.items() if isinstance(token, str)}
+    return HfTokenizer(backend, loaded.bos_token_id, _build_template(source, special), workers)

@@ -1,0 +1,319 @@
+"""The memory-bound role. The life of an attempt here:
+
+    Submit with a writer -> match what is cached, reserve the rest, grant a Ticket: Reserved, or Refused at once
+        Started          -> the writer has begun
+        Sealed           -> everything landed, checked, and the writer fenced off: Commit; the first token is shown
+        Lost             -> blocks return, or stay QUARANTINED until Fenced; AttemptFailed
+    Submit without one, or a prefix that lacks only its last token -> this node computes what is missing itself
+    running              -> one Tokens message a step for all sequences, until it is finished, preempted or cancelled
+
+Nothing of a ticket is looked at before its Commit. Every block of a ticket leaves RESERVED, WRITING or QUARANTINED by
+one of the plane's events, and by nothing else.
+
+What the shared pool has counts as held here: it is not sent. Full blocks are published as they fill.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from baton.kv.block_hash import BlockHash, root_hash
+from baton.errors import BatonError, Cancelled, IncompleteTransfer, NodeFailed, NodeLost, StaleMessage, ContextLengthExceeded
+from baton.process.failpoints import FAILPOINTS
+from baton.kv.pool_types import PoolHit
+from baton.types import (
+    AttemptKey,
+    Incarnation,
+    PeerAddress,
+    SegmentRef,
+    Ticket,
+    TicketId,
+    TokenEvent,
+    TokenLogprobs,
+    AttemptSpec,
+    mint_id,
+)
+from kv_transfer.plane import InboundFenced, InboundPlane, InboundLost, InboundSealed, SealInfo, InboundStarted
+from node_engine.core.node_commands import CancelCommand, NodeCommand, CoordinatorLost, NodeJoined, PeerLostCommand, DecodeCommand
+from node_engine.core.sequences.outcomes import PrefillRequeued, TokenEmitted, SequenceFailed, SequenceOutcome, PrefillCompleted, PromptLogprobsComputed
+from node_engine.core.blocks.pool_prefix import PoolPrefix
+from node_engine.core.scheduling.kv_cache_manager import CapacityRefusal
+from node_engine.core.sequences.sequence import Sequence
+from node_engine.core.step.step_batch import StepBatch
+from node_engine.roles.role_policy import RoleContext, check_work, report_too_long
+
+
+@dataclass(slots=True, eq=False)
+class _PendingHandoff:
+    """A ticket of ours whose hand-off has neither committed nor been given up by the plane."""
+
+    work: AttemptSpec
+    held_tokens: int
+    pool_tokens: int  # of these, what the shared pool has
+    remote_pool_tokens: int  # of these, what another host's has sent
+    is_over: bool = False  # the coordinator knows, or wanted it so
+
+
+class DecodeRole:
+    def __init__(self, parts: RoleContext, plane: InboundPlane) -> None:
+        self._context = parts
+        self._plane = plane
+        self._scheduler = parts.scheduler
+        self._block_pool = parts.block_pool
+        self._reporter = parts.reporter
+        self._pool_connector = parts.pool_connector
+        self._layout = parts.engine.layout
+        self._pending_handoffs: dict[TicketId, _PendingHandoff] = {}
+        self._tickets: dict[AttemptKey, TicketId] = {}
+        # Computed here and not yet reported as Admitted: their share, in seconds, of the steps that they took part in.
+        self._local_prefill_seconds: dict[AttemptKey, float] = {}
+        self._local_step_tokens: list[tuple[AttemptKey, int]] = []  # how many tokens the step in progress computes for whom of them
+
+    @property
+    def transfer_endpoint(self) -> str:
+        return self._plane.endpoint
+
+    @property
+    def num_held_attempts(self) -> int:
+        return len(self._pending_handoffs) + len(self._scheduler.list_sequences())
+
+    def counters(self) -> dict[str, float]:
+        return {f"baton_transfer_{name}_total": value for name, value in self._plane.counters().items()}
+
+    def close(self) -> None:
+        self._plane.close()
+
+    def preview_command(self, command: NodeCommand) -> None:
+        """Nothing here need overtake the step in progress."""
+
+    def handle_item(self, item: NodeCommand | object) -> None:
+        match item:
+            case NodeJoined(incarnation):
+                self._drop_all_attempts(incarnation)
+            case CoordinatorLost():
+                self._drop_all_attempts(None)
+            case DecodeCommand(work, writer, prefill_share, hit):
+                self._scheduler.prefill_budget.prefill_step_share = prefill_share or None
+                self._on_decode_command(work, writer, hit)
+            case CancelCommand(key, reason):
+                self._cancel_attempt(key, reason)
+            case PeerLostCommand(incarnation):
+                self._plane.on_peer_gone(incarnation)
+            case InboundStarted(ticket):
+                if ticket in self._pending_handoffs:
+                    self._block_pool.mark_writing(ticket)
+            case InboundSealed(ticket, seal, _):
+                self._on_sealed(ticket, seal)
+            case InboundLost(ticket, error, fenced):
+                self._on_lost(ticket, error, fenced)
+            case InboundFenced(ticket):
+                self._block_pool.free_quarantined_ticket(ticket)
+            case _:
+                raise TypeError(f"a decode node got {item!r}")
+
+    def before_step(self, batch: StepBatch) -> None:
+        """Note how much of the step belongs to prompts that are computed here. Nobody waits for layers."""
+        self._local_step_tokens.clear()
+        if self._local_prefill_seconds:
+            pieces = ((self._scheduler.get_sequence_in_flight(piece.sequence_id).key, len(piece.token_ids)) for piece in batch.slices)
+            self._local_step_tokens += [(key, tokens) for key, tokens in pieces if key in self._local_prefill_seconds]
+
+    def after_step(self, batch: StepBatch, outcomes: Iterable[SequenceOutcome], seconds: float) -> None:
+        for key, tokens in self._local_step_tokens:
+            if key in self._local_prefill_seconds:
+                self._local_prefill_seconds[key] += seconds * self._scheduler.prefill_budget.compute_time_share(batch, tokens)
+        self.deliver_outcomes(outcomes)
+
+    def deliver_outcomes(self, outcomes: Iterable[SequenceOutcome]) -> None:
+        tokens: list[TokenEvent] = []
+        for outcome in outcomes:
+            match outcome:
+                case PromptLogprobsComputed(sequence, first, scores):
+                    self._reporter.report_prompt_logprobs(sequence.key, first, scores)
+                case TokenEmitted(sequence, event):
+                    if sequence.key in self._local_prefill_seconds:
+                        self._report_local_admission(sequence)
+                        self._pool_connector.publish_sequence(sequence, paced=True)
+                    tokens.append(event)
+                    self._pool_connector.publish_filled_blocks(sequence)
+                case SequenceFailed(sequence, error, caused_by):
+                    self._local_prefill_seconds.pop(sequence.key, None)
+                    self._reporter.report_failed(sequence.key, error, caused_by)
+                case PrefillRequeued(sequence) | PrefillCompleted(sequence):
+                    raise TypeError(f"{sequence.key} is handing off on a decode node")
+        if tokens:
+            self._reporter.report_tokens(tokens)
+
+    def on_step_failed(self, batch: StepBatch, error: Exception) -> None:
+        reason = error if isinstance(error, BatonError) else NodeFailed(f"{type(error).__name__} in the forward pass")
+        failed = [self._scheduler.get_sequence_in_flight(piece.sequence_id).key for piece in batch.slices]
+        self._scheduler.abandon_step(batch)
+        for key in failed:
+            self._cancel_attempt(key, reason)
+            self._reporter.report_failed(key, reason)
+
+    # the life of one attempt
+
+    def _on_decode_command(self, work: AttemptSpec, writer: PeerAddress | None, hit: PoolHit | None) -> None:
+        pooled = self._pool_connector.build_pool_prefix(hit)
+        if self._scheduler.get_sequence(work.key) is None:  # else the message came twice
+            self._begin_attempt(work, writer, pooled)
+        if pooled is not None:
+            pooled.release()
+
+    def _begin_attempt(self, work: AttemptSpec, writer: PeerAddress | None, pooled: PoolPrefix | None) -> None:
+        engine = self._context.engine
+        try:
+            FAILPOINTS.hit("decode.allocate.before")
+            check_work(work, engine)
+            root = root_hash(engine.model_digest, self._layout, work.request.cache_salt)
+            survey = self._scheduler.estimate_admission(work, root, pooled)
+            if writer is None or survey.num_missing_tokens == 1:
+                self._prefill_locally(work, root, pooled, survey.refusal, announce=writer is not None)
+            else:
+                self._reserve_for_handoff(work, root, pooled, writer)
+            FAILPOINTS.hit("decode.allocate.after")
+        except ContextLengthExceeded as error:
+            self._cancel_attempt(work.key, error)
+            report_too_long(work, self._block_pool, self._reporter)
+        except BatonError as error:
+            self._cancel_attempt(work.key, error)
+            self._reporter.report_failed(work.key, error)
+
+    def _prefill_locally(
+        self, work: AttemptSpec, root: BlockHash, pooled: PoolPrefix | None, refusal: CapacityRefusal | None, *, announce: bool
+    ) -> None:
+        """Colocated, or all but the last token is here already: then the prefill leg is not needed."""
+        if refusal is not None:
+            self._reporter.report_refused(work.key, refusal.needed_blocks, refusal.free_blocks)
+            return
+        self._scheduler.add_sequence(work, root, pooled=pooled)
+        self._local_prefill_seconds[work.key] = 0.0
+        if announce:
+            self._reporter.report_reserved(work.key, None, len(work.context_token_ids) - 1)
+
+    def _reserve_for_handoff(self, work: AttemptSpec, root: BlockHash, pooled: PoolPrefix | None, writer: PeerAddress) -> None:
+        ticket_id = TicketId(mint_id())
+        found = self._scheduler.reserve_for_handoff(work, root, ticket_id, pooled)
+        if isinstance(found, CapacityRefusal):
+            self._reporter.report_refused(work.key, found.needed_blocks, found.free_blocks)
+            return
+        ticket = self._build_ticket(ticket_id, found, writer)
+        held = found.num_computed_tokens
+        self._pending_handoffs[ticket_id] = _PendingHandoff(work, held, found.num_pool_tokens, found.num_remote_pool_tokens)
+        self._tickets[work.key] = ticket_id
+        self._plane.grant_ticket(ticket)
+        self._reporter.report_reserved(work.key, ticket, held)
+
+    def _build_ticket(self, ticket_id: TicketId, sequence: Sequence, writer: PeerAddress) -> Ticket:
+        incarnation = self._reporter.incarnation
+        me = PeerAddress(self._context.name, incarnation, self._context.host_id, self._plane.endpoint)
+        return Ticket(
+            id=ticket_id,
+            key=sequence.key,
+            decode_peer=me,
+            writer_incarnation=writer.incarnation,
+            first_block=len(sequence.block_table),
+            block_offsets=tuple(block * self._layout.block_bytes for block in sequence.reserved_blocks),
+            num_tokens=sequence.context_len,
+            ttl_seconds=self._context.config.ticket_ttl,
+            transport=self._plane.choose_transport(writer.host_id),
+            segment=SegmentRef(self._context.arena.name, incarnation),
+            fence_byte=self._plane.allocate_fence_byte(),
+        )
+
+    def _on_sealed(self, ticket: TicketId, seal: SealInfo) -> None:
+        arrival = self._pending_handoffs.get(ticket)
+        if arrival is None or arrival.is_over:  # revoked while the event was under way: Lost follows
+            return
+        work, key = arrival.work, arrival.work.key
+        try:
+            FAILPOINTS.hit("decode.commit.before")
+            token = self._check_first_token(work, seal)
+        except BatonError as error:
+            self._plane.revoke_ticket(ticket, error)
+            return
+        outcomes = self._scheduler.commit_handoff(key, (token,), seal.last_token_score)
+        self._plane.commit_ticket(ticket)
+        FAILPOINTS.hit("decode.commit.after")
+        del self._pending_handoffs[ticket], self._tickets[key]
+        received = len(work.context_token_ids) - arrival.held_tokens
+        self._reporter.report_admitted(
+            key,
+            computed=0,
+            cached=arrival.held_tokens,
+            received=received,
+            pooled=arrival.pool_tokens,
+            remote=arrival.remote_pool_tokens,
+        )
+        FAILPOINTS.hit("decode.first_token.before")
+        self.deliver_outcomes(outcomes)
+        FAILPOINTS.hit("decode.first_token.after")
+
+    def _check_first_token(self, work: AttemptSpec, seal: SealInfo) -> int:
+        """The token that prefill drew. Raises Incomplete unless the seal continues this attempt by exactly one, scored
+        as the request asks."""
+        *before, token = seal.emitted_token_ids or (-1,)
+        if tuple(before) != work.emitted_token_ids or not 0 <= token < self._context.engine.vocab_size:
+            raise IncompleteTransfer(f"the seal of {work.key} carries {len(seal.emitted)} tokens after {len(work.emitted)}")
+        if not _are_valid_logprobs(seal.last_token_score, work.request.sampling.logprobs, self._context.engine.vocab_size):
+            raise IncompleteTransfer(f"the score in the seal of {work.key} is not what logprobs asks for")
+        return token
+
+    def _on_lost(self, ticket: TicketId, error: BatonError, fenced: bool) -> None:
+        arrival = self._pending_handoffs.pop(ticket)
+        key = arrival.work.key
+        del self._tickets[key]
+        FAILPOINTS.hit("decode.free.before")
+        self._scheduler.cancel_sequence(key)
+        if fenced:
+            self._block_pool.release_ticket(ticket)
+        else:
+            self._block_pool.quarantine_ticket(ticket)
+        FAILPOINTS.hit("decode.free.after")
+        if not arrival.is_over and not isinstance(error, Cancelled):  # whoever cancelled it has its own word to say
+            self._reporter.report_failed(key, error)
+
+    def _cancel_attempt(self, key: AttemptKey, reason: BatonError) -> None:
+        self._local_prefill_seconds.pop(key, None)
+        self._scheduler.cancel_sequence(key)
+        ticket = self._tickets.get(key)
+        if ticket is not None:
+            self._pending_handoffs[ticket].is_over = True
+            self._plane.revoke_ticket(ticket, reason)
+
+    def _report_local_admission(self, sequence: Sequence) -> None:
+        share, cached = self._local_prefill_seconds.pop(sequence.key), sequence.num_cached_tokens
+        computed = sequence.context_len - cached
+        self._reporter.report_admitted(
+            sequence.key,
+            computed=computed,
+            cached=cached,
+            received=0,
+            pooled=sequence.num_pool_tokens,
+            remote=sequence.num_remote_pool_tokens,
+            share=share,
+        )
+
+    def _drop_all_attempts(self, incarnation: Incarnation | None) -> None:
+        """The coordinator that gave us this work is gone or knows us no more: keep the cache, drop the rest."""
+        reason = StaleMessage("this node has joined anew") if incarnation else NodeLost("this node has no coordinator")
+        for sequence in self._scheduler.list_sequences():
+            self._cancel_attempt(sequence.key, reason)
+        for key in tuple(self._tickets):
+            self._cancel_attempt(key, reason)
+        if incarnation is not None:
+            self._reporter.incarnation = incarnation
+            self._plane.rejoin(incarnation)
+
+
+def _are_valid_logprobs(score: TokenLogprobs | None, wanted: int | None, vocab_size: int) -> bool:
+    """Whether `score` is what `logprobs=wanted` asks for, and one that a model can give."""
+    if score is None or wanted is None:
+        return score is None and wanted is None
+    logprobs = (score.logprob, *(logprob for _, logprob in score.top_logprobs))
+    return (
+        len(score.top_logprobs) == min(wanted, vocab_size)
+        and all(0 <= token < vocab_size for token, _ in score.top_logprobs)
+        and all(math.isfinite(logprob) and logprob <= 0.0 for logprob in logprobs)
+    )

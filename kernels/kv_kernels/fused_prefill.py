@@ -1,0 +1,51 @@
+"""Causal attention of a chunk by one of torch's fused kernels, for a GPU."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from kv_kernels.reference.attention import QUERY_TILE, AttentionOp, AttentionContext, gather_pages, compute_page_rows, plan_prefill
+from kv_kernels.reference.paged_cache import PagedCache
+
+
+@dataclass(frozen=True, slots=True)
+class FusedPrefillAttention:
+    """As `TiledPrefillAttention`, in one call without a mask: one fused kernel on a GPU, where each tile would be a
+    launch, and one with a mask and grouped heads none that is fused."""
+
+    cache: PagedCache
+    first_query: int  # queries first..last of the step
+    end_query: int
+    context_tokens: int  # tokens of the context, which ends with the chunk
+    page_rows: torch.Tensor  # int64 [2 * kv_heads * blocks]
+
+    def __call__(self, query: torch.Tensor, layer: int, out: torch.Tensor) -> None:
+        key, value = (each[:, :, : self.context_tokens] for each in gather_pages(self.cache, layer, self.page_rows, 1))
+        group = query.shape[1] // key.shape[1]
+        if query.dtype is torch.float32 and group > 1:
+            # The fused kernel that takes float32 takes no grouped heads.
+            key, value = (each.repeat_interleave(group, dim=1) for each in (key, value))
+        attended = F.scaled_dot_product_attention(
+            query[self.first_query : self.end_query].transpose(0, 1)[None],
+            key,
+            value,
+            attn_mask=causal_lower_right(self.end_query - self.first_query, self.context_tokens),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        out[self.first_query : self.end_query].copy_(attended[0].transpose(0, 1))
+
+
+def plan_fused_prefill(
+    cache: PagedCache,
+    first: int,
+    count: int,
+    context: AttentionContext,
+    mask: torch.Tensor,
+) -> AttentionOp:
+    """As `plan_prefill`, in one call unless a query outgrows the mask, as within a window."""
+    if context.length - 1 > mask.shape[1] - QUERY_TILE:
+        return plan_prefill(cache, first, count, context, mask)
+    rows = compute_page_rows(cache, context.block_table[None])
+    return FusedPrefillAttention(cache, first, first + count, context.length, rows)

@@ -1,0 +1,53 @@
+"""A node's client of its host's pool, from what the node has."""
+
+from pathlib import Path
+from typing import Protocol
+
+from baton.shared_memory.addressing import BlockAddressSpace
+from baton.config.settings import Config
+from baton.errors import ConfigError
+from baton.kv.kv_layout import KVLayout
+from baton.config.memory_size import parse_memory_size
+from kv_pool.client.pool_client import PoolClient
+from kv_pool.common.protocol import PoolClientConfig
+
+_RATE_SETTING = "pool_publish_rate"
+
+
+class NodePoolContext(Protocol):
+    """The part of a node's parts that a client needs; `own_arena` is its arena, mapped in `address_space`."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def host_id(self) -> str: ...
+    @property
+    def model_digest(self) -> bytes: ...
+    @property
+    def layout(self) -> KVLayout: ...
+    @property
+    def address_space(self) -> BlockAddressSpace: ...
+    @property
+    def own_arena(self) -> memoryview: ...
+
+
+def make_pool_client(parts: NodePoolContext) -> PoolClient:
+    """Raises ConfigError for a rate that is none."""
+    config = parts.config
+    rate = parse_memory_size(config.pool_publish_rate, 0, _RATE_SETTING)
+    if not rate:  # a share, and of what?
+        raise ConfigError(f"{_RATE} is {config.pool_publish_rate!r}: say 256MiB, or bytes a second", param=_RATE_SETTING)
+    terms = PoolClientConfig(
+        address=config.pool,
+        token=config.cluster_token,
+        node=parts.name,
+        host_id=parts.host_id,
+        model_digest=parts.model_digest.hex(),
+        layout=parts.layout,
+        segment_folder=Path(config.segment_dir),
+        lookup_timeout_seconds=config.pool_patience,
+        paced_bytes_per_second=float(rate),
+    )
+    return PoolClient(terms, parts.address_space, parts.own_arena)

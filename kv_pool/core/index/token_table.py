@@ -1,0 +1,41 @@
+"""The token ids of every block of an index, in one array: comparing a path of thousands of blocks is one operation."""
+
+from array import array
+
+import numpy as np
+
+from baton.kv.block_hash import TOKEN_BYTES
+
+
+class TokenTable:
+    """`num_blocks` rows of `block_size` token ids, as they are sent (4 bytes each, big endian: rows compare as bytes in
+    the order of their ids)."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self._row_bytes = block_size * TOKEN_BYTES
+        self._bytes = bytearray(num_blocks * self._row_bytes)
+        self._rows = np.frombuffer(self._bytes, dtype=f"V{self._size}")
+
+    def set_tokens(self, block: int, tokens: bytes) -> None:
+        if len(tokens) != self._row_bytes:
+            raise ValueError(f"{len(tokens)} bytes of tokens for a block of {self._size}")
+        self._bytes[block * self._row_bytes : (block + 1) * self._row_bytes] = tokens
+
+    def get_tokens(self, block: int) -> bytes:
+        return bytes(self._bytes[block * self._row_bytes : (block + 1) * self._row_bytes])
+
+    def count_matching_blocks(self, path: "array[int]", tokens: bytes) -> int:
+        """How many leading blocks of `path` hold what `tokens` begins with."""
+        rows = self._rows.take(np.frombuffer(path, dtype=np.int32))
+        if rows.tobytes() == tokens[: rows.nbytes]:
+            return len(path)
+        same = rows.view(np.uint32) == np.frombuffer(tokens, dtype=np.uint32, count=rows.nbytes // TOKEN_BYTES)
+        return int(same.reshape(len(path), -1).all(axis=1).argmin())
+
+
+def common_prefix_tokens(left: bytes, right: bytes) -> int:
+    """Tokens with which both begin."""
+    length = min(len(left), len(right)) // TOKEN_BYTES
+    one, other = (np.frombuffer(side, dtype=np.uint32, count=length) for side in (left, right))
+    differing = np.flatnonzero(one != other)
+    return int(differing[0]) if differing.size else length

@@ -1,0 +1,193 @@
+"""The one thread that waits for the disk. What it is to write has been copied out of the pool's memory before, to rows
+of its own; there are only so many, so a disk that is behind costs memory of a known size. Reads go first."""
+
+import errno
+import mmap
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from baton.process import log
+from baton.process.clock import Clock
+from baton.errors import BatonError
+from baton.process.failpoints import FAILPOINTS, FailpointAction
+from kv_pool.common.block_rows import BlockRows
+from kv_pool.core.disk.journal_records import JournalEntry
+from kv_pool.disk.data_file import DiskFile
+from kv_pool.disk.journal_file import DiskJournalFile
+
+_STAGING_BYTES = 64 << 20  # bytes
+_MAX_STAGING_ROWS = 1024
+_CLOSE_TIMEOUT_SECONDS = 5.0  # seconds
+
+
+@dataclass(frozen=True, slots=True)
+class DiskReadResult:
+    """How many leading blocks were what their checksums say; seconds until it was their turn, and of reading."""
+
+    intact_blocks: int
+    wait_seconds: float
+    read_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _WriteJob:
+    entry: JournalEntry
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class _ReadJob:
+    slots: Sequence[int]
+    checksums: Sequence[int]
+    memory_blocks: Sequence[int]
+    queued_at: float
+    result: "Future[Fetched]"
+
+
+class DiskIOThread:
+    """Reads into the rows of `memory`. `failed` is called on this thread, once, when the disk fails: then nothing is
+    read or written any more."""
+
+    def __init__(
+        self,
+        file: DiskFile,
+        journal: DiskJournalFile,
+        memory: BlockRows,
+        block_bytes: int,
+        clock: Clock,
+        failed: Callable[[OSError], None],
+    ) -> None:
+        self._file, self._journal, self._memory = file, journal, memory
+        rows = max(1, min(_MAX_STAGING_ROWS, _STAGING_BYTES // block_bytes))
+        self.staging = BlockRows(memoryview(mmap.mmap(-1, rows * block_bytes)), block_bytes)
+        self._free_rows = deque(range(rows))
+        self._clock = clock
+        self._on_failed = failed
+        self._changed = threading.Condition()
+        self._writes: deque[_WriteJob] = deque()
+        self._reads: deque[_ReadJob] = deque()
+        self._writes_by_slot: Counter[int] = Counter()  # slots with writes to come
+        self._closing = self._has_failed = False
+        self.written_blocks = 0  # blocks
+        self._thread = threading.Thread(target=self._run, name="pool-disk", daemon=True)
+        self._thread.start()
+
+    # any thread
+
+    @property
+    def num_free_rows(self) -> int:
+        """Rows that are free."""
+        return len(self._free_rows)
+
+    @property
+    def unwritten_slots(self) -> set[int]:
+        """Slots that are not written yet."""
+        with self._changed:
+            return set(self._writes_by_slot)
+
+    def reserve_row(self, slot: int) -> int:
+        """A free row of `staging`, for what `queue_write` then brings to `slot`."""
+        with self._changed:
+            self._writes_by_slot[slot] += 1
+        return self._free_rows.popleft()
+
+    def queue_write(self, entry: JournalEntry, row: int) -> None:
+        """Bring a row to its slot and say so in the journal, some time; then the row is free."""
+        with self._changed:
+            self._writes.append(_WriteJob(entry, row))
+            self._changed.notify()
+
+    def queue_read(self, slots: Sequence[int], checksums: Sequence[int], places: Sequence[int]) -> "Future[Fetched]":
+        """Bring slots to blocks of memory, up to the first that is not what its checksum says. What is to be written to
+        them before is written before."""
+        job = _ReadJob(slots, checksums, places, self._clock(), Future())
+        with self._changed:
+            self._reads.append(job)
+            self._changed.notify()
+        return job.result
+
+    def close(self) -> None:
+        """When everything is written, or the disk takes too long."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+        self._thread.join(_CLOSE_TIMEOUT_SECONDS)
+        if not self._thread.is_alive():
+            self._file.close()
+            self._journal.close()
+
+    # this thread
+
+    def _run(self) -> None:
+        while (job := self._next_job()) is not None:
+            try:
+                if isinstance(job, _WriteJob):
+                    self._run_write(job)
+                else:
+                    self._run_read(job)
+            except OSError as error:
+                self._fail(error)
+            except Exception as error:  # a defect costs the disk, not those who wait for this thread
+                log.get_logger("pool").error("the disk's thread failed", kind=type(error).__name__, places=log.get_traceback_places(error))
+                self._fail(OSError(errno.EIO, f"{type(error).__name__} in its thread"))
+
+    def _next_job(self) -> _WriteJob | _ReadJob | None:
+        with self._changed:
+            while True:
+                if self._reads and not any(slot in self._writes_by_slot for slot in self._reads[0].slots):
+                    return self._reads.popleft()
+                if self._writes:
+                    return self._writes.popleft()
+                if self._closing and not self._reads:
+                    return None
+                self._changed.wait()
+
+    def _run_write(self, job: _WriteJob) -> None:
+        try:
+            if not self._has_failed:
+                if _hit_disk_failpoint("pool.disk.write") is FailpointAction.CORRUPT:
+                    self.staging.flip_bit(job.row)
+                self._file.write_slot(job.entry.slot, self.staging.row(job.row))
+                self._journal.append_entry(job.entry)
+                self.written_blocks += 1
+        finally:
+            with self._changed:
+                self._writes_by_slot[job.entry.slot] -= 1
+                if not self._writes_by_slot[job.entry.slot]:
+                    del self._writes_by_slot[job.entry.slot]
+            self._free_rows.append(job.row)
+
+    def _run_read(self, job: _ReadJob) -> None:
+        if not job.result.set_running_or_notify_cancel():
+            return  # nobody waits for it any more
+        began, whole = self._clock(), 0
+        try:
+            if not self._has_failed:
+                whole = self._read_blocks(job)
+        finally:
+            ended = self._clock()
+            job.result.set_result(DiskReadResult(whole, began - job.queued_at, ended - began))
+
+    def _read_blocks(self, job: _ReadJob) -> int:
+        for number, (slot, place) in enumerate(zip(job.slots, job.memory_blocks, strict=True)):
+            _hit_disk_failpoint("pool.disk.read")
+            whole = self._file.read_slot(slot, self._memory.row(place))
+            if not whole or self._memory.checksum(place) != job.checksums[number]:
+                return number
+        return len(job.memory_blocks)
+
+    def _fail(self, error: OSError) -> None:
+        if not self._has_failed:
+            self._has_failed = True
+            self._on_failed(error)
+
+
+def _hit_disk_failpoint(name: str) -> FailpointAction | None:
+    """A failpoint's error is the disk's."""
+    try:
+        return FAILPOINTS.hit(name)
+    except BatonError as error:
+        raise OSError(errno.EIO, error.message) from None

@@ -1,0 +1,36 @@
+"""The transfer plane's settings: frozen, resolved once by the node's configuration."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.network.connection_limits import PortLimit, compute_port_limit
+from baton.process.descriptors import get_descriptor_limit
+from baton.shared_memory.segment import DEFAULT_SEGMENT_FOLDER
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TransferSettings:
+    """Times in seconds, sizes in bytes."""
+
+    transport: str = "auto"  # auto: shm on the same host, else zmq; or shm, zmq, grpc, memory
+    listen: str = "127.0.0.1:0"  # where decode's transfer socket binds; port 0 is an ephemeral one
+    insecure: bool = False  # may listen beyond loopback without a cluster token
+    advertise: str = ""  # HOST or HOST:PORT that writers dial, if it is not the one bound
+    segment_folder: Path = DEFAULT_SEGMENT_FOLDER
+    ticket_ttl: float = 10.0  # a ticket that is not renewed for so long is lost
+    progress_timeout: float = 10.0  # a started hand-off in which nothing moves for so long is lost
+    renew_interval: float = 1.0  # how often a writer renews each ticket
+    fence_retry_interval: float = 0.2  # how often decode tries again to fence a quarantined ticket
+    credit_bytes: int = 32 * MIB  # sent and not yet landed, per hand-off
+    max_payload_bytes: int = MIB  # per message
+    layers_per_message: int = 0  # 0: as many layers as are ready and fit
+    max_queued_messages: int = 64  # per link and direction, in zmq or grpc
+    link_timeout: float = 5.0  # a handshake may take, and TCP may lack an acknowledgement, for so long
+    close_timeout: float = 1.0  # how long a side waits at close for its aborts to be acknowledged
+    max_connections_per_address: int = 0  # of one host to a transfer socket; 0: half of what it may hold
+
+    def port_limit(self) -> PortLimit:
+        """Of decode's transfer socket, by what this process may open now."""
+        return compute_port_limit("transfer", get_descriptor_limit(), per_address=self.max_connections_per_address)

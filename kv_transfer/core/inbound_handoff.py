@@ -1,0 +1,271 @@
+"""Decode's side of one ticket, as a pure machine.
+
+    GRANTED --Write--> WRITING --Seal, fenced--> SEALED --commit--> COMMITTED
+       |                  +--Seal, not fenced--> SEALING --fenced--> SEALED
+       |                  |
+       +------------------+---- wrong, expired, revoked ----> LOST (fenced)
+                                                     or ----> QUARANTINED --fenced--> LOST
+
+SEALED is the node's to decide, by `commit` or `revoke`, and nothing else moves it: the node may be committing at this
+very moment, and the writer, whatever became of it, can change nothing any more.
+
+`fence` is called to shut the writer out for good. It answers True when that is proven: at once for a
+two-sided backend, whose bytes land by decode's own hand, and for a one-sided one when the ticket's fence byte
+was obtained (baton/shared_memory/fence.py). No input of this machine moves QUARANTINED on but a call of `fence` that
+answered True.
+
+Methods return what is to be done, in order: frames for the writer, events for the node, and Ignored for
+inputs that change nothing and are only counted. COMMITTED and LOST are absorbing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from baton.errors import (
+    BatonError,
+    ChecksumMismatch,
+    HandoffFailed,
+    IncompleteTransfer,
+    LayoutMismatch,
+    LeaseExpired,
+    StaleMessage,
+    handoff_error_from_peer,
+)
+from baton.types import Ticket
+from kv_transfer.core import frames
+from kv_transfer.core.events import InboundFenced, InboundEvent, InboundLost, InboundSealed, SealInfo, InboundStarted
+from kv_transfer.core.slabs import SlabGrid, extend_manifest_digest
+
+NEVER = float("inf")
+
+
+class InboundState(Enum):
+    GRANTED = "granted"
+    WRITING = "writing"
+    SEALING = "sealing"
+    SEALED = "sealed"
+    COMMITTED = "committed"
+    QUARANTINED = "quarantined"
+    LOST = "lost"
+
+
+UNSEALED_STATES = frozenset({InboundState.GRANTED, InboundState.WRITING, InboundState.SEALING})
+LIVE_STATES = UNSEALED_STATES | {InboundState.SEALED}
+AWAITING_FENCE_STATES = frozenset({InboundState.SEALING, InboundState.QUARANTINED})
+TERMINAL_STATES = frozenset({InboundState.COMMITTED, InboundState.LOST})
+_WRITABLE_STATES = frozenset({InboundState.GRANTED, InboundState.WRITING})
+
+
+@dataclass(frozen=True, slots=True)
+class IgnoredInput:
+    """An input that changed nothing."""
+
+    reason: str
+
+
+InboundOutput = frames.FrameToWriter | InboundEvent | IgnoredInput
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaShape:
+    """What a hand-off's geometry is checked against."""
+
+    num_layers: int
+    num_kv_heads: int
+    slab_bytes: int
+
+
+@dataclass(slots=True)
+class InboundHandoff:
+    ticket: Ticket
+    shape: ArenaShape
+    try_fence: Callable[[], bool]
+    credit_bytes: int  # bytes
+    progress_timeout: float  # seconds without a slab landing, from the first Write on
+    lease_deadline: float  # deadline
+    state: InboundState = InboundState.GRANTED
+    landed_slabs: int = 0  # set of slabs
+    bytes_landed: int = 0
+    manifest_digest: int = 0
+    progress_deadline: float = NEVER  # deadline
+    seal_info: SealInfo | None = None
+    error: BatonError | None = None
+    grid: SlabGrid = field(init=False)
+
+    def __post_init__(self) -> None:
+        first = self.ticket.first_block
+        self.grid = SlabGrid(self.shape.num_layers, first, first + len(self.ticket.block_offsets))
+
+    @property
+    def deadline(self) -> float:
+        """When `tick` must be called, by the lease or for want of progress."""
+        return min(self.lease_deadline, self.progress_deadline) if self.state in UNSEALED_STATES else NEVER
+
+    # frames from the writer
+
+    def on_open(self, frame: frames.OpenFrame, now: float) -> list[InboundOutput]:
+        if (turned_away := self._screen_frame(frame, now)) is not None:
+            return turned_away
+        if frame.version != frames.PROTOCOL_VERSION:
+            return self._lose(
+                LayoutMismatch(f"the writer speaks transfer protocol {frame.version}, decode {frames.PROTOCOL_VERSION}")
+            )
+        theirs, mine = (frame.num_layers, frame.slab_bytes), (self.shape.num_layers, self.shape.slab_bytes)
+        if theirs != mine:
+            return self._lose(LayoutMismatch(f"(layers, slab bytes) of the writer are {theirs}, decode's {mine}"))
+        self._renew_lease(now)
+        return [frames.CreditFrame(*self._frame_ids, window_bytes=min(frame.window_bytes, self.credit_bytes))]
+
+    def check_write(self, frame: frames.WriteFrame, now: float) -> tuple[bool, list[InboundOutput]]:
+        """Whether the Write's bytes may land (or, one-sided, be read back). `finish_write` must follow if so."""
+        if (turned_away := self._screen_frame(frame, now)) is not None:
+            return False, turned_away
+        area = frame.slab_range
+        if not self.grid.contains(area) or (frame.first_kv_head, frame.num_kv_heads) != (0, self.shape.num_kv_heads):
+            return False, self._lose(LayoutMismatch(f"a Write of {area}, heads {frame.head}+{frame.heads}"))
+        if frame.payload_bytes != area.num_slabs * self.shape.slab_bytes:
+            return False, self._lose(
+                LayoutMismatch(f"{frame.size} bytes for {area.slabs} slabs of {self.shape.slab_bytes}")
+            )
+        bits = self.grid.bitmask(area)
+        if bits & self.landed_slabs == bits:
+            return False, [IgnoredInput("duplicate")]
+        if bits & self.landed_slabs:
+            return False, self._lose(IncompleteTransfer(f"a Write of {area} overlaps what has landed"))
+        return True, []
+
+    def finish_write(self, frame: frames.WriteFrame, checksum_right: bool, now: float) -> list[InboundOutput]:
+        """The bytes of an admitted Write are in place, or were found wrong."""
+        if not checksum_right:
+            return self._lose(ChecksumMismatch(f"the checksum of {frame.area} is wrong"))
+        area = frame.slab_range
+        outputs: list[InboundOutput] = []
+        if self.state is InboundState.GRANTED:
+            self.state = InboundState.WRITING
+            outputs.append(InboundStarted(self.ticket.id))
+        self.landed_slabs |= self.grid.bitmask(area)
+        self.bytes_landed += frame.payload_bytes
+        self.manifest_digest = extend_manifest_digest(self.manifest_digest, area, frame.checksum)
+        self.progress_deadline = now + self.progress_timeout
+        self._renew_lease(now)
+        return [*outputs, frames.LandedFrame(*self._frame_ids, area.first_layer, area.num_layers, area.first_block, area.num_blocks)]
+
+    def on_seal(self, frame: frames.SealFrame, now: float) -> list[InboundOutput]:
+        if self.state is InboundState.COMMITTED and self.is_current_frame(frame):
+            return [frames.CommittedFrame(*self._frame_ids)]
+        if (turned_away := self._screen_frame(frame, now)) is not None:
+            return turned_away
+        if not self._is_complete():
+            return self._lose(IncompleteTransfer(f"sealed with {self.arrived.bit_count()} of {self.grid.slabs} slabs landed"))
+        if (frame.num_slabs, frame.payload_bytes, frame.digest) != (self.grid.num_slabs, self.bytes_landed, self.manifest_digest):
+            return self._lose(IncompleteTransfer(f"the manifest ({frame.slabs} slabs, {frame.size} bytes) is not what landed"))
+        self.seal_info = SealInfo(frame.emitted_token_ids, frame.last_token_score)
+        self.state = InboundState.SEALING
+        return self._seal_if_fenced()
+
+    def on_abort(self, frame: frames.AbortFrame) -> list[InboundOutput]:
+        if self.state is InboundState.COMMITTED and self.is_current_frame(frame):
+            return [IgnoredInput("late"), frames.CommittedFrame(*self._frame_ids)]
+        if self.state is InboundState.SEALED and self.is_current_frame(frame):
+            return [IgnoredInput("late")]  # its answer is the node's decision
+        if not self.is_current_frame(frame) or self.state not in UNSEALED_STATES:
+            return self._refusal(frame)
+        return self._lose(handoff_error_from_peer(frame.code, frame.message))
+
+    def on_renew(self, frame: frames.RenewFrame, now: float) -> list[InboundOutput]:
+        if self.is_current_frame(frame) and self.state is InboundState.SEALED:
+            return []  # there is nothing left to renew: the answer to Seal is on its way
+        if (turned_away := self._screen_frame(frame, now)) is not None:
+            return turned_away
+        self._renew_lease(now)
+        return []
+
+    # the node's own calls
+
+    def commit(self) -> list[InboundOutput]:
+        if self.state is not InboundState.SEALED:
+            return [IgnoredInput("commit")]
+        self.state = InboundState.COMMITTED
+        return [frames.CommittedFrame(*self._frame_ids)]
+
+    def revoke(self, error: BatonError) -> list[InboundOutput]:
+        return self._lose(error) if self.state in LIVE_STATES else [IgnoredInput("revoke")]
+
+    def tick(self, now: float) -> list[InboundOutput]:
+        """A timer fired: end what has expired, try again to fence what waits for it."""
+        if self._is_expired(now):
+            return self._lose_as_expired(now)
+        if self.state is InboundState.SEALING:
+            return self._seal_if_fenced()
+        if self.state is InboundState.QUARANTINED and self.try_fence():
+            self.state = InboundState.LOST
+            return [InboundFenced(self.ticket.id)]
+        return []
+
+    def discard_slabs(self) -> None:
+        """It has ended: keep only what late frames are answered with."""
+        self.ticket = replace(self.ticket, block_offsets=())
+        self.landed_slabs, self.seal_info = 0, None
+
+    # the rules
+
+    def is_current_frame(self, frame: frames.Frame) -> bool:
+        """Whether a frame is of this ticket's attempt and of both ends' present lives."""
+        return (frame.writer_incarnation, frame.decode_incarnation, frame.attempt) == (
+            self.ticket.writer_incarnation,
+            self.ticket.decode_peer.incarnation,
+            self.ticket.key.attempt_number,
+        )
+
+    def _is_expired(self, now: float) -> bool:
+        return now >= self.deadline
+
+    def _is_complete(self) -> bool:
+        return self.landed_slabs == self.grid.full_mask
+
+    def _screen_frame(self, frame: frames.Frame, now: float) -> list[InboundOutput] | None:
+        """What every frame must pass; None lets it in."""
+        if not self.is_current_frame(frame):
+            return self._refusal(frame)
+        if self._is_expired(now):
+            return self._lose_as_expired(now)
+        if self.state in _WRITABLE_STATES:
+            return None
+        if self.state in LIVE_STATES or self.state is InboundState.COMMITTED:
+            return [IgnoredInput("late")]
+        return self._refusal(frame)
+
+    def _refusal(self, frame: frames.Frame) -> list[InboundOutput]:
+        """Answer a frame of another life, or of a hand-off that is over, without touching this one."""
+        error = self.error or StaleMessage("the ticket is for another incarnation or attempt")
+        return [
+            IgnoredInput("stale"),
+            frames.RefusedFrame(frame.ticket_id, frame.attempt, frame.writer_incarnation, frame.decode_incarnation, error.code, error.message[:512]),
+        ]
+
+    def _seal_if_fenced(self) -> list[InboundOutput]:
+        if not self.try_fence():
+            return []
+        assert self.seal_info is not None
+        self.state = InboundState.SEALED
+        return [InboundSealed(self.ticket.id, self.seal_info, self.bytes_landed)]
+
+    def _lose_as_expired(self, now: float) -> list[InboundOutput]:
+        if now >= self.lease_deadline:
+            return self._lose(LeaseExpired(f"ticket not renewed within its {self.ticket.ttl} s (ticket_ttl)"))
+        return self._lose(HandoffFailed(f"no slab landed for {self.progress_timeout} s (progress_timeout)"))
+
+    def _lose(self, error: BatonError) -> list[InboundOutput]:
+        self.error = error.with_traceback(None)  # whose frames would hold payloads for as long as this is remembered
+        fenced = self.state is InboundState.SEALED or self.try_fence()
+        self.state = InboundState.LOST if fenced else InboundState.QUARANTINED
+        refused = frames.RefusedFrame(*self._frame_ids, code=error.code, message=error.message[:512])
+        return [refused, InboundLost(self.ticket.id, error, fenced)]
+
+    def _renew_lease(self, now: float) -> None:
+        self.lease_deadline = max(self.lease_deadline, now + self.ticket.ttl_seconds)
+
+    @property
+    def _frame_ids(self) -> tuple[str, int, str, str]:
+        return self.ticket.id, self.ticket.key.attempt_number, self.ticket.writer_incarnation, self.ticket.decode_peer.incarnation

@@ -1,0 +1,354 @@
+"""Prefill's side of one hand-off, as a pure machine.
+
+    SPECULATIVE --ticket--> STREAMING --all written, seal--> SEALED --Committed--> COMMITTED
+         |                      |                               |
+         +----------------------+-------- abort, Refused -------+--> ABORTING --last write done--> ABORTED
+
+Before its ticket is known a hand-off is speculative: announced slabs queue up. `next_write` takes what is ready,
+`written` says that the source was read and, one-sided, that the bytes are in place. While a write is in flight the
+hand-off does not end: ABORTING waits for it, so that source blocks are never released under a reader.
+
+`lock` keeps decode from taking the blocks back under a one-sided writer (baton/shared_memory/fence.py). It is held exactly while
+writes are in flight, so never at Seal or at the end; once decode has closed the ticket off it cannot be had again.
+Methods return frames for decode, events for the node, and Ignored. COMMITTED and ABORTED are absorbing.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from baton.errors import BatonError, IncompleteTransfer, PeerUnreachable, StaleMessage, handoff_error_from_peer
+from baton.types import AttemptKey, Incarnation, Ticket
+from kv_transfer.core import frames
+from kv_transfer.core.events import OutboundAborted, OutboundCommitted, LayerLanded, OutboundEvent, HandoffStats, SealInfo
+from kv_transfer.core.inbound_handoff import NEVER, ArenaShape, IgnoredInput
+from kv_transfer.core.send_queue import ReadySlabs, OutgoingWrite, split_next_write
+from kv_transfer.core.slabs import SlabGrid, SlabRange, split_by_layer, extend_manifest_digest
+
+
+class OutboundState(Enum):
+    UNTICKETED = "speculative"
+    STREAMING = "streaming"
+    SEALED = "sealed"
+    ABORTING = "aborting"
+    COMMITTED = "committed"
+    ABORTED = "aborted"
+
+
+TERMINAL_STATES = frozenset({OutboundState.COMMITTED, OutboundState.ABORTED})
+_OPEN_STATES = frozenset({OutboundState.UNTICKETED, OutboundState.STREAMING, OutboundState.SEALED})
+
+OutboundOutput = frames.FrameToDecode | OutboundEvent | IgnoredInput
+
+
+class WriterLock(Protocol):
+    """The right to write one ticket's blocks. Two-sided backends need none: see `NoLock`."""
+
+    def try_acquire(self) -> bool: ...
+    def release(self) -> None: ...
+
+
+class NoLock:
+    def try_acquire(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class SendSettings:
+    """How a hand-off is cut into messages and how long it waits. Bytes and seconds; `layers_per_message` 0
+    puts as many layers into a message as are ready and fit."""
+
+    max_payload_bytes: int
+    layers_per_message: int
+    window_bytes: int
+    renew_interval: float
+    answer_timeout: float
+
+
+@dataclass(slots=True)
+class OutboundHandoff:
+    key: AttemptKey
+    writer_incarnation: Incarnation
+    shape: ArenaShape
+    num_blocks: int  # logical blocks of the whole context
+    settings: SendSettings
+    host_id: str = ""
+    state: OutboundState = OutboundState.UNTICKETED
+    ticket: Ticket | None = None
+    lock: WriterLock = field(default_factory=NoLock)
+    writes_in_flight: int = 0  # in flight
+    send_queue: tuple[ReadySlabs, ...] = ()
+    announced_slabs: int = 0  # sets of slabs of `grid`
+    sent_slabs: int = 0
+    landed_slabs: int = 0
+    unacked_bytes: int = 0  # bytes taken for writing and not yet landed
+    window_bytes: int = frames.INITIAL_WINDOW_BYTES
+    bytes_sent: int = 0
+    manifest_digest: int = 0
+    pending_seal: SealInfo | None = None
+    error: BatonError | None = None
+    needs_abort_frame: bool = False  # decode, with Abort, once no write is in flight
+    last_progress_at: float = 0.0  # when decode last moved us on, or we last gave it something to answer
+    next_renewal_at: float = NEVER
+    last_ready_at: float = 0.0
+    last_landed_at: float = 0.0
+    slabs_landed_before_last_layer: int = 0
+    grid: SlabGrid = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.grid = SlabGrid(self.shape.num_layers, 0, self.num_blocks)
+
+    @property
+    def deadline(self) -> float:
+        return min(self.next_renewal_at, self._answer_deadline) if self.state in _OPEN_STATES else NEVER
+
+    @property
+    def _answer_deadline(self) -> float:
+        waiting = self.state is OutboundState.SEALED or self.unacked_bytes > 0
+        return self.last_progress_at + self.settings.answer_timeout if waiting else NEVER
+
+    def is_answer_overdue(self, now: float) -> bool:
+        """Whether decode owes an answer for longer than it may."""
+        return self.state in _OPEN_STATES and now >= self._answer_deadline
+
+    def has_layer_landed(self, layer: int) -> bool:
+        """Whether every slab of the layer announced so far, less what decode held already, has landed."""
+        first = self.ticket.first_block if self.ticket else 0
+        if first >= self.num_blocks:
+            return True
+        wanted = self.grid.bitmask(SlabRange(layer, 1, first, self.num_blocks - first)) & self.announced_slabs
+        return self.ticket is not None and wanted & ~self.landed_slabs == 0
+
+    # the node's own calls
+
+    def announce_slabs(self, ready: ReadySlabs, now: float) -> list[OutboundOutput]:
+        if self.state not in _OPEN_STATES:
+            return [IgnoredInput("announce")]
+        if not ready.source_blocks:
+            return []
+        if not self.grid.contains(ready.slab_range) or self.grid.bitmask(ready.slab_range) & self.announced_slabs or self.pending_seal:
+            return self.abort(IncompleteTransfer(f"{ready.area} was announced twice, out of range or after seal"))
+        self.announced_slabs |= self.grid.bitmask(ready.slab_range)
+        self.last_ready_at = now
+        self.slabs_landed_before_last_layer = self.landed_slabs.bit_count()
+        self.send_queue += self._clip_to_missing(ready)
+        return []
+
+    def set_ticket(self, ticket: Ticket, lock: WriterLock, now: float) -> list[OutboundOutput]:
+        """The destination is known."""
+        if self.state is not OutboundState.UNTICKETED:
+            return [IgnoredInput("ticket")]
+        if ticket.first_block + len(ticket.block_offsets) != self.num_blocks or ticket.writer_incarnation != self.writer_incarnation:
+            return self.abort(
+                StaleMessage(
+                    f"the ticket is for writer {ticket.writer} and blocks {ticket.first_block}+"
+                    f"{len(ticket.offsets)}, this is {self.writer} with {self.blocks}"
+                )
+            )
+        self.state = OutboundState.STREAMING
+        self.ticket, self.lock = ticket, lock
+        self.send_queue = tuple(piece for ready in self.send_queue for piece in self._clip_to_missing(ready))
+        self.last_progress_at = now
+        self.next_renewal_at = now + self.settings.renew_interval
+        opened = frames.OpenFrame(
+            *self._frame_ids,
+            version=frames.PROTOCOL_VERSION,
+            num_layers=self.shape.num_layers,
+            slab_bytes=self.shape.slab_bytes,
+            window_bytes=self.settings.window_bytes,
+            host_id=self.host_id,
+        )
+        return [opened, *self._seal_if_all_written(now)]
+
+    def seal(self, info: SealInfo, now: float) -> list[OutboundOutput]:
+        if self.state not in _OPEN_STATES or self.pending_seal is not None:
+            return [IgnoredInput("seal")]
+        self.pending_seal = info
+        return self._seal_if_all_written(now)
+
+    def abort(self, error: BatonError) -> list[OutboundOutput]:
+        if self.state not in _OPEN_STATES:
+            return [IgnoredInput("abort")]
+        self.error = error.with_traceback(None)  # whose frames would hold the peer's arena for as long as this is kept
+        self.send_queue = ()
+        self.needs_abort_frame = self.ticket is not None
+        self.state = OutboundState.ABORTING
+        return self._finish_abort_if_idle()
+
+    # writing
+
+    def begin_write(self) -> tuple[OutgoingWrite | None, list[OutboundOutput]]:
+        """Take the next slabs to be read and sent, if any are ready and there is credit. `finish_write` must
+        follow."""
+        if self.state is not OutboundState.STREAMING or not self.send_queue:
+            return None, []
+        slab = self.shape.slab_bytes
+        room = min(self.settings.max_payload_bytes, self.window_bytes - self.unacked_bytes)
+        if room < slab and self.unacked_bytes:
+            return None, []
+        if self.writes_in_flight == 0 and not self.lock.try_acquire():
+            return None, self.abort(StaleMessage("decode has closed the ticket off"))
+        outgoing, self.send_queue = split_next_write(self.send_queue, max(1, room // slab), self.settings.layers_per_message)
+        self.sent_slabs |= self.grid.bitmask(outgoing.slab_range)
+        self.unacked_bytes += outgoing.slab_range.num_slabs * slab
+        self.writes_in_flight += 1
+        return outgoing, []
+
+    def finish_write(self, outgoing: OutgoingWrite, checksum: int, inline: bool, now: float) -> list[OutboundOutput]:
+        """The source of `outgoing` was read and will not be read again."""
+        self._release_write()
+        if self.state is OutboundState.ABORTING:
+            return self._finish_abort_if_idle()
+        area = outgoing.slab_range
+        size = area.num_slabs * self.shape.slab_bytes
+        self.bytes_sent += size
+        self.manifest_digest = extend_manifest_digest(self.manifest_digest, area, checksum)
+        self.last_progress_at = now
+        write = frames.WriteFrame(
+            *self._frame_ids,
+            first_layer=area.first_layer,
+            num_layers=area.num_layers,
+            first_block=area.first_block,
+            num_blocks=area.num_blocks,
+            first_kv_head=0,
+            num_kv_heads=self.shape.num_kv_heads,
+            payload_bytes=size,
+            checksum=checksum,
+            is_inline=inline,
+        )
+        return [write, *self._seal_if_all_written(now)]
+
+    def fail_write(self, error: BatonError) -> list[OutboundOutput]:
+        """An Outgoing could not be read or written; it will not be tried again."""
+        outputs = self.abort(error)
+        self._release_write()
+        return outputs + self._finish_abort_if_idle()
+
+    # frames from decode
+
+    def on_credit(self, frame: frames.CreditFrame) -> list[OutboundOutput]:
+        if not self._is_current_frame(frame):
+            return [IgnoredInput("stale")]
+        self.window_bytes = frame.window_bytes
+        return []
+
+    def on_landed(self, frame: frames.LandedFrame, now: float) -> list[OutboundOutput]:
+        if not self._is_current_frame(frame) or self.state not in _OPEN_STATES:
+            return [IgnoredInput("stale")]
+        area = frame.slab_range
+        if not self.grid.contains(area):
+            return self.abort(IncompleteTransfer(f"decode acknowledged {area}, which is out of range"))
+        bits = self.grid.bitmask(area)
+        if bits & ~self.sent_slabs:
+            return self.abort(IncompleteTransfer(f"decode acknowledged {area}, which was not sent"))
+        if bits & self.landed_slabs:
+            return [IgnoredInput("duplicate")]
+        self.landed_slabs |= bits
+        self.unacked_bytes -= area.num_slabs * self.shape.slab_bytes
+        self.last_progress_at = self.last_landed_at = now
+        return [LayerLanded(self.key, one.first_layer, one.first_block, one.end_block) for one in split_by_layer(area)]
+
+    def on_committed(self, frame: frames.CommittedFrame, now: float) -> list[OutboundOutput]:
+        if not self._is_current_frame(frame) or self.state is not OutboundState.SEALED:
+            return [IgnoredInput("stale")]
+        self.state = OutboundState.COMMITTED
+        assert self.ticket is not None
+        report = HandoffStats(
+            transport=self.ticket.transport,
+            bytes_sent=self.bytes_sent,
+            slabs_sent=self.sent_slabs.bit_count(),
+            slabs_landed_before_last_layer=self.slabs_landed_before_last_layer,
+            exposed_seconds=max(0.0, self.last_landed_at - self.last_ready_at),
+            commit_seconds=max(0.0, now - max(self.last_landed_at, self.last_ready_at)),
+        )
+        return [OutboundCommitted(self.key, report)]
+
+    def on_refused(self, frame: frames.RefusedFrame) -> list[OutboundOutput]:
+        if not self._is_current_frame(frame) or self.state not in _OPEN_STATES:
+            return [IgnoredInput("stale")]
+        self.error = handoff_error_from_peer(frame.code, frame.message)
+        self.send_queue = ()
+        self.state = OutboundState.ABORTING
+        return self._finish_abort_if_idle()
+
+    # link and time
+
+    def on_link_lost(self, error: BatonError, was_up: bool) -> list[OutboundOutput]:
+        """Frames may be lost. What was sealed over a link that had been up asks again over a new one, which
+        is safe because Seal is idempotent; anything else gives up."""
+        if self.state is OutboundState.SEALED and was_up:
+            return [self._seal_frame()]
+        return self.abort(error) if self.ticket is not None else []
+
+    def tick(self, now: float) -> list[OutboundOutput]:
+        if self.state not in _OPEN_STATES:
+            return []
+        if self.is_answer_overdue(now):
+            return self.abort(PeerUnreachable(f"decode did not answer for {self.pace.answer_timeout} s (progress_timeout)"))
+        if now < self.next_renewal_at:
+            return []
+        self.next_renewal_at = now + self.settings.renew_interval
+        return [frames.RenewFrame(*self._frame_ids)]
+
+    # the rules
+
+    def _is_current_frame(self, frame: frames.Frame) -> bool:
+        return self.ticket is not None and (frame.ticket_id, frame.writer_incarnation, frame.decode_incarnation, frame.attempt) == (
+            self.ticket.id,
+            self.writer_incarnation,
+            self.ticket.decode_peer.incarnation,
+            self.key.attempt_number,
+        )
+
+    def _clip_to_missing(self, ready: ReadySlabs) -> tuple[ReadySlabs, ...]:
+        """The part of an announcement that decode does not hold already."""
+        return ready.clip_before(self.ticket.first_block) if self.ticket else (ready,)
+
+    def _seal_if_all_written(self, now: float) -> list[OutboundOutput]:
+        if self.state is not OutboundState.STREAMING or self.pending_seal is None or self.send_queue or self.writes_in_flight:
+            return []
+        assert self.ticket is not None
+        wanted = self.num_blocks - self.ticket.first_block
+        if self.sent_slabs.bit_count() != wanted * self.shape.num_layers:
+            return self.abort(
+                IncompleteTransfer(f"sealed with {self.sent.bit_count()} of {wanted * self.shape.num_layers} slabs announced")
+            )
+        self.state = OutboundState.SEALED
+        self.last_progress_at = now
+        return [self._seal_frame()]
+
+    def _seal_frame(self) -> frames.FrameToDecode:
+        assert self.pending_seal is not None
+        score = self.pending_seal.last_token_score
+        return frames.SealFrame(
+            *self._frame_ids,
+            num_slabs=self.sent_slabs.bit_count(),
+            payload_bytes=self.bytes_sent,
+            digest=self.manifest_digest,
+            emitted_token_ids=self.pending_seal.emitted_token_ids,
+            logprob=score.logprob if score else None,
+            top=score.top_logprobs if score else (),
+        )
+
+    def _finish_abort_if_idle(self) -> list[OutboundOutput]:
+        if self.writes_in_flight or self.state is not OutboundState.ABORTING:
+            return []
+        self.state = OutboundState.ABORTED
+        assert self.error is not None
+        ended: list[OutboundOutput] = [OutboundAborted(self.key, self.error)]
+        if self.needs_abort_frame:
+            ended.insert(0, frames.AbortFrame(*self._frame_ids, code=self.error.code, message=self.error.message[:512]))
+        return ended
+
+    def _release_write(self) -> None:
+        self.writes_in_flight -= 1
+        if self.writes_in_flight == 0:
+            self.lock.release()
+
+    @property
+    def _frame_ids(self) -> tuple[str, int, str, str]:
+        assert self.ticket is not None
+        return self.ticket.id, self.key.attempt_number, self.writer_incarnation, self.ticket.decode_peer.incarnation

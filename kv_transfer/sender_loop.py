@@ -1,0 +1,347 @@
+"""Prefill's hand-offs: one machine (core/departure.py) for each, the links to decode nodes and the peers' arenas that
+are mapped here. Everything runs on the plane's thread."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from baton.process.clock import Clock
+from baton.errors import BatonError, HandoffFailed, PeerUnreachable, StaleMessage
+from baton.process.failpoints import FailpointAction, Failpoints
+from baton.types import AttemptKey, Incarnation, Ticket, TicketId
+from kv_transfer.core import frames
+from kv_transfer.core import outbound_handoff as departure
+from kv_transfer.core.outbound_handoff import OutboundHandoff, NoLock, SendSettings
+from kv_transfer.core.events import OutboundAborted, OutboundCommitted, LayerLanded, OutboundEvent
+from kv_transfer.core.inbound_handoff import NEVER, ArenaShape, IgnoredInput
+from kv_transfer.transports.shm_arena import PeerArena, PeerArenas, TicketLock
+from kv_transfer.transports.peer_links import PeerKey, PeerLink, PeerLinks
+from kv_transfer.common.settings import TransferSettings
+from kv_transfer.arena.slab_copier import SlabCopier, flip_first_bit
+from kv_transfer.transports.links import LinkLoss, Pollable
+
+_WRITES_PER_TURN = 4  # messages written per hand-off before links and commands get their turn again
+_FRAMES_PER_TURN = 64  # frames handled per link before writing gets its turn again
+
+
+@dataclass(slots=True)
+class LayerWaiter:
+    """A thread that waits for a layer to land."""
+
+    layer: int
+    done: threading.Event = field(default_factory=threading.Event)
+    has_landed: bool = False
+
+
+@dataclass(slots=True)
+class _ActiveHandoff:
+    machine: OutboundHandoff
+    peer_key: PeerKey | None = None
+    peer_arena: PeerArena | None = None  # the peer's, if its blocks are written in place
+    waiters: list[LayerWaiter] = field(default_factory=list)
+
+
+class SenderLoop:
+    def __init__(
+        self,
+        *,
+        mover: SlabCopier,
+        shape: ArenaShape,
+        links: PeerLinks,
+        arenas: PeerArenas,
+        host_id: str,
+        settings: TransferSettings,
+        incarnation: Incarnation,
+        emit: Callable[[OutboundEvent], None],
+        clock: Clock,
+        failpoints: Failpoints,
+    ) -> None:
+        self.counters: Counter[str] = Counter()  # read by any thread
+        self._copier = mover
+        self._shape = shape
+        self._links = links
+        self._arenas = arenas
+        self._host_id = host_id
+        self._settings = settings
+        self._incarnation = incarnation
+        self._emit = emit
+        self._clock = clock
+        self._failpoints = failpoints
+        self._send_settings = SendSettings(
+            max_payload_bytes=settings.max_payload_bytes,
+            layers_per_message=settings.layers_per_message,
+            window_bytes=settings.credit_bytes,
+            renew_interval=settings.renew_interval,
+            answer_timeout=settings.progress_timeout,
+        )
+        self._handoffs: dict[AttemptKey, _ActiveHandoff] = {}
+        self._keys_by_ticket: dict[TicketId, AttemptKey] = {}
+        self._has_more_work = False
+
+    # what the node wants
+
+    def open_handoff(self, key: AttemptKey, blocks: int) -> None:
+        if key in self._handoffs:
+            self.counters["ignored_open"] += 1
+            return
+        machine = OutboundHandoff(key, self._incarnation, self._shape, blocks, self._send_settings, self._host_id)
+        self._handoffs[key] = _ActiveHandoff(machine)
+        self.counters["opened"] += 1
+
+    def set_ticket(self, key: AttemptKey, ticket: Ticket) -> None:
+        handoff = self._handoffs.get(key)
+        if handoff is None or handoff.peer_key is not None:
+            self.counters["ignored_ticket"] += 1
+            return
+        machine, endpoint = handoff.machine, ticket.decode_peer.transfer_endpoint
+        if not self._links.can_dial(endpoint):
+            self._apply_outputs(handoff, machine.abort(PeerUnreachable(f"no transport dials {endpoint[:200]!r}")))
+            return
+        handoff.peer_key = (endpoint, ticket.decode_peer.incarnation)
+        self._close_stale_links(handoff.peer_key)
+        try:
+            self._set_machine_ticket(handoff, ticket, self._writer_lock(handoff, ticket))
+        except HandoffFailed as error:  # decode is told why, and may offer another transport
+            self._set_machine_ticket(handoff, ticket, NoLock())
+            self._apply_outputs(handoff, machine.abort(error))
+
+    def _set_machine_ticket(self, handoff: _ActiveHandoff, ticket: Ticket, lock: departure.WriterLock) -> None:
+        outputs = handoff.machine.set_ticket(ticket, lock, self._clock())
+        if handoff.machine.ticket is not None:  # the machine has taken it
+            self._keys_by_ticket[ticket.id] = handoff.machine.key
+        self._apply_outputs(handoff, outputs)
+
+    def _writer_lock(self, handoff: _ActiveHandoff, ticket: Ticket) -> departure.WriterLock:
+        """Raises Unmappable."""
+        if ticket.transport != "shm":
+            return NoLock()
+        handoff.peer_arena = self._arenas.get(ticket)
+        return TicketLock(handoff.peer_arena, ticket)
+
+    def apply_input(self, key: AttemptKey, what: Callable[[OutboundHandoff], list[departure.OutboundOutput]]) -> None:
+        """Pass an input on to the machine of `key`, if there is one."""
+        handoff = self._handoffs.get(key)
+        if handoff is None:
+            self.counters["ignored_unknown"] += 1
+            return
+        self._apply_outputs(handoff, what(handoff.machine))
+
+    def add_layer_waiter(self, key: AttemptKey, waiter: LayerWaiter) -> None:
+        handoff = self._handoffs.get(key)
+        if handoff is None:
+            waiter.done.set()
+            return
+        handoff.waiters.append(waiter)
+        self._wake_waiters(handoff)
+
+    def on_peer_gone(self, decode: Incarnation) -> None:
+        error = PeerUnreachable(f"decode node {decode} is gone")
+        for handoff in list(self._handoffs.values()):
+            if handoff.peer_key is not None and handoff.peer_key[1] == decode:
+                self._apply_outputs(handoff, handoff.machine.abort(error))
+        for peer, _ in self._links.items():
+            if peer[1] == decode:
+                self._links.close_link(peer)
+        self._arenas.unmap_peer(decode)
+
+    def rejoin(self, incarnation: Incarnation) -> None:
+        self._incarnation = incarnation
+        self._abort_all(StaleMessage("this node has joined anew"))
+
+    def _abort_all(self, error: BatonError) -> None:
+        for handoff in list(self._handoffs.values()):
+            self._apply_outputs(handoff, handoff.machine.abort(error))
+
+    # the thread's turn
+
+    def poll_once(self) -> None:
+        self._has_more_work = False
+        for peer, link in self._links.items():
+            self._receive(link)
+            link.flush()
+            if (loss := link.get_loss()) is not None:
+                self._drop_link(peer, loss)
+        for handoff in list(self._handoffs.values()):
+            self._tick(handoff, self._clock())
+        for _ in range(_WRITES_PER_TURN):
+            if not any([self._write_next(handoff) for handoff in list(self._handoffs.values())]):
+                return
+        self._has_more_work = True
+
+    def next_deadline(self) -> float:
+        if self._has_more_work:
+            return self._clock()
+        return min((handoff.machine.deadline for handoff in self._handoffs.values()), default=NEVER)
+
+    def pollables(self) -> Sequence[tuple[Pollable, bool]]:
+        return self._links.pollables()
+
+    def begin_close(self) -> None:
+        self._abort_all(HandoffFailed("the transfer plane is closing"))
+
+    def is_drained(self) -> bool:
+        return self._links.has_no_unacked_aborts()
+
+    def close(self) -> None:
+        self._links.close()
+        self._arenas.close()
+
+    # links
+
+    def _close_stale_links(self, peer: PeerKey) -> None:
+        """An endpoint has one incarnation at a time: close links to earlier ones, of whose end nobody may have told us
+        (a coordinator that is started again does not know them), once nothing of theirs is under way."""
+        in_use = {handoff.peer_key for handoff in self._handoffs.values()}
+        for other, link in self._links.items():
+            if other[0] == peer[0] and other not in in_use and not link.unacked_aborts:
+                self._links.close_link(other)
+
+    def _receive(self, link: PeerLink) -> None:
+        for _ in range(_FRAMES_PER_TURN):
+            try:
+                frame = link.receive(self._clock())
+            except frames.BadFrame:
+                self.counters["bad_frames"] += 1
+                continue
+            if frame is None:
+                return
+            self._on_frame(frame)
+        self._has_more_work = True
+
+    def _on_frame(self, frame: frames.FrameToWriter) -> None:
+        key = self._keys_by_ticket.get(TicketId(frame.ticket_id))
+        if key is None:
+            self.counters["ignored_unknown"] += 1
+            return
+        handoff = self._handoffs[key]
+        machine, now = handoff.machine, self._clock()
+        match frame:
+            case frames.CreditFrame():
+                outputs = machine.on_credit(frame)
+            case frames.LandedFrame():
+                outputs = machine.on_landed(frame, now)
+            case frames.CommittedFrame():
+                outputs = machine.on_committed(frame, now)
+            case frames.RefusedFrame():
+                outputs = machine.on_refused(frame)
+            case _:
+                assert_never(frame)
+        self._apply_outputs(handoff, outputs)
+
+    def _tick(self, handoff: _ActiveHandoff, now: float) -> None:
+        if now < handoff.machine.deadline:
+            return
+        peer, unanswered = handoff.peer_key, handoff.machine.is_answer_overdue(now)
+        self._apply_outputs(handoff, handoff.machine.tick(now))
+        link = self._links.get(peer) if unanswered and peer is not None else None
+        if link is not None and peer is not None and now - link.last_heard_at >= self._settings.progress_timeout:
+            # The peer may live, but this link leads nowhere: the next hand-off dials anew.
+            self._drop_link(peer, LinkLoss(PeerUnreachable(f"transfer link to {peer[0]}: silent (progress_timeout)"), was_up=True))
+
+    def _drop_link(self, peer: PeerKey, loss: LinkLoss) -> None:
+        self.counters["links_lost"] += 1
+        self._links.close_link(peer)
+        for handoff in list(self._handoffs.values()):
+            if handoff.peer_key == peer:
+                self._apply_outputs(handoff, handoff.machine.on_link_lost(loss.error, loss.was_up))
+        if not any(handoff.peer_arena and handoff.peer_key == peer for handoff in self._handoffs.values()):
+            self._arenas.unmap_peer(peer[1])
+
+    # writing
+
+    def _write_next(self, handoff: _ActiveHandoff) -> bool:
+        """Write one message's worth of what is ready, if anything; the next hand-off then has its turn."""
+        link = self._links.get(handoff.peer_key) if handoff.peer_key is not None else None
+        if link is not None and link.is_full:
+            return False
+        outgoing, outputs = handoff.machine.begin_write()
+        self._apply_outputs(handoff, outputs)
+        if outgoing is None:
+            return False
+        try:
+            action = self._failpoints.hit("transfer.write.before")
+            payload, checksum = self._copier.read_slabs(outgoing, action)
+            if handoff.peer_arena is not None and handoff.machine.ticket is not None:
+                handoff.peer_arena.copier.write_slabs(handoff.machine.ticket, outgoing.slab_range, payload)
+            self._failpoints.hit("transfer.write.after")
+        except HandoffFailed as error:
+            self._apply_outputs(handoff, handoff.machine.fail_write(error))
+            return True
+        self.counters["bytes_written"] += len(payload)
+        self.counters["slabs_written"] += outgoing.slab_range.num_slabs
+        inline = handoff.peer_arena is None
+        outputs = handoff.machine.finish_write(outgoing, checksum, inline, self._clock())
+        self._apply_outputs(handoff, outputs, payload if inline else None, action)
+        return True
+
+    # outputs
+
+    def _apply_outputs(
+        self,
+        handoff: _ActiveHandoff,
+        outputs: list[departure.OutboundOutput],
+        payload: memoryview | None = None,
+        action: FailpointAction | None = None,
+    ) -> None:
+        for output in outputs:
+            match output:
+                case IgnoredInput():
+                    self.counters[f"ignored_{output.reason}"] += 1
+                case frames.WriteFrame():
+                    self._send(handoff, output, payload, action)
+                case frames.SealFrame():
+                    self._send_seal(handoff, output)
+                case frames.Frame():
+                    self._send(handoff, output)
+                case LayerLanded():
+                    self._emit(output)
+                case OutboundCommitted() | OutboundAborted():
+                    self._finish_handoff(handoff, output)
+                case _:
+                    assert_never(output)
+        self._wake_waiters(handoff)
+
+    def _send_seal(self, handoff: _ActiveHandoff, frame: frames.SealFrame) -> None:
+        try:
+            action = self._failpoints.hit("transfer.seal.before")
+            self._send(handoff, frame, None, action)
+            self._failpoints.hit("transfer.seal.after")
+        except HandoffFailed as error:
+            self._apply_outputs(handoff, handoff.machine.abort(error))
+
+    def _send(
+        self,
+        handoff: _ActiveHandoff,
+        frame: frames.FrameToDecode,
+        payload: memoryview | None = None,
+        action: FailpointAction | None = None,
+    ) -> None:
+        if action is FailpointAction.DROP:
+            return
+        assert handoff.peer_key is not None
+        link = self._links.get_or_dial(handoff.peer_key, self._clock())
+        if isinstance(frame, frames.AbortFrame):
+            link.unacked_aborts.add(TicketId(frame.ticket_id))
+        header = frames.encode_frame(frame)
+        if action is FailpointAction.CORRUPT and not isinstance(frame, frames.WriteFrame):  # a Write's payload was corrupted
+            header = bytes(flip_first_bit(memoryview(header)))
+        for _ in range(2 if action is FailpointAction.DUPLICATE else 1):
+            link.send(header, payload)
+
+    def _finish_handoff(self, handoff: _ActiveHandoff, event: OutboundCommitted | OutboundAborted) -> None:
+        machine = handoff.machine
+        del self._handoffs[machine.key]
+        if machine.ticket is not None:
+            self._keys_by_ticket.pop(machine.ticket.id, None)
+        self.counters["committed" if isinstance(event, OutboundCommitted) else f"aborted_{event.error.code}"] += 1
+        self._emit(event)
+
+    def _wake_waiters(self, handoff: _ActiveHandoff) -> None:
+        ended = handoff.machine.state in departure.TERMINAL_STATES
+        for waiter in list(handoff.waiters):
+            waiter.has_landed = not ended and handoff.machine.has_layer_landed(waiter.layer)
+            if waiter.has_landed or ended:
+                handoff.waiters.remove(waiter)
+                waiter.done.set()

@@ -1,0 +1,76 @@
+"""Decode's arena as a writer on the same host sees it: mapped, and locked byte by byte while written."""
+
+from pathlib import Path
+
+from baton.shared_memory.addressing import BlockAddressSpace
+from baton.errors import ConfigError, LayoutMismatch, PeerUnreachable, UnmappableSegment
+from baton.shared_memory.fence import WriterFences
+from baton.kv.kv_layout import KVLayout
+from baton.types import Incarnation, Ticket
+from kv_transfer.arena.slab_copier import SlabCopier
+
+
+class PeerArena:
+    def __init__(self, space: BlockAddressSpace, folder: Path, segment: str, layout: KVLayout) -> None:
+        """Raises PeerGone or LayoutMismatch when the segment is not there or does not fit."""
+        self.fences = WriterFences(folder, segment)
+        try:
+            self.copier = SlabCopier(space.attach_segment(segment), layout)
+        except Exception:
+            self.fences.close()
+            raise
+        self.owner_incarnation = Incarnation("")
+
+
+class TicketLock:
+    """The machine's WriterLock: one ticket's byte of the peer's fence file."""
+
+    def __init__(self, arena: PeerArena, ticket: Ticket) -> None:
+        self._fences = arena.fences
+        self._byte = ticket.fence_byte
+
+    def try_acquire(self) -> bool:
+        return self._fences.try_lock_byte(self._byte)
+
+    def release(self) -> None:
+        self._fences.unlock_byte(self._byte)
+
+
+class PeerArenas:
+    """The peers' arenas that a plane has mapped, by segment name."""
+
+    def __init__(self, folder: Path, layout: KVLayout) -> None:
+        self._folder = folder
+        self._layout = layout
+        self._space: BlockAddressSpace | None = None
+        self._arenas: dict[str, PeerArena] = {}
+
+    def get(self, ticket: Ticket) -> PeerArena:
+        """The arena that a ticket names. Raises Unmappable when it is not there or not what the ticket says."""
+        segment = ticket.segment
+        if segment.incarnation != ticket.decode_peer.incarnation:
+            raise UnmappableSegment(f"segment {segment.name} is of incarnation {segment.incarnation}, not of the ticket's")
+        try:
+            arena = self._arenas.get(segment.name) or self._map(segment.name)
+        except (PeerUnreachable, LayoutMismatch, ConfigError) as error:
+            raise UnmappableSegment(error.message) from error
+        if not arena.copier.has_blocks_of(ticket):
+            raise UnmappableSegment(f"segment {segment.name} has no such blocks as ticket {ticket.id} names")
+        arena.owner_incarnation = segment.incarnation
+        return arena
+
+    def _map(self, segment: str) -> PeerArena:
+        if self._space is None:
+            self._space = BlockAddressSpace(self._layout.block_bytes, self._folder)
+        arena = self._arenas[segment] = PeerArena(self._space, self._folder, segment, self._layout)
+        return arena
+
+    def unmap_peer(self, owner: Incarnation) -> None:
+        """A peer is gone, and nothing is being written to its arenas: let their memory go."""
+        for segment in [segment for segment, arena in self._arenas.items() if arena.owner_incarnation == owner]:
+            self._arenas.pop(segment).fences.close()
+
+    def close(self) -> None:
+        for arena in self._arenas.values():
+            arena.fences.close()
+        self._arenas.clear()

@@ -1,0 +1,154 @@
+"""The compute thread: the only one that touches block pool, sequences and engine. Its loop is the node."""
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.process import log
+from baton.process.clock import Clock
+from baton.errors import BatonError
+from baton.process.failpoints import FAILPOINTS
+from node_engine.core.metrics.device_time import DeviceTime
+from node_engine.core.node_commands import CacheSnapshotCommand, NodeCommand, NodeJoined, LedgerCommand
+from node_engine.core.step.step_batch import StepBatch
+from node_engine.core.metrics.decode_step_totals import DecodeStepTotals
+from node_engine.host.compute_inbox import ComputeInbox
+from node_engine.roles.role_policy import RoleContext, RolePolicy
+from node_engine.shared_pool.pool_connector import PublicationEnded
+
+
+@dataclass(frozen=True, slots=True)
+class StopCompute:
+    """The last item of an inbox."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallWhenIdle:
+    """Call back, once, on the compute thread, as soon as the node holds nothing for anybody."""
+
+    callback: Callable[[], None]
+
+
+class ComputeThread:
+    """Runs `receive, decide, compute, deliver` until told to stop. A step that raises fails its own attempts; an error
+    anywhere else is a defect of ours, and the process ends at once so that nothing wrong can be served."""
+
+    def __init__(self, parts: RoleContext, inbox: ComputeInbox[NodeCommand | object], clock: Clock) -> None:
+        self._context = parts
+        self._inbox = inbox
+        self._clock = clock
+        self._role: RolePolicy | None = None
+        self.scheduler_load = parts.scheduler.get_load()  # a snapshot for other threads, made anew in every turn of the loop
+        self.decode_step_totals = DecodeStepTotals()  # likewise
+        self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+        self._log = log.get_logger("compute")
+        self._device_time = DeviceTime()
+        self.device_seconds: dict[str, float] = {}  # likewise a snapshot
+        self._idle_callbacks: list[Callable[[], None]] = []
+        self._last_progress_at: float | None = None  # of a thread at work; None while it waits for something to do
+
+    def start(self, role: RolePolicy) -> None:
+        self._role = role
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Let the current step end and the thread with it."""
+        self._inbox.put(StopCompute())
+        self._thread.join()
+
+    @property
+    def progress_age_seconds(self) -> float:
+        """Seconds since the thread last got anywhere; 0 while it has nothing to do. Read by any thread."""
+        since = self._last_progress_at
+        return 0.0 if since is None else self._clock() - since
+
+    def _run(self) -> None:
+        try:
+            self._loop()
+        except BaseException as error:
+            self._log.error("compute thread failed", **log.get_error_fields(error))
+            log.flush_log()
+            os._exit(1)
+
+    def _loop(self) -> None:
+        assert self._role is not None
+        idle = True
+        while self._handle_inbox(wait=idle):
+            self._report_cache_changes(resting=False)
+            plan = self._context.scheduler.schedule_step()
+            if plan.outcomes:
+                self._role.deliver_outcomes(plan.outcomes)
+            if plan.batch is not None:
+                self._run_step(plan.batch)
+            idle = plan.batch is None and not plan.outcomes
+            if idle:
+                self._report_cache_changes(resting=True)
+
+    def _report_cache_changes(self, *, resting: bool) -> None:
+        """Now and then while at work, and before a rest, so that nothing is left untold meanwhile."""
+        journal, now = self._context.block_pool.cache_journal, self._clock()
+        if resting or journal.is_flush_due(now):
+            self._context.reporter.report_cache_changes(journal.pop_events(now))
+
+    def _report_cache_snapshot(self) -> None:
+        pool = self._context.block_pool
+        self._context.reporter.report_cache_changes(pool.cache_journal.build_snapshot(pool.iter_full_block_hashes(), self._clock()))
+
+    def _handle_inbox(self, *, wait: bool) -> bool:
+        """Handle what has arrived; False once the thread is to end."""
+        assert self._role is not None
+        self.scheduler_load = self._context.scheduler.get_load()
+        if wait:
+            self._last_progress_at = None
+            if self._idle_callbacks and self._role.num_held_attempts == 0:
+                calls, self._idle_callbacks = self._idle_callbacks, []
+                for call in calls:
+                    call()
+        items = self._inbox.drain(wait=wait)
+        self._last_progress_at = self._clock()
+        for item in items:
+            match item:
+                case StopCompute():
+                    return False
+                case CallWhenIdle(call):
+                    self._idle_callbacks.append(call)
+                case LedgerCommand(query):
+                    self._context.reporter.report_ledger(query, self._context.block_pool.take_ledger())
+                case PublicationEnded():
+                    self._context.pool_connector.on_publication_ended(item)
+                case CacheSnapshotCommand():
+                    self._report_cache_snapshot()
+                case NodeJoined():
+                    self._role.handle_item(item)
+                    self._context.block_pool.cache_journal.restart_numbering()
+                    self._report_cache_snapshot()
+                case _:
+                    self._role.handle_item(item)
+        return True
+
+    def _run_step(self, batch: StepBatch) -> None:
+        assert self._role is not None
+        started = self._clock()
+        try:
+            FAILPOINTS.hit("decode.step.before")
+            on_layer = self._role.before_step(batch)
+            computed = self._context.engine.run(batch, on_layer)
+            FAILPOINTS.hit("decode.step.after")
+        except (BatonError, RuntimeError) as error:
+            self._charge_device_time(batch, self._clock() - started)
+            self._log.error("step failed", **log.get_error_fields(error))
+            self._role.on_step_failed(batch, error)
+            return
+        seconds = self._clock() - started
+        self._charge_device_time(batch, seconds)
+        self.decode_step_totals = self.decode_step_totals.with_step(batch, seconds)
+        if batch.num_tokens > len(batch.slices):
+            self._context.pool_connector.copy_cost_model.observe_prefill(batch.num_tokens, seconds)
+        self._context.scheduler.prefill_budget.observe_step(batch, seconds)
+        outcomes = self._context.scheduler.update_from_results(batch, computed)
+        self._role.after_step(batch, outcomes, seconds)
+
+    def _charge_device_time(self, batch: StepBatch, seconds: float) -> None:
+        self._device_time.charge_step(batch, self._context.scheduler.get_sequence_in_flight, seconds)
+        self.device_seconds = self._device_time.counters()

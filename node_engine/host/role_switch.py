@@ -1,0 +1,129 @@
+"""The role that a node has at this moment, and how it takes another one in place.
+
+A role is made when it is first taken and kept for as long as the process lives, its transfer plane with it. So the
+fences of the arena outlive every change of role: a writer that was frozen long ago is still kept from blocks that were
+given to others since. Pool, scheduler, engine and cache are the node's own and know no role.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from baton.process import log
+from baton.errors import BatonError
+from baton.types import Role
+from node_engine.core.node_commands import NodeCommand, CoordinatorLost, NodeJoined, PeerLostCommand, SetRoleCommand
+from node_engine.core.sequences.outcomes import SequenceOutcome
+from node_engine.core.step.step_batch import LayerCallback, StepBatch
+from node_engine.host.compute_thread import CallWhenIdle
+from node_engine.roles.role_policy import RoleContext, RolePolicy
+
+RoleFactory = Callable[[RoleContext], RolePolicy]
+
+
+@dataclass(frozen=True, slots=True)
+class RoleEvent:
+    """An event that a role emitted to itself: another one may be in charge by the time it is handled."""
+
+    role: Role
+    event: object
+
+
+class SwitchableRole:
+    """A RolePolicy that passes everything on to the role in charge. What tells of the coordinator or of peers concerns
+    every role that was ever taken here: its plane has tickets and peers to forget."""
+
+    def __init__(
+        self, parts: RoleContext, makers: Mapping[Role, RoleFactory], role: Role, changed: Callable[[], None]
+    ) -> None:
+        """`changed` is called on the compute thread when the node is to join anew, because it has another role or
+        cannot have it."""
+        self._context = parts
+        self._role_factories = makers
+        self._on_changed = changed
+        self._roles: dict[Role, RolePolicy] = {}
+        self._target_role: Role | None = None
+        self.role = role
+        self._active_role = self._get_or_make_role(role)
+
+    @property
+    def transfer_endpoint(self) -> str:
+        return self._active_role.transfer_endpoint
+
+    @property
+    def num_held_attempts(self) -> int:
+        return sum(role.num_held_attempts for role in self._list_roles())
+
+    def counters(self) -> dict[str, float]:
+        total: Counter[str] = Counter()
+        for role in self._list_roles():
+            total.update(role.counters())
+        return dict(total)
+
+    def close(self) -> None:
+        for role in self._list_roles():
+            role.close()
+
+    def preview_command(self, command: NodeCommand) -> None:
+        for role in self._list_concerned_roles(command):
+            role.preview_command(command)
+
+    def handle_item(self, item: NodeCommand | object) -> None:
+        match item:
+            case SetRoleCommand(role):
+                self._target_role = role
+                self._context.emit(CallWhenIdle(self._switch_role))
+                return
+            case RoleEvent(source, event):
+                self._roles[source].handle_item(event)
+                return
+            case NodeJoined() | CoordinatorLost():
+                self._target_role = None
+        for concerned in self._list_concerned_roles(item):
+            concerned.handle_item(item)
+
+    def before_step(self, batch: StepBatch) -> LayerCallback | None:
+        return self._active_role.before_step(batch)
+
+    def after_step(self, batch: StepBatch, outcomes: Iterable[SequenceOutcome], seconds: float) -> None:
+        self._active_role.after_step(batch, outcomes, seconds)
+
+    def deliver_outcomes(self, outcomes: Iterable[SequenceOutcome]) -> None:
+        self._active_role.deliver_outcomes(outcomes)
+
+    def on_step_failed(self, batch: StepBatch, error: Exception) -> None:
+        self._active_role.on_step_failed(batch, error)
+
+    def _switch_role(self) -> None:
+        """Nothing is held here. A no-op if the order is void by now."""
+        if self._target_role is None:
+            return
+        role, self._target_role = self._target_role, None
+        try:
+            self._active_role = self._get_or_make_role(role)
+        except BatonError as error:
+            log.get_logger("node").error("role not taken", role=role.value, reason=error.message)
+        else:
+            self.role = role
+            log.get_logger("node").info("role taken", role=role.value)
+        self._on_changed()
+
+    def _get_or_make_role(self, role: Role) -> RolePolicy:
+        """Raises BatonError when its plane cannot be had."""
+        if role not in self._roles:
+            emit = self._context.emit
+            own = replace(self._context, emit=lambda event: emit(RoleEvent(role, event)))
+            self._roles[role] = self._role_factories[role](own)
+        return self._roles[role]
+
+    def _list_roles(self) -> tuple[RolePolicy, ...]:
+        return tuple(self._roles.values())
+
+    def _list_concerned_roles(self, item: NodeCommand | object) -> tuple[RolePolicy, ...]:
+        match item:
+            case SetRoleCommand():
+                return ()
+            case NodeJoined() | CoordinatorLost() | PeerLostCommand():
+                return self._list_roles()
+            case _:
+                return (self._active_role,)

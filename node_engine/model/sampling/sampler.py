@@ -1,0 +1,184 @@
+"""Drawing tokens: greedy, or Gumbel-max over the filtered distribution with counter-based noise.
+
+Logits of a row go through, in this order, each step only if the row asks for it:
+
+    repetition penalty       Keskar et al. 2019 (CTRL), over prompt and output; a positive logit is divided by it, any
+                             other multiplied, as Hugging Face and vLLM have it
+    frequency and presence   OpenAI's: less frequency_penalty for each time that the token is in the output, and less
+                             presence_penalty once if it is there at all
+    logit_bias               OpenAI's: added, so that no penalty scales it
+    forbidden                minus infinity. The best of what is now is the greedy answer
+    temperature              divides
+    min_p                    Nguyen et al. 2024: keeps what is at least min_p times as likely as the most likely
+    top_k, then top_p        of what min_p has left, as vLLM has it
+
+Scores are of the logits before any of this.
+
+Noise is a function of (seed, choice, absolute position, token id) and of nothing else, so that a request
+draws the same tokens alone or in a batch, resumed, and on any node. Gumbel-max rather than inversion of the
+cumulative distribution: logits that differ by rounding (another batch, another chunking) then change the
+token only if the two best scores are that close, while inversion has one such boundary per token of the
+vocabulary.
+
+Drawn rows go to the host: NumPy sorts and multiplies vectors of this size several times faster than torch's
+CPU operators, and one implementation serves every device.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from baton.errors import NodeFailed
+from baton.types import SamplingParams
+from node_engine.core.step.step_batch import SliceResult, SampleSpec
+from node_engine.model.sampling.philox import WORD_MASK, Words, philox4x32
+from node_engine.model.sampling.logprobs import compute_logprobs
+
+Floats = npt.NDArray[np.float32]
+TokenIds = npt.NDArray[np.int64]
+
+_PER_COUNTER = 4  # token ids that share a counter, one word each
+
+
+def sample_tokens(
+    logits: torch.Tensor,  # [rows, vocab], overwritten
+    specs: Sequence[SampleSpec],  # one per row
+) -> list[SliceResult]:
+    """One token per row, with its score where one is asked for. Raises NodeFailed when a row has no finite maximum:
+    rather an error than a guess."""
+    special = [row for row, spec in enumerate(specs) if _needs_extra_steps(spec)]
+    if not special:
+        return [SliceResult(token) for token in _pick_tokens(logits, specs)]
+    scored = [row for row in special if specs[row].params.logprobs is not None]
+    raw = logits[scored].float()
+    tokens = _pick_tokens(_adjust_logits(logits, [(row, specs[row]) for row in special]), specs)
+    found = compute_logprobs(raw, [tokens[row] for row in scored], [specs[row].params.logprobs or 0 for row in scored])
+    by_row = dict(zip(scored, found, strict=True))
+    return [SliceResult(token, by_row.get(row)) for row, token in enumerate(tokens)]
+
+
+def _needs_extra_steps(spec: SampleSpec) -> bool:
+    """Whether it takes more than its temperature and filters: the rest of a batch pays nothing for those that do."""
+    params = spec.params
+    return spec.token_counts is not None or bool(spec.forbidden_token_ids or params.logit_bias) or params.logprobs is not None
+
+
+def _pick_tokens(logits: torch.Tensor, specs: Sequence[SampleSpec]) -> list[int]:  # logits [rows, vocab]
+    best, argmax = logits.max(-1)
+    if not bool(best.isfinite().all()):
+        raise NodeFailed("logits are not finite: the model's weights or its KV cache are damaged")
+    tokens: list[int] = argmax.tolist()
+    drawn = [row for row, spec in enumerate(specs) if spec.params.temperature > 0]
+    if drawn:
+        rows = logits[drawn].to("cpu", torch.float32).numpy()
+        for row, values in zip(drawn, rows, strict=True):
+            tokens[row] = draw_token(values, specs[row])
+    return tokens
+
+
+def _adjust_logits(logits: torch.Tensor, rows: Sequence[tuple[int, SampleSpec]]) -> torch.Tensor:
+    """Penalties, bias and forbidden tokens applied to some rows of [rows, vocab], in place or, where arithmetic takes
+    it, to a copy in float32. Elementwise, so that a row's result does not depend on the others."""
+    counted = [(row, spec) for row, spec in rows if spec.token_counts is not None]
+    biased = [(row, spec.params.logit_bias) for row, spec in rows if spec.params.logit_bias]
+    if counted or biased:
+        logits = logits.float()
+    if counted:
+        _apply_penalties(logits, counted)
+    for row, pairs in biased:
+        ids, biases = zip(*pairs, strict=True)
+        logits[row].index_add_(0, _to_device(logits, np.array(ids)), _to_device(logits, np.array(biases, np.float32)))
+    for row, spec in rows:
+        if spec.forbidden_token_ids:
+            logits[row, [token for token in spec.forbidden_token_ids if token < logits.shape[1]]] = -math.inf
+    return logits
+
+
+def _apply_penalties(logits: torch.Tensor, rows: Sequence[tuple[int, SampleSpec]]) -> None:
+    """All rows' counted tokens at once: one gather, one scatter."""
+    counts = [spec.token_counts for _, spec in rows if spec.token_counts is not None]
+    lengths = [len(each.token_ids) for each in counts]
+
+    def per_token(values: Sequence[float], dtype: type = np.float32) -> torch.Tensor:
+        return _to_device(logits, np.repeat(np.array(values, dtype), lengths))
+
+    params = [spec.params for _, spec in rows]
+    places = (
+        per_token([row for row, _ in rows], np.int64),
+        _to_device(logits, np.concatenate([each.token_ids for each in counts])),
+    )
+    in_output = _to_device(logits, np.concatenate([each.output_counts for each in counts]))
+    repetition = per_token([each.repetition_penalty for each in params])
+    values = logits[places]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= per_token([each.frequency_penalty for each in params]) * in_output
+    values -= per_token([each.presence_penalty for each in params]) * (in_output > 0)
+    logits[places] = values
+
+
+def _to_device(logits: torch.Tensor, values: npt.NDArray[np.int64] | Floats) -> torch.Tensor:
+    return torch.from_numpy(values).to(logits.device)
+
+
+def draw_token(logits: Floats, spec: SampleSpec) -> int:  # logits [vocab]
+    """Sample softmax(logits / temperature), restricted by min_p, then top-k, then top-p."""
+    with np.errstate(over="ignore"):  # a tiny temperature sends all but the best to -inf, as it should
+        scaled = (logits - logits.max()) / np.float32(spec.params.temperature)
+    floor = _lowest_kept_logit(scaled, spec.params)
+    if floor is None:
+        return int(np.argmax(scaled + compute_gumbel_noise(len(scaled), spec)))
+    kept = np.flatnonzero(scaled >= floor)
+    return int(kept[np.argmax(scaled[kept] + compute_gumbel_noise(len(scaled), spec, kept))])
+
+
+def _lowest_kept_logit(scaled: Floats, params: SamplingParams) -> np.float32 | None:
+    """The lowest score that min_p, top-k and top-p leave, None for no bound; the highest of `scaled` is 0. Scores
+    equal to it are all kept, so that the order in which a sort leaves equals is of no account."""
+    floor = None
+    if params.min_p > 0.0:
+        floor = np.float32(math.log(params.min_p))
+        scaled = scaled[scaled >= floor]
+    if 0 < params.top_k < len(scaled):
+        floor = np.partition(scaled, -params.top_k)[-params.top_k]
+        scaled = scaled[scaled >= floor]
+    if params.top_p < 1.0:
+        weights = np.exp(scaled)
+        total = weights.sum(dtype=np.float64)
+        # All that weigh less than this weigh less than 1 - top_p together: they need not be sorted.
+        ranked = np.sort(scaled[weights >= (1.0 - params.top_p) * total / len(scaled)])[::-1]
+        before = np.cumsum(np.exp(ranked), dtype=np.float64) - np.exp(ranked)
+        floor = ranked[max(1, int(np.count_nonzero(before < params.top_p * total))) - 1]
+    return floor
+
+
+def compute_gumbel_noise(
+    vocab_size: int,
+    spec: SampleSpec,
+    tokens: TokenIds | None = None,  # [n], all of the vocabulary when None
+) -> Floats:  # [n]
+    """Independent standard Gumbel variables, each a function of seed, choice, position and its token id.
+
+    Computed as -log(-log(1 - u)) from 32-bit uniforms u: large values, which win, come from small u, where a
+    float is finest.
+    """
+    if tokens is not None and len(tokens) * _PER_COUNTER < vocab_size:
+        words = np.stack(_noise_words(tokens // _PER_COUNTER, spec))[tokens % _PER_COUNTER, np.arange(len(tokens))]
+    else:
+        counters = np.arange(-(-vocab_size // _PER_COUNTER))
+        words = np.stack(_noise_words(counters, spec), -1).reshape(-1)[:vocab_size]
+        words = words if tokens is None else words[tokens]
+    uniform = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
+    below_one = np.minimum(uniform, np.float32(1.0 - 2.0**-24))
+    noise: Floats = -np.log(-np.log1p(-below_one))
+    return noise
+
+
+def _noise_words(counters: TokenIds, spec: SampleSpec) -> tuple[Words, Words, Words, Words]:
+    """Philox at (token id / 4, position, choice, 0) under the 64 bits of the seed."""
+    zero = np.zeros(len(counters), dtype=np.uint64)
+    position, choice = zero + np.uint64(spec.position & WORD_MASK), zero + np.uint64(spec.choice_index & WORD_MASK)
+    key = (spec.params.seed & WORD_MASK, spec.params.seed >> 32 & WORD_MASK)
+    return philox4x32((counters.astype(np.uint64), position, choice, zero), key)

@@ -1,0 +1,108 @@
+"""What a node says to the coordinator. Called on the compute thread; the message leaves on the event loop. Each is
+stamped with the incarnation under which its work was given, so that a late one is recognised and dropped."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from baton.cluster_link import pb_conversion as wire
+from baton.kv.cache_journal import CacheEventBatch
+from baton.errors import BatonError
+from baton.pb import cluster_pb2, common_pb2
+from baton.types import AttemptKey, Incarnation, Ticket, TokenEvent, TokenLogprobs
+from node_engine.core.blocks.block_ledger import BlockLedger
+
+_LOGPROBS_PER_MESSAGE = 4096  # about 1 MiB with 20 alternatives each
+
+
+class CoordinatorReporter:
+    def __init__(self, name: str, send: Callable[[cluster_pb2.NodeMessage], None]) -> None:
+        self._name = name
+        self._send = send
+        self.incarnation = Incarnation("")
+
+    def report_reserved(self, key: AttemptKey, ticket: Ticket | None, held_tokens: int) -> None:
+        message = cluster_pb2.Reserved(key=wire.attempt_key_to_pb(key), held_tokens=held_tokens)
+        if ticket is not None:
+            message.ticket.CopyFrom(wire.ticket_to_pb(ticket))
+        self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, reserved=message))
+
+    def report_refused(self, key: AttemptKey, needed: int, free: int) -> None:
+        message = cluster_pb2.Refused(key=wire.attempt_key_to_pb(key), needed=needed, free=free)
+        self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, refused=message))
+
+    def report_tokens(self, events: Sequence[TokenEvent]) -> None:
+        message = cluster_pb2.Tokens(tokens=[wire.token_event_to_pb(event) for event in events])
+        self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, tokens=message))
+
+    def report_prompt_logprobs(self, key: AttemptKey, first: int, scores: Sequence[TokenLogprobs]) -> None:
+        """Of the prompt's tokens `first` .. `first + len(scores)`."""
+        for begin in range(0, len(scores), _LOGPROBS_PER_MESSAGE):
+            message = cluster_pb2.PromptScores(
+                key=wire.attempt_key_to_pb(key),
+                first=first + begin,
+                scores=[wire.logprobs_to_pb(score) for score in scores[begin : begin + _LOGPROBS_PER_MESSAGE]],
+            )
+            self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, prompt_scores=message))
+
+    def report_failed(self, key: AttemptKey, error: BatonError, caused_by: str = "") -> None:
+        """`caused_by`: of a preemption, the class that took the blocks."""
+        message = cluster_pb2.AttemptFailed(key=wire.attempt_key_to_pb(key), error=wire.error_to_pb(error), caused_by=caused_by)
+        self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, failed=message))
+
+    def report_prefill_ended(
+        self,
+        key: AttemptKey,
+        computed: int,
+        cached: int,
+        seconds: float,
+        share: float,
+        *,
+        pooled: int = 0,
+        remote: int = 0,
+    ) -> None:
+        """`pooled` of the `cached` tokens came from the shared pool, and to it `remote` of them from another host's."""
+        message = cluster_pb2.PrefillEnded(
+            key=wire.attempt_key_to_pb(key),
+            computed_tokens=computed,
+            cached_tokens=cached,
+            pooled_tokens=pooled,
+            remote_tokens=remote,
+            compute_seconds=seconds,
+            share_seconds=share,
+        )
+        self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, prefill_ended=message))
+
+    def report_handed_off(self, key: AttemptKey, report: common_pb2.HandoffReport) -> None:
+        message = cluster_pb2.HandedOff(key=wire.attempt_key_to_pb(key), report=report)
+        self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, handed_off=message))
+
+    def report_admitted(
+        self,
+        key: AttemptKey,
+        *,
+        computed: int,
+        cached: int,
+        received: int,
+        pooled: int = 0,
+        remote: int = 0,
+        share: float = 0.0,
+    ) -> None:
+        """`pooled` of the `cached` tokens came from the shared pool, and to it `remote` of them from another host's."""
+        message = cluster_pb2.Admitted(
+            key=wire.attempt_key_to_pb(key),
+            computed_tokens=computed,
+            cached_tokens=cached,
+            pooled_tokens=pooled,
+            remote_tokens=remote,
+            received_tokens=received,
+            share_seconds=share,
+        )
+        self._send(cluster_pb2.NodeMessage(incarnation=self.incarnation, admitted=message))
+
+    def report_cache_changes(self, changes: Iterable[CacheEventBatch]) -> None:
+        for change in changes:
+            self._send(wire.cache_events_to_pb(change, self.incarnation))
+
+    def report_ledger(self, query: int, snapshot: BlockLedger) -> None:
+        counts = {state.value: count for state, count in snapshot.counts.items()}
+        owners = ((one.owner, one.state.value, one.num_blocks, one.age_seconds) for one in snapshot.entries)
+        self._send(wire.ledger_to_pb(query, self._name, self.incarnation, snapshot.num_blocks, counts, owners))

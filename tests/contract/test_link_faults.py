@@ -1,0 +1,133 @@
+"""What a link does must not end a process, nor hold a later hand-off up."""
+
+import asyncio
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kv_transfer.transports.grpc_decode_link import GrpcDecodeLink
+from kv_transfer.transports.grpc_writer_link import GrpcDialer
+from kv_transfer.plane import OutboundAborted, OutboundCommitted, InboundLost, InboundSealed, SealInfo
+from kv_transfer.common.settings import TransferSettings
+from tests.contract.transfer_pair import TOKEN, TransferPair, wait_until, transfer_pair
+from tests.fault_proxy import BOTH_DIRECTIONS, FaultProxy, LinkConditions
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# The reader stands at its high-water mark when its peer's connection is reset; then any heartbeat would fall due.
+_RESET_AT_HIGH_WATER = """
+import asyncio, zmq
+from kv_transfer.transports.zmq_keys import derive_keys
+from kv_transfer.common.settings import TransferSettings
+from kv_transfer.transports.zmq_link import ZmqDecodeLink, ZmqDialer
+from tests.fault_proxy import FaultyLink
+
+async def main():
+    settings = TransferSettings(link_timeout=2.0)
+    decode = ZmqDecodeLink(derive_keys("token"), settings)
+    host, _, port = decode.endpoint.removeprefix("tcp://").rpartition(":")
+    link = await FaultyLink.open("writer -> decode", (host, int(port)))
+    writer = ZmqDialer(derive_keys("token"), settings).dial(f"tcp://127.0.0.1:{link.port}")
+    sent, idle = 0, 0
+    while idle < 20 or sent <= settings.max_queued_messages:
+        decode._authenticate()
+        idle = 0 if writer.send(b"header", memoryview(bytes(1 << 16))) else idle + 1
+        sent += idle == 0
+        await asyncio.sleep(0.01 if idle else 0)
+    link.reset()
+    await asyncio.sleep(1.5)
+    print("alive", flush=True)
+
+asyncio.run(main())
+"""
+
+
+def test_reset_at_the_high_water_mark_does_not_abort_the_process() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", _RESET_AT_HIGH_WATER + "import os; os._exit(0)"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stdout) == (0, "alive\n"), ended.stderr
+
+
+async def _proxy_for(pair: TransferPair) -> FaultProxy:
+    """A proxy that writers of `pair` dial instead of its decode end."""
+    scheme, _, where = pair.decode_address.transfer_endpoint.partition("://")
+    host, _, port = where.rpartition(":")
+    link = await FaultProxy.open("writer -> decode", (host, int(port)))
+    pair.decode_address = replace(pair.decode_address, transfer_endpoint=f"{scheme}://127.0.0.1:{link.port}")
+    return link
+
+
+@pytest.mark.parametrize("backend", ["zmq", "grpc"])
+async def test_silent_link_is_replaced_by_a_new_one(backend: str, tmp_path: Path) -> None:
+    """A black hole: TCP acknowledges, nobody answers. The hand-off in it is lost, and the next one has a new link."""
+    with transfer_pair(backend, tmp_path) as pair:
+        link = await _proxy_for(pair)
+
+        def hand_off(ttl: float | None = None) -> None:
+            key = pair.new_key()
+            pair.outbound.open_handoff(key, 4)
+            ticket = pair.make_ticket(key, [5], ttl=ttl)
+            pair.inbound.grant_ticket(ticket)
+            pair.outbound.set_ticket(key, ticket)
+            pair.announce_layers(key, [1])
+            pair.outbound.seal_handoff(key, SealInfo((17,)))
+
+        def committed() -> None:
+            hand_off()
+            sealed = pair.decode_events.expect_event(InboundSealed)
+            assert isinstance(sealed, InboundSealed)
+            pair.inbound.commit_ticket(sealed.ticket_id)
+            pair.prefill_events.expect_event(OutboundCommitted)
+
+        await asyncio.to_thread(committed)
+        connections = link.accepted_connections
+        link.set_conditions(BOTH_DIRECTIONS, LinkConditions(is_blocked=True))
+        hand_off(ttl=0.5)
+        await asyncio.to_thread(pair.prefill_events.expect_event, OutboundAborted)
+        await asyncio.to_thread(pair.decode_events.expect_event, InboundLost)
+        link.set_conditions(BOTH_DIRECTIONS, LinkConditions())
+        await asyncio.to_thread(committed)
+        assert link.accepted_connections > connections
+        await link.close()
+
+
+async def test_grpc_backpressure_reaches_the_writer_and_a_reset_loses_only_the_tail() -> None:
+    """What nobody takes is bounded in memory on both sides; what had come before the reset is whole and in order."""
+    settings = TransferSettings(link_timeout=2.0, max_queued_messages=8)
+    decode = GrpcDecodeLink(TOKEN, settings)
+    host, _, port = decode.endpoint.removeprefix("grpc://").rpartition(":")
+    link = await FaultProxy.open("writer -> decode", (host, int(port)))
+    writer = GrpcDialer(TOKEN, settings).dial(f"grpc://127.0.0.1:{link.port}")
+    payload = memoryview(bytes(1 << 18))
+    sent = turned_away = 0
+    while turned_away < 50 or sent < 16:
+        if writer.send(sent.to_bytes(4, "big"), payload):
+            sent, turned_away = sent + 1, 0
+        else:
+            turned_away += 1
+            await asyncio.sleep(0.01)
+    assert sent < 400, sent
+    link.reset_connections()
+    await asyncio.to_thread(wait_until, lambda: writer.get_loss() is not None)
+    loss = writer.get_loss()
+    assert loss is not None
+    assert loss.was_up
+
+    def all_that_came() -> list[bytes]:
+        found: list[bytes] = []
+        while (message := decode.receive()) is not None:
+            assert message.payload == payload
+            found.append(message.header)
+        return found
+
+    came = await asyncio.to_thread(all_that_came)
+    assert 8 <= len(came) < sent
+    assert came == [number.to_bytes(4, "big") for number in range(len(came))]
+    writer.close()
+    decode.close()
+    await link.close()

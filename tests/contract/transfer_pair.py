@@ -1,0 +1,234 @@
+"""Two planes and two arenas of one backend, and what it takes to see a hand-off through. No node, no model."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.errors import BatonError
+from baton.process.failpoints import Failpoints
+from baton.shared_memory.fence import ArenaFences
+from baton.kv.kv_layout import KVLayout
+from baton.shared_memory.segment import create_segment, round_up_segment_bytes
+from baton.types import (
+    AttemptKey,
+    BlockIndex,
+    Incarnation,
+    NodeName,
+    PeerAddress,
+    RequestId,
+    SegmentRef,
+    Ticket,
+    TicketId,
+    TokenLogprobs,
+    mint_id,
+)
+from kv_transfer.factory import build_kv_receiver, build_kv_sender
+from kv_transfer.plane import (
+    OutboundAborted,
+    OutboundCommitted,
+    InboundPlane,
+    LayerLanded,
+    InboundLost,
+    OutboundPlane,
+    InboundSealed,
+    SealInfo,
+    InboundStarted,
+)
+from kv_transfer.common.settings import TransferSettings
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
+TOKEN = "the cluster's token"
+BACKENDS = ("memory", "shm", "zmq", "grpc")
+FAST_SETTINGS = TransferSettings(ticket_ttl=5.0, progress_timeout=5.0, renew_interval=0.5, fence_retry_interval=0.02, link_timeout=2.0)
+TIMEOUT_SECONDS = 30.0  # seconds; only a failing test waits so long
+POISON_BYTE = 0xA5
+SEAL_INFO = SealInfo((17,), TokenLogprobs(-0.5, ((17, -0.5), (3, -1.25))))
+_SKIPPED_EVENTS = (LayerLanded, InboundStarted)
+
+E = TypeVar("E")
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Wait for something that no event announces."""
+    pause, deadline = threading.Event(), time.monotonic() + TIMEOUT_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to be"
+        pause.wait(0.005)
+
+
+class EventQueue(queue.SimpleQueue[object]):
+    def expect_event(self, kind: type[E]) -> E:
+        """The next event, which must be of this kind; LayerLanded and Started are passed over unless asked for."""
+        while True:
+            event = self.get(timeout=TIMEOUT_SECONDS)
+            if isinstance(event, kind):
+                return event
+            assert isinstance(event, _SKIPPED_EVENTS), f"{event} came, {kind.__name__} was expected"
+
+    def drain_unexpected(self) -> list[object]:
+        """What is there now and was not asked for."""
+        found = []
+        while not self.empty():
+            event = self.get()
+            if not isinstance(event, _SKIPPED_EVENTS):
+                found.append(event)
+        return found
+
+
+@dataclass(repr=False)
+class TransferPair:
+    backend: str
+    folder: Path
+    layout: KVLayout
+    settings: TransferSettings
+    inbound: InboundPlane
+    outbound: OutboundPlane
+    decode_events: EventQueue
+    prefill_events: EventQueue
+    decode_arena: NDArray[Any]  # decode's arena, [block][layer][byte], poisoned at first
+    prefill_arena: NDArray[Any]  # prefill's arena, random
+    decode_address: PeerAddress
+    writer_incarnation: Incarnation
+    segment: SegmentRef
+
+    def new_key(self, attempt: int = 0) -> AttemptKey:
+        return AttemptKey(RequestId(mint_id()), attempt, 0)
+
+    def make_ticket(self, key: AttemptKey, blocks: list[int], first_block: int = 0, ttl: float | None = None) -> Ticket:
+        return Ticket(
+            id=TicketId(mint_id()),
+            key=key,
+            decode_peer=self.decode_address,
+            writer_incarnation=self.writer_incarnation,
+            first_block=first_block,
+            block_offsets=tuple(block * self.layout.block_bytes for block in blocks),
+            num_tokens=(first_block + len(blocks)) * self.layout.block_size,
+            ttl_seconds=ttl or self.settings.ticket_ttl,
+            transport=self.backend,
+            segment=self.segment,
+            fence_byte=self.inbound.allocate_fence_byte(),
+        )
+
+    def grant_ticket(self, key: AttemptKey, blocks: list[int], first_block: int = 0, ttl: float | None = None) -> Ticket:
+        ticket = self.make_ticket(key, blocks, first_block, ttl)
+        self.inbound.grant_ticket(ticket)
+        return ticket
+
+    def open_handoff(self, blocks: int, attempt: int = 0) -> AttemptKey:
+        key = self.new_key(attempt)
+        self.outbound.open_handoff(key, blocks * self.layout.block_size)
+        return key
+
+    def announce_layers(self, key: AttemptKey, source: list[int], first: int = 0, layers: list[int] | None = None) -> None:
+        for layer in range(self.layout.num_layers) if layers is None else layers:
+            self.outbound.announce_layer(key, layer, first, [BlockIndex(block) for block in source])
+
+    def start_handoff(self, source: list[int], target: list[int], first_block: int = 0) -> tuple[AttemptKey, Ticket]:
+        """Everything up to and including seal, as a prefill node would do it."""
+        key = self.open_handoff(len(source))
+        ticket = self.grant_ticket(key, target, first_block)
+        self.outbound.set_ticket(key, ticket)
+        self.announce_layers(key, source)
+        self.outbound.seal_handoff(key, SEAL_INFO)
+        return key, ticket
+
+    def finish_handoff(self, ticket: Ticket) -> OutboundCommitted:
+        """From Sealed to Committed on both sides."""
+        assert self.decode_events.expect_event(InboundSealed).ticket_id == ticket.id
+        self.inbound.commit_ticket(ticket.id)
+        return self.prefill_events.expect_event(OutboundCommitted)
+
+    def check_full_handoff(self) -> None:
+        """A whole hand-off, checked byte by byte: nothing that came before has done lasting harm."""
+        source, target = [30, 28, 29], [31, 27, 26]
+        key, ticket = self.start_handoff(source, target)
+        assert self.finish_handoff(ticket).key == key
+        assert self.has_arrived(source, target)
+
+    def expect_lost(self, ticket: Ticket, error: type[BatonError], *, fenced: bool = True) -> None:
+        event = self.decode_events.expect_event(InboundLost)
+        assert (event.ticket_id, type(event.error), event.is_fenced) == (ticket.id, error, fenced), event
+
+    def expect_aborted(self, key: AttemptKey, error: type[BatonError]) -> None:
+        event = self.prefill_events.expect_event(OutboundAborted)
+        assert (event.key, type(event.error)) == (key, error), event
+
+    def has_arrived(self, source: list[int], target: list[int]) -> bool:
+        return bool(np.array_equal(self.decode_arena[target], self.prefill_arena[source]))
+
+    def is_untouched(self, target: list[int]) -> bool:
+        return bool((self.decode_arena[target] == POISON_BYTE).all())
+
+
+@contextmanager
+def transfer_pair(
+    backend: str,
+    folder: Path,
+    *,
+    settings: TransferSettings = FAST_SETTINGS,
+    outbound_settings: TransferSettings | None = None,
+    outbound_token: str = TOKEN,
+    outbound_folder: Path | None = None,
+    outbound_host: str = "",
+    blocks: int = 32,
+    layout: KVLayout = LAYOUT,
+    failpoints: str = "",
+) -> Iterator[TransferPair]:
+    """`outbound_*` only where the writer differs."""
+    settings = replace(settings, transport=backend, segment_folder=folder)
+    arena = create_segment(folder, "arena", round_up_segment_bytes(blocks * layout.block_bytes, layout.block_bytes))
+    target = np.frombuffer(arena.view, dtype=np.uint8)[: blocks * layout.block_bytes]
+    target[:] = POISON_BYTE
+    source = np.random.default_rng(7).integers(0, 256, blocks * layout.block_bytes, dtype=np.uint8)
+    decode_events, prefill_events = EventQueue(), EventQueue()
+    points = Failpoints(failpoints)
+    decode, writer = Incarnation(mint_id(64)), Incarnation(mint_id(64))
+    inbound = build_kv_receiver(
+        arena=arena.view,
+        layout=layout,
+        incarnation=decode,
+        token=TOKEN,
+        fences=ArenaFences(arena.path),
+        emit=decode_events.put,
+        settings=settings,
+        failpoints=points,
+    )
+    outbound = build_kv_sender(
+        arena=source.data,
+        layout=layout,
+        incarnation=writer,
+        token=outbound_token,
+        host_id=outbound_host,
+        emit=prefill_events.put,
+        settings=replace(outbound_settings or settings, transport=backend, segment_folder=outbound_folder or folder),
+        failpoints=points,
+    )
+    shape = (-1, layout.num_layers, layout.slab_bytes)
+    try:
+        yield TransferPair(
+            backend=backend,
+            folder=folder,
+            layout=layout,
+            settings=settings,
+            inbound=inbound,
+            outbound=outbound,
+            decode_events=decode_events,
+            prefill_events=prefill_events,
+            decode_arena=target.reshape(shape),
+            prefill_arena=source.reshape(shape),
+            decode_address=PeerAddress(NodeName("decode-0"), decode, "host", inbound.endpoint),
+            writer_incarnation=writer,
+            segment=SegmentRef(arena.name, decode),
+        )
+    finally:
+        outbound.close()
+        inbound.close()
+        arena.close()

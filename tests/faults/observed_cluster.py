@@ -1,0 +1,242 @@
+"""A small paced cluster whose clients write down what they see, and the means to catch a request in a state."""
+
+import asyncio
+import inspect
+import random
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+
+from baton.pb.common_pb2 import Ledger
+from node_engine.paced.paced_engine import paced_reference_tokens, paced_reference_logprobs
+from tests.recording_clients import RecordingClients
+from tests.history import ClientCall, Closed, ClientApi, History, Operation, find_violations, find_held_blocks, find_unbalanced_ledgers
+from tests.proxied_cluster import ProxiedCluster
+
+TIMEOUT_SECONDS = 40.0  # seconds that a client allows an operation
+PATIENCE_SECONDS = 60.0  # seconds until a scenario is stuck
+_POLL_SECONDS = 0.02
+
+
+class ObservedCluster:
+    """One prefill and two decode nodes, all on one host, unless told otherwise."""
+
+    def __init__(self, cluster: ProxiedCluster, clients: RecordingClients) -> None:
+        self.cluster = cluster
+        self.clients = clients
+        self.was_coordinator_killed = False
+        self._judged = 0
+        self._open: list[PendingCall] = []
+
+    @classmethod
+    @asynccontextmanager
+    async def build(cls, folder: Path, **settings: Any) -> AsyncIterator[Self]:
+        shape = {"prefill": 1, "decode": 2, "layers_per_message": 1} | settings
+        async with ProxiedCluster(folder, **shape) as cluster:
+            async with RecordingClients(cluster.endpoints.http, cluster.endpoints.grpc, History()) as clients:
+                yield cls(cluster, clients)
+
+    # asking
+
+    def start_call(self, call: ClientCall) -> "PendingCall":
+        operation = self.clients.history.begin_operation(call, time.monotonic())
+        asked = PendingCall(operation, asyncio.create_task(self.clients.run_operation(operation)))
+        self._open.append(asked)
+        return asked
+
+    async def complete_call(self, call: ClientCall) -> tuple[int, ...]:
+        """Of a call that must succeed. Whether it is right is looked at in the end, as of all."""
+        operation = await self.start_call(call).wait_end()
+        assert operation.end == Closed(is_orderly=True), f"{operation} ended in {operation.events[-1]}"
+        return operation.tokens
+
+    # waiting
+
+    async def wait_until(self, what: str, condition: Callable[[], Any]) -> None:
+        """`condition` may return an awaitable."""
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while not await _await_value(condition()):
+                    await asyncio.sleep(_POLL_SECONDS)
+        except TimeoutError:
+            raise AssertionError(f"waited {PATIENCE:g} s in vain: {what}") from None
+
+    async def wait_until_or_end(self, asked: "PendingCall", what: str, condition: Callable[[], Any]) -> bool:
+        """Whether the condition came to hold while the call was under way, or right after."""
+        came = False
+
+        async def either() -> bool:
+            nonlocal came
+            over = asked.task.done()
+            came = bool(await _await_value(condition()))
+            return came or over
+
+        await self.wait_until(what, either)
+        return came
+
+    async def arm_failpoints(self, process: str, spec: str) -> "FailpointTrap":
+        """Failpoints on the processes whose name begins with `process`."""
+        trap = FailpointTrap(self, process, spec.rpartition(";")[2].partition("=")[0])
+        await self.cluster.arm_failpoints(process, spec)
+        return trap
+
+    def count_failpoint_hits(self, process: str, point: str) -> int:
+        """How often a failpoint has acted on those processes, by their logs."""
+        acted = re.compile(rf'"point": "{re.escape(point)}".*"event": "failpoint"')
+        logs = [self.cluster.logs.log_path(name) for name in self.cluster.node_names if name.startswith(process)]
+        return sum(len(acted.findall(path.read_text(errors="replace"))) for path in logs)
+
+    async def wait_placed(self, requests: int = 1) -> None:
+        async def placed() -> bool:
+            return bool((await self.cluster.get_status()).running >= requests)
+
+        await self.wait_until(f"{requests} requests placed", placed)
+
+    async def wait_admitted(self, requests: int) -> None:
+        """Placed or queued."""
+
+        async def held() -> bool:
+            status = await self.cluster.get_status()
+            return bool(status.running + status.queued >= requests)
+
+        await self.wait_until(f"{requests} requests taken in", held)
+
+    async def wait_queued(self, requests: int = 1) -> None:
+        async def queued() -> bool:
+            return bool((await self.cluster.get_status()).queued >= requests)
+
+        await self.wait_until(f"{requests} requests queued", queued)
+
+    async def wait_blocks(self, *states: str, node: str = "decode") -> Ledger:
+        """A ledger of a node of that name that has blocks in one of these states."""
+        found: list[Ledger] = []
+
+        async def there() -> bool:
+            ledgers: Iterable[Ledger] = (await self.cluster.get_ledgers()).ledgers
+            found[:] = [
+                one for one in ledgers if one.node.startswith(node) and any(getattr(one, state) for state in states)
+            ]
+            return bool(found)
+
+        await self.wait_until(f"blocks {' or '.join(states)} on {node}", there)
+        return found[0]
+
+    async def wait_tokens(self, asked: "PendingCall", tokens: int = 1) -> None:
+        """Until its client has so many tokens, or it has ended."""
+        await self.wait_until(f"{tokens} tokens", lambda: len(asked.operation.tokens) >= tokens or asked.task.done())
+
+    # the end
+
+    async def recover_and_check(self, *, quiet_within: float = PATIENCE_SECONDS) -> None:
+        """Faults are over: everybody is back, every operation has ended and ended well, a probe succeeds, and no block
+        is held anywhere."""
+        cluster = self.cluster
+        for link in cluster.proxies.values():
+            await link.heal()
+        cluster.start_missing()
+        await cluster.disarm_failpoints()
+        for asked in self._open:
+            await asked.wait_end()
+        self._open.clear()
+        await self.complete_call(PROBE_CALL)
+        await self.wait_blocks_released(quiet_within)
+        assert self.find_violations() == []
+
+    async def wait_idle(self) -> None:
+        """Nothing waits, nothing runs, nothing is held."""
+
+        async def idle() -> bool:
+            status = await self.cluster.get_status()
+            return not status.queued and not status.running
+
+        await self.wait_until("no request queued or running", idle)
+        await self.wait_blocks_released()
+
+    async def get_joined_nodes(self) -> set[str]:
+        """Names of the nodes that the coordinator, if there is one, knows."""
+        try:
+            return {node.name for node in (await self.cluster.get_status()).nodes}
+        except grpc.RpcError:
+            return set()
+
+    async def read_counter(self, name: str) -> float:
+        """One of the coordinator's own, over all labels."""
+        counters = (await self.cluster.get_status()).counters
+        return sum(value for key, value in counters.items() if key.partition("{")[0] == name)
+
+    async def wait_blocks_released(self, within: float = PATIENCE_SECONDS) -> None:
+        """Every ledger balances and holds nothing but cache."""
+        loop = asyncio.get_running_loop()
+        patience = loop.time() + within
+        while True:
+            answer = await self.cluster.get_ledgers()
+            wrong = [*find_unbalanced_ledgers(answer.ledgers), *find_held_blocks(answer.ledgers), *answer.silent]
+            if not wrong:
+                return
+            assert loop.time() < patience, wrong
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def exclude_operations(self, operations: Iterable[Operation]) -> None:
+        """Those that were meant to fail are not judged with the others."""
+        for operation in operations:
+            self.clients.history.operations.remove(operation)
+
+    def find_violations(self) -> list[str]:
+        """What is wrong with the operations since the last time."""
+        operations = self.clients.history.operations
+        fresh, self._judged = operations[self._judged :], len(operations)
+        cut, self.was_coordinator_killed = self.was_coordinator_killed, False
+        return find_violations(fresh, paced_reference_tokens, scorer=paced_reference_logprobs, cut_excused=cut)
+
+
+class FailpointTrap:
+    """Armed failpoints, the last of which is to catch somebody."""
+
+    def __init__(self, scene: ObservedCluster, process: str, point: str) -> None:
+        self._scene = scene
+        self._process = process
+        self._point = point
+        self._hits = scene.count_failpoint_hits(process, point)
+
+    async def wait_hit(self) -> None:
+        """Until somebody has come to the last point."""
+        await self._scene.wait_until(f"{self._point} hit", self.has_hit)
+
+    def has_hit(self) -> bool:
+        return self._scene.count_failpoint_hits(self._process, self._point) > self._hits
+
+
+@dataclass(frozen=True, slots=True)
+class PendingCall:
+    """A call under way."""
+
+    operation: Operation
+    task: asyncio.Task[Operation]
+
+    async def wait_end(self) -> Operation:
+        await asyncio.wait({self.task})
+        return self.task.result()
+
+    async def cancel_call(self) -> None:
+        """The client goes away; returns when it is gone."""
+        self.task.cancel()
+        await asyncio.wait({self.task})
+
+
+def make_call(door: ClientApi, length: int, max_tokens: int, *, salt: int = 0, timeout: float = TIMEOUT_SECONDS) -> ClientCall:
+    """A call with a prompt of its own for every (length, salt)."""
+    rng = random.Random(f"{length} {salt}")
+    return ClientCall(door, tuple(rng.randrange(1, 32000) for _ in range(length)), max_tokens, timeout)
+
+
+PROBE_CALL = make_call(ClientApi.GRPC_ONCE, 40, 3)
+
+
+async def _await_value(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result

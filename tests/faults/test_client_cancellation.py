@@ -1,0 +1,107 @@
+"""The client goes away: in every state of a request, through every door. Compute stops and every block comes back."""
+
+import itertools
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from coordinator.core.requests.record import RequestState
+from tests.faults.observed_cluster import PendingCall, ObservedCluster, make_call
+from tests.history import ClientApi, Failed
+
+HOLD_SECONDS = 0.5  # seconds
+LONG_OUTPUT = 600  # tokens: half a minute of decoding, if nobody stops it
+SLOW_DECODE = "decode.step.before=delay(0.05)"
+UNSEEN_SALTS = itertools.count(1000)  # a prompt that decode holds already is not handed over
+StateCatcher = Callable[[ObservedCluster, ClientApi], Awaitable[PendingCall]]
+
+
+async def queued(scene: ObservedCluster, door: ClientApi) -> PendingCall:
+    """Behind two prompts that fill the prefill node's window."""
+    await scene.cluster.arm_failpoints("prefill", "prefill.layer.before=delay(0.2)")
+    for _ in range(2):
+        scene.start_call(make_call(ClientApi.GRPC_ONCE, 900, 2, salt=next(UNSEEN_SALTS)))
+    await scene.wait_placed(2)
+    asked = scene.start_call(make_call(door, 300, LONG_OUTPUT, salt=next(UNSEEN_SALTS)))
+    await scene.wait_queued()
+    return asked
+
+
+async def placed(scene: ObservedCluster, door: ClientApi) -> PendingCall:
+    """Decode has not answered yet."""
+    await scene.cluster.arm_failpoints("decode", f"decode.allocate.before=delay({HOLD})*1;{SLOWLY}")
+    asked = scene.start_call(make_call(door, 100, LONG_OUTPUT, salt=next(UNSEEN_SALTS)))
+    await scene.wait_placed()
+    return asked
+
+
+async def reserved(scene: ObservedCluster, door: ClientApi) -> PendingCall:
+    """Decode has set blocks aside, and prefill is at its first layer. Whoever was seen too late leaves, and another
+    asks."""
+    while True:
+        await scene.cluster.arm_failpoints("prefill", f"prefill.layer.before=delay({HOLD})*1")
+        asked = scene.start_call(make_call(door, 100, LONG_OUTPUT, salt=next(UNSEEN_SALTS)))
+        if not (await scene.wait_blocks("reserved", "writing", "in_use")).in_use:
+            return asked
+        await asked.cancel_call()
+        await scene.wait_idle()
+
+
+async def streaming(scene: ObservedCluster, door: ClientApi) -> PendingCall:
+    asked = scene.start_call(make_call(door, 100, LONG_OUTPUT, salt=next(UNSEEN_SALTS)))
+    if door.is_streaming:
+        await scene.wait_tokens(asked, 3)
+    else:
+        await scene.wait_blocks("in_use")
+    return asked
+
+
+async def finished(scene: ObservedCluster, door: ClientApi) -> PendingCall:
+    """At the very moment of the last token."""
+    asked = scene.start_call(make_call(door, 100, 3, salt=next(UNSEEN_SALTS)))
+    await scene.wait_tokens(asked, 3)
+    return asked
+
+
+async def failed(scene: ObservedCluster, door: ClientApi) -> PendingCall:
+    """Its deadline has just passed."""
+    await scene.cluster.arm_failpoints("prefill", f"prefill.layer.before=delay({HOLD})*1")
+    asked = scene.start_call(make_call(door, 100, LONG_OUTPUT, salt=next(UNSEEN_SALTS), timeout=0.3))
+    await scene.wait_until("an end", lambda: asked.operation.end)
+    assert isinstance(asked.operation.end, Failed)
+    assert asked.operation.end.code == "DEADLINE_EXCEEDED"
+    return asked
+
+
+CATCHER_BY_STATE: dict[RequestState, StateCatcher] = {
+    RequestState.QUEUED: queued,
+    RequestState.PLACED: placed,
+    RequestState.RESERVED: reserved,
+    RequestState.STREAMING: streaming,
+    RequestState.FINISHED: finished,
+    RequestState.FAILED: failed,
+}
+
+
+def test_every_state_is_covered() -> None:
+    assert set(CATCHER_BY_STATE) == set(RequestState)
+
+
+def list_cases() -> Iterator[Any]:
+    """Every state through every door; half of them, and so that every state and every door has its turn, by default."""
+    for (row, state), (column, door) in itertools.product(enumerate(RequestState), enumerate(ClientApi)):
+        marks = [pytest.mark.thorough] if (row + column) % 2 else []
+        yield pytest.param(state, door, marks=marks, id=f"{state.value}-{door.value}")
+
+
+@pytest.mark.asyncio(loop_scope="session")
+@pytest.mark.parametrize(("state", "door"), list(list_cases()))
+async def test_client_cancellation_releases_everything(scene: ObservedCluster, state: RequestState, door: ClientApi) -> None:
+    generated = await scene.read_counter("baton_generated_tokens_total")
+    await scene.cluster.arm_failpoints("decode", SLOW_DECODE)
+    asked = await CATCHER_BY_STATE[state](scene, door)
+    await asked.cancel_call()
+    await scene.cluster.arm_failpoints("", "")
+    await scene.wait_idle()
+    assert await scene.read_counter("baton_generated_tokens_total") - generated < LONG_OUTPUT // 2

@@ -1,0 +1,60 @@
+"""Shared memory outlives nobody for long: none is left after an orderly end, nor after a kill -9 and the next start."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from baton.shared_memory.segment import SEGMENT_PREFIX
+from tests.cluster import SUPERVISOR, Cluster
+from tests.faults.observed_cluster import ObservedCluster, make_call
+from tests.history import ClientApi
+from tests.processes import wait_for_exit
+
+
+def list_segments(scene: ObservedCluster) -> set[str]:
+    return {path.name for path in scene.cluster.segment_dir.glob(f"{PREFIX}*")}
+
+
+async def test_killed_cluster_leaves_no_segments_after_a_restart(tmp_path: Path) -> None:
+    async with ObservedCluster.build(tmp_path / "cluster") as scene:
+        cluster = scene.cluster
+        first = list_segments(scene)
+        for salt in range(8):
+            scene.start_call(make_call(ClientApi.SSE, 200, 800, salt=salt))
+        await scene.wait_blocks("in_use")
+        for name in cluster.process_names:
+            cluster.send_signal(name, signal.SIGKILL)
+        for name in cluster.process_names:
+            await cluster.wait_for_exit(name)
+        scene.was_coordinator_killed = True
+        assert list_segments(scene) == first  # a killed process cannot clean up
+        await scene.recover_and_check()
+        assert not list_segments(scene) & first
+        assert len(list_segments(scene)) == len(first)
+        cluster.kill("decode-0")
+        await scene.recover_and_check()  # nor does one that is started again leave its former self behind
+        assert len(list_segments(scene)) == len(first)
+        assert (await cluster.get_ledgers()).ledgers
+    cluster.assert_clean()
+
+
+async def test_killed_supervisor_leaves_no_segments_after_a_restart(tmp_path: Path) -> None:
+    """Its children die with it; the next one finds their segments and sweeps them."""
+    settings: dict[str, Any] = {"engine": "paced", "kv_memory": "2MiB", "prefill": 1, "decode": 1}
+    async with Cluster(tmp_path, supervised=True, **settings) as cluster:
+        first = {path.name for path in cluster.segment_dir.iterdir()}
+        children = [os.pidfd_open(pid) for name, pid in cluster.get_pids().items() if name != SUPERVISOR]
+        assert children
+        cluster.kill(SUPERVISOR)
+        for child in children:
+            assert await asyncio.to_thread(wait_for_exit, child, 60.0)
+        assert {path.name for path in cluster.segment_dir.iterdir()} == first
+        cluster.start(SUPERVISOR)
+        await cluster.wait_ready()
+        assert (await cluster.generate(range(2, 40), max_tokens=3, temperature=0)).finish_reason == "length"
+        after = {path.name for path in cluster.segment_dir.iterdir()}
+        assert not after & first
+        assert len(after) == len(first)
+    cluster.assert_clean()

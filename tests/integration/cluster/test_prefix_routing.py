@@ -1,0 +1,75 @@
+"""Prompts that share beginnings, on real processes: nodes tell what they hold, and requests go where it is."""
+
+import asyncio
+import re
+from pathlib import Path
+
+import httpx
+import pytest
+
+from baton.pb import cluster_pb2 as pb
+from node_engine.paced.paced_engine import paced_reference_tokens
+from tests.grpc_calls import call_cluster_service
+from tests.cluster import Cluster
+
+
+async def read_metric(cluster: Cluster, name: str) -> float:
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"{cluster.admin}/metrics")).text
+    found = re.search(rf"^{re.escape(name)} (\S+)$", text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+async def wait_known_blocks(cluster: Cluster, at_least: float) -> None:
+    """Until the directory has been told of so many."""
+    async with asyncio.timeout(30):
+        while await read_metric(cluster, "baton_prefix_directory_blocks") < at_least:
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.asyncio
+async def test_conversations_are_routed_to_the_node_with_their_prefix(tmp_path: Path) -> None:
+    """Until the node that holds one dies."""
+    settings = {"paced_prefill_us_per_token": 200.0, "paced_step_ms": 2.0, "heartbeat": 0.1}
+    cluster = Cluster(tmp_path, engine="paced", prefill=2, decode=2, **settings)
+    async with cluster:
+        await run_conversations(cluster)
+    cluster.assert_clean()
+
+
+async def run_conversations(cluster: Cluster) -> None:
+    prefixes = [[100 * number + place % 97 for place in range(256)] for number in range(1, 5)]
+    blocks = await read_metric(cluster, "baton_prefix_directory_blocks")
+
+    async def turn(number: int) -> list[str]:
+        """One request of each prefix; where each was computed."""
+        where = []
+        for place, prefix in enumerate(prefixes):
+            prompt = [*prefix, *range(1000 * number + 50 * place, 1000 * number + 50 * place + 20)]
+            answer = await cluster.generate(prompt, max_tokens=4, ignore_eos=True)
+            assert list(answer.tokens) == paced_reference_tokens(prompt, 4)
+            request = pb.ExplainRequest(request_id=answer.request_id)
+            told: pb.ExplainResponse = await call_cluster_service(cluster.grpc_address, "Explain", request)
+            attempt = told.attempts[-1]
+            if number > 1:
+                assert told.sources.local_cache >= 256
+                chosen = [one for one in attempt.considered if one.chosen and one.role == "prefill"]
+                assert [one.held_tokens >= 256 for one in chosen] == [True]
+            assert all(one.HasField("predicted_seconds") for one in attempt.considered if one.able)
+            assert attempt.predicted.prefill > 0
+            where.append(attempt.prefill_node)
+        return where
+
+    first = await turn(1)
+    await wait_known_blocks(cluster, blocks + 4 * 16)
+    assert await turn(2) == first
+    assert await turn(3) == first
+    assert await read_metric(cluster, "baton_prefix_directory_resyncs_total") == 0
+    assert 0 <= await read_metric(cluster, 'baton_prediction_error_ratio{quantity="prefill"}') <= 1
+    cluster.kill(first[0])
+    prompt = [*prefixes[0], *range(9000, 9020)]
+    answer = await cluster.generate(prompt, max_tokens=4, ignore_eos=True)
+    assert list(answer.tokens) == paced_reference_tokens(prompt, 4)
+    cluster.start(first[0])  # it sweeps what it left
+    await cluster.wait_status(lambda status: len(status.nodes) == 4)
+    await cluster.wait_idle()

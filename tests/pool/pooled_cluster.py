@@ -1,0 +1,105 @@
+"""A cluster of real processes whose nodes share a pool."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from baton.kv.cache_journal import FLUSH_INTERVAL_SECONDS
+from baton.pb import cluster_pb2 as pb
+from tests.grpc_calls import GenerateAnswer, call_cluster_service
+from tests.cluster import Cluster
+from tests.pool.harness import TIMEOUT_SECONDS, wait_until
+
+BLOCK_TOKENS = 16  # tokens
+TOKEN_SOURCES = ("computed_prefill", "computed_decode", "local_cache", "pool", "remote_pool")
+SETTINGS = {
+    "heartbeat": 0.1,
+    "kv_memory": "16MiB",
+    "pool_memory": "64MiB",
+    "pool_patience": 10.0,  # a miss is to be the pool's answer, and not that of a busy machine
+}
+
+
+@asynccontextmanager
+async def pooled_cluster(folder: Path, **settings: Any) -> AsyncIterator[Cluster]:
+    """Every node attached; afterwards nobody holds anything."""
+    cluster = Cluster(folder, **{**SETTINGS, **settings})
+    async with cluster:
+        await wait_until("attached", lambda: count_attachments(cluster) >= cluster.config.prefill + cluster.config.decode)
+        yield cluster
+        await cluster.wait_idle()
+    cluster.assert_clean()
+
+
+def count_attachments(cluster: Cluster) -> int:
+    """By the nodes' logs."""
+    logs = (path.read_text() for path in cluster.logs.folder.glob("*.log"))
+    return sum(text.count("attached to the pool") for text in logs)
+
+
+async def read_metric(cluster: Cluster, pattern: str) -> float:
+    """The sum of the series whose name and labels match."""
+    async with httpx.AsyncClient() as client:
+        text = (await client.get(f"{cluster.admin}/metrics")).text
+    return sum(float(value) for value in re.findall(rf"^{pattern} (\S+)$", text, re.MULTILINE))
+
+
+async def wait_for_metric(cluster: Cluster, pattern: str, least: float) -> None:
+    """Until that sum does: what nodes count comes with their heartbeats."""
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        while await read_metric(cluster, pattern) < least:
+            await asyncio.sleep(0.05)
+
+
+def inserted_blocks_metric(pool: str) -> str:
+    """The metric of the blocks that a pool has taken in so far."""
+    return rf'baton_pool_inserted_blocks_total\{{node="{pool}"\}}'
+
+
+async def wait_until_known(cluster: Cluster, pool: str, blocks: float) -> None:
+    """Until that pool has taken in so many blocks, and the coordinator knows which. That a directory has as many is not
+    enough: nodes have told of their own copies before."""
+    await wait_for_metric(cluster, inserted_blocks_metric(pool), blocks)
+    await asyncio.sleep(FLUSH_INTERVAL_SECONDS)  # after which a pool tells what it has gained
+    for _ in range(2):  # it may answer first what it was asked while it stood still, and the second time it has told
+        await cluster.get_ledgers()
+
+
+async def generate_while_decode_dies(
+    cluster: Cluster, prompt: Sequence[int], steps: int, **fields: Any
+) -> tuple[list[int], pb.AttemptReport]:
+    """An answer whose decode node hardly gets further after `steps` steps, and is killed once the pool has every full
+    block that was written until then: its tokens, and what is told of the attempt that ended it. The node is back then.
+    `prompt` has nothing in common with earlier ones."""
+    before, nodes = await read_metric(cluster, inserted_blocks_metric("pool-0")), len((await cluster.get_status()).nodes)
+    await cluster.arm_failpoints("decode", f"decode.step.before=delay(0.5)+{steps}")
+    tokens: list[int] = []
+    victim = ""
+    async with cluster.stream_generate(prompt, **fields) as call:
+        async for part in call:
+            tokens += part.token_ids
+            if len(tokens) >= steps and not victim:
+                await wait_for_metric(cluster, inserted_blocks_metric("pool-0"), before + (len(prompt) + len(tokens) - 1) // BLOCK_TOKENS)
+                status = await cluster.get_status()
+                (victim,) = [node.name for node in status.nodes if node.role == "decode" and node.placed]
+                cluster.kill(victim)
+    await cluster.arm_failpoints("decode", "")
+    told: pb.ExplainResponse = await call_cluster_service(
+        cluster.grpc_address, "Explain", pb.ExplainRequest(request_id=part.request_id)
+    )
+    cluster.start(victim)
+    await cluster.wait_status(lambda status: len(status.nodes) == nodes)
+    return tokens, told.attempts[-1]
+
+
+async def get_token_sources(cluster: Cluster, answer: GenerateAnswer) -> dict[str, int]:
+    """Where the prompt's tokens came from, by `explain`."""
+    told: pb.ExplainResponse = await call_cluster_service(
+        cluster.grpc_address, "Explain", pb.ExplainRequest(request_id=answer.request_id)
+    )
+    return {name: getattr(told.sources, name) for name in TOKEN_SOURCES}

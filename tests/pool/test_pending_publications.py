@@ -1,0 +1,90 @@
+"""A prompt that another node is publishing is waited for, and not computed a second time."""
+
+import asyncio
+import math
+from pathlib import Path
+
+import pytest
+
+from baton.process.clock import FakeClock
+from kv_pool.core.blocks.attachments import PublicationGrant, PoolClientId, PublicationId
+from kv_pool.memory.pending_publications import TIMEOUT_SECONDS as MOST_WAITED
+from kv_pool.memory.pending_publications import PendingPublications
+from node_engine.paced.paced_engine import paced_reference_tokens
+from tests.cluster import Cluster
+from tests.pool.pooled_cluster import BLOCK_TOKENS, inserted_blocks_metric, pooled_cluster, wait_for_metric, get_token_sources
+from tests.pool.harness import TIMEOUT_SECONDS
+from tests.unit.kv_pool.core.chains import PROMPT_BLOCK_TOKENS, make_block_chain
+
+PREFIX = tuple(range(1000, 1160))  # 160 tokens, ten blocks
+PUBLISHER, READER = PoolClientId("node"), PoolClientId("other")
+PROMPT = make_block_chain(1, 2, 3, 4)
+
+
+@pytest.mark.asyncio
+async def test_request_within_the_publish_lag_waits_for_the_publication(tmp_path: Path) -> None:
+    """It is on the other two nodes. Ten copies of 30 ms are the lag; computing the prefix takes 3 s."""
+    settings = {"engine": "paced", "placement": "round_robin", "paced_prefill_us_per_token": 20000.0}
+    async with pooled_cluster(tmp_path, prefill=2, decode=2, **settings) as cluster:
+        await cluster.arm_failpoints("prefill", "pool.copy.before=delay(0.03)")
+        prompts = [[*PREFIX, 1], [*PREFIX, 2]]
+        async with cluster.stream_generate(prompts[0], max_tokens=20, ignore_eos=True) as call:
+            parts = [await anext(aiter(call))]  # its prompt is computed
+            await wait_until_publishing(cluster)
+            second = await cluster.generate(prompts[1], max_tokens=4, ignore_eos=True)
+            parts += [part async for part in call]
+        await cluster.arm_failpoints("prefill", "")
+        assert [token for part in parts for token in part.token_ids] == paced_reference_tokens(prompts[0], 20)
+        assert list(second.tokens) == paced_reference_tokens(prompts[1], 4)
+        came = await get_token_sources(cluster, second)
+        assert came["computed_prefill"] + came["computed_decode"] == 1, came
+        await wait_for_metric(cluster, inserted_blocks_metric("pool-0"), 10)
+
+
+async def wait_until_publishing(cluster: Cluster) -> None:
+    """Until places have been reserved for it, or it is over."""
+    async with asyncio.timeout(TIMEOUT_SECONDS):
+        while True:
+            (pool,) = [one for one in (await cluster.get_ledgers()).ledgers if one.node == "pool-0"]
+            if pool.writing or pool.cached + pool.in_use >= len(PREFIX) // BLOCK_TOKENS:
+                return
+
+
+def make_pending_publications(clock: FakeClock) -> PendingPublications:
+    made = PendingPublications(clock)
+    made.add_publication(PUBLISHER, PROMPT, PublicationGrant(PublicationId(7), 1, (10, 11, 12)))
+    return made
+
+
+@pytest.mark.asyncio
+async def test_wait_for_a_publication_is_bounded_by_compute_time() -> None:
+    clock = FakeClock()
+    found = make_pending_publications(clock)
+    assert found.find_pending(READER, PROMPT, 0, 4, None) is None, "the block before is not on its way"
+    assert found.find_pending(READER, make_block_chain(1, 9), 1, 2, None) is None, "another prompt"
+    assert found.find_pending(READER, PROMPT, 1, 1, None) is None, "no more is wanted"
+    assert found.find_pending(PUBLISHER, PROMPT, 1, 4, None) is None, "it has them"
+    arrival = found.find_pending(READER, PROMPT, 1, 3, None)
+    assert arrival is not None
+    assert (arrival.num_blocks, arrival.max_wait_seconds) == (2, MOST_WAITED)
+    brief = found.find_pending(READER, PROMPT, 1, 4, 0.001)
+    assert brief is not None
+    assert math.isclose(brief.max_wait_seconds, 3 * PROMPT_BLOCK_TOKENS * 0.001)
+    clock.advance(3 * PROMPT_BLOCK_TOKENS * 0.001)
+    assert found.find_pending(READER, PROMPT, 1, 4, 0.001) is None, "computing would have been as quick"
+    assert not arrival.done_event.is_set()
+    found.remove_publication(PUBLISHER, PublicationId(7))
+    assert arrival.done_event.is_set()
+    assert brief.done_event.is_set()
+    assert found.find_pending(READER, PROMPT, 1, 4, None) is None
+    assert len(found) == 0
+
+
+@pytest.mark.asyncio
+async def test_detached_publisher_ends_every_wait() -> None:
+    found = make_pending_publications(FakeClock())
+    arrival = found.find_pending(READER, PROMPT, 1, 4, None)
+    assert arrival is not None
+    found.remove_publisher(PUBLISHER)
+    await asyncio.wait_for(arrival.done_event.wait(), TIMEOUT_SECONDS)
+    assert len(found) == 0

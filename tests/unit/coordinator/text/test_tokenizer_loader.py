@@ -1,0 +1,84 @@
+"""A tokenizer read from its files is what transformers makes of them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from coordinator.text import tokenizer_loader as tokenizer_files
+from coordinator.text.chat_template import ChatPrompt
+from tests.small_tokenizers import CORPUS, EOS_TOKEN, byte_level_tokenizer
+
+BOS = "<|begin|>"
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+TALK = [{"role": "user", "content": "hello wörld 😀"}]
+
+
+def write_tokenizer_files(where: Path, *, begins: bool = False, **settings: Any) -> Path:
+    """A model folder; with `begins`, tokenizer.json itself puts BOS before a text."""
+    backend = tokenizers.Tokenizer.from_str(byte_level_tokenizer().to_str())
+    backend.add_special_tokens([BOS])
+    if begins:
+        bos = backend.token_to_id(BOS)
+        backend.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, bos)])
+    PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS_TOKEN).save_pretrained(where)
+    file = where / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    return where
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"begins": True},
+        {"begins": True, "add_bos_token": True},
+        {"begins": False, "add_bos_token": True},
+        {"begins": True, "add_bos_token": False},
+        {"add_eos_token": True},
+        {"bos_token": {"__type": "AddedToken", "content": BOS, "special": True}},
+    ],
+    ids=str,
+)
+async def test_encoding_equals_transformers(tmp_path: Path, settings: dict[str, Any]) -> None:
+    where = write_tokenizer_files(tmp_path, **settings)
+    ours, theirs = await tokenizer_files.load_tokenizer(str(where), "model"), AutoTokenizer.from_pretrained(where)
+    for text in [*CORPUS[:5], f"a{EOS}b", ""]:
+        for special in (True, False):
+            expected = theirs.encode(text, add_special_tokens=special)
+            assert await ours.encode(text, special=special) == tuple(expected)
+
+
+@pytest.mark.parametrize("place", ["settings", "file", "names"])
+async def test_the_chat_template_is_found(tmp_path: Path, place: str) -> None:
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": TEMPLATE}]
+    settings = {"settings": {"chat_template": TEMPLATE}, "names": {"chat_template": named}}.get(place, {})
+    where = write_tokenizer_files(tmp_path, begins=True, **settings)
+    if place == "file":
+        (where / "chat_template.jinja").write_text(TEMPLATE)
+    ours, theirs = await tokenizer_files.load_tokenizer(str(where), "model"), AutoTokenizer.from_pretrained(where)
+    prompt = await ours.encode_chat(ChatPrompt(TALK))
+    rendered = theirs.apply_chat_template(TALK, tokenize=False)
+    assert await ours.decode(prompt) == rendered == f"{BOS}user: hello wörld 😀{EOS}"
+    ids = theirs.apply_chat_template(TALK, return_dict=False)
+    assert prompt == tuple(ids)
+    assert ids.count(theirs.bos_token_id) == 1
+
+
+def test_loading_does_not_import_transformers(tmp_path: Path) -> None:
+    """Its import costs seconds, and brings torch."""
+    where = write_tokenizer_files(tmp_path, chat_template=TEMPLATE)
+    code = (
+        "import asyncio, sys\n"
+        "from coordinator import assemble, tokenizer_files\n"
+        f"asyncio.run(tokenizer_files.load({str(where)!r}, 'model'))\n"
+        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip().splitlines()[-1] == "[]"

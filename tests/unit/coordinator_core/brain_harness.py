@@ -1,0 +1,266 @@
+"""The brain on a bench: time turned by hand, nodes that say what the test says, and every effect recorded."""
+
+from dataclasses import replace
+from typing import Any
+
+from baton.errors import BatonError, Cancelled, NodeLost
+from baton.kv.kv_layout import KVLayout
+from baton.pb.cluster_pb2 import NodeStats
+from baton.pb.common_pb2 import HandoffReport
+from baton.types import (
+    DEFAULT_PRINCIPAL,
+    AttemptKey,
+    FinishReason,
+    Incarnation,
+    NodeName,
+    PeerAddress,
+    Request,
+    RequestId,
+    Role,
+    SamplingParams,
+    SegmentRef,
+    Principal,
+    Ticket,
+    TicketId,
+    TokenEvent,
+    TokenLogprobs,
+)
+from baton.cluster_link.pb_conversion import PROTOCOL_VERSION
+from coordinator.core.common import messages as m
+from coordinator.core.brain import Brain
+from coordinator.core.membership.join_checks import JoinInfo
+from coordinator.core.placement.interface import PlacementPolicy
+from coordinator.core.requests.request_admitter import SubmittedRequest
+from coordinator.core.membership.node_registry import NodeRegistry
+from coordinator.core.common.settings import BrainSettings
+from coordinator.core.placement.simple_policies import LeastLoadedPolicy
+
+LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
+SILENCE, STALL = 5.0, 15.0
+PREFILL, DECODE = Role.PREFILL, Role.DECODE
+
+
+def make_join_info(name: str, role: Role, **changes: Any) -> JoinInfo:
+    info = JoinInfo(
+        protocol_version=PROTOCOL_VERSION,
+        name=NodeName(name),
+        role=role,
+        host_id="h",
+        transfer_endpoint=f"tcp://{name}",
+        pid=1,
+        model_digest="ab",
+        layout=LAYOUT,
+        num_blocks=32,
+        max_num_seqs=4,
+        max_batched_tokens=64,
+        max_model_len=256,
+        vocab_size=1000,
+        eos_token_ids=(2,),
+        engine="paced",
+        process=name,
+        implementation="paced",
+        dtype="float32",
+    )
+    return replace(info, **changes)
+
+
+def make_stats(room: int = 32, **fields: Any) -> NodeStats:
+    return NodeStats(blocks_total=32, blocks_free=room, **fields)
+
+
+class BrainHarness:
+    def __init__(
+        self,
+        mode: str = "disaggregated",
+        max_queue: int = 8,
+        max_attempts: int = 3,
+        explain_keep: int = 16,
+        placement: PlacementPolicy | None = None,
+        prefill_share: float = 0.0,
+        degraded_max_tokens: int = 0,
+        max_queue_tokens: int = 2**23,
+    ) -> None:
+        settings = BrainSettings(
+            mode,  # type: ignore[arg-type]
+            max_queue,
+            max_attempts,
+            STALL,
+            explain_keep,
+            local_prefill_share=prefill_share,
+            degraded_max_tokens=degraded_max_tokens,
+            max_queue_tokens=max_queue_tokens,
+        )
+        self.brain = Brain(NodeRegistry(SILENCE, STALL), placement or LeastLoadedPolicy(), settings)
+        self.now = 100.0
+        self.effects: list[m.Effect] = []
+        self._joins = 0
+        self._requests = 0
+
+    # inputs; each returns what it brought about, and `effects` keeps all of it
+
+    def join_node(self, name: str, role: Role, **changes: Any) -> Incarnation:
+        self._joins += 1
+        incarnation = Incarnation(f"{name}#{self._joins}")
+        self._record_effects(self.brain.join_node(make_join_info(name, role, **changes), incarnation, self.now))
+        return incarnation
+
+    def submit(
+        self, prompt: int = 20, max_tokens: int = 4, timeout: float = 60.0, *, internal: bool = False, **fields: Any
+    ) -> RequestId:
+        """`after`, `choice` and `cache_salt` among `fields`; the others are sampling parameters."""
+        arrival = self.make_request(prompt, max_tokens, timeout, **fields)
+        self._record_effects(self.brain.submit_requests([arrival], self.now, internal=internal))
+        return arrival.request.id
+
+    def submit_all(self, *arrivals: SubmittedRequest) -> None:
+        self._record_effects(self.brain.submit_requests(arrivals, self.now))
+
+    def make_request(
+        self,
+        prompt: int = 20,
+        max_tokens: int = 4,
+        timeout: float = 60.0,
+        *,
+        after: RequestId | None = None,
+        choice: int = 0,
+        cache_salt: bytes = b"",
+        standing: Principal = DEFAULT_PRINCIPAL,
+        **sampling: Any,
+    ) -> SubmittedRequest:
+        self._requests += 1
+        request = Request(
+            id=RequestId(f"r{self._requests}"),
+            prompt_token_ids=tuple(range(1, prompt + 1)),
+            sampling=SamplingParams(max_tokens, **sampling),
+            timeout_seconds=timeout,
+            cache_salt=cache_salt,
+            choice_index=choice,
+            principal=standing,
+        )
+        return SubmittedRequest(request, after)
+
+    def send_from_node(self, node: Incarnation, message: m.NodeReport) -> list[m.Effect]:
+        return self._record_effects(self.brain.receive_report(node, message, self.now))
+
+    def send_heartbeat(self, node: Incarnation, room: int = 32, **fields: Any) -> list[m.Effect]:
+        return self.send_from_node(node, m.Heartbeat(make_stats(room, **fields)))
+
+    def lose_node(self, node: Incarnation) -> list[m.Effect]:
+        return self._record_effects(self.brain.remove_member(node, NodeLost(f"{node} died"), self.now))
+
+    def cancel(self, request: RequestId, error: BatonError | None = None) -> list[m.Effect]:
+        return self._record_effects(self.brain.cancel_request(request, error or Cancelled("by the test"), self.now))
+
+    def stop(self, request: RequestId) -> list[m.Effect]:
+        return self._record_effects(self.brain.stop_request(request, self.now))
+
+    def advance(self, seconds: float, *, beating: bool = True) -> list[m.Effect]:
+        """Turn the clock; with `beating`, nodes are heard just before."""
+        self.now += seconds
+        if beating:
+            for node in self.brain.node_registry.nodes.values():
+                node.heard_at = self.now
+        return self._record_effects(self.brain.tick(self.now))
+
+    # what nodes say, in short
+
+    def report_reserved(self, node: Incarnation, key: AttemptKey, writer: Incarnation | None) -> list[m.Effect]:
+        ticket = make_ticket(node, key, writer) if writer is not None else None
+        return self.send_from_node(node, m.BlocksReserved(key, ticket, 0))
+
+    def report_token(
+        self,
+        node: Incarnation,
+        key: AttemptKey,
+        index: int,
+        token: int = 7,
+        finish: FinishReason | None = None,
+        score: TokenLogprobs | None = None,
+    ) -> list[m.Effect]:
+        return self.send_from_node(node, m.StepTokens((TokenEvent(key, index, token, finish, score),)))
+
+    def report_prompt_logprobs(self, node: Incarnation, key: AttemptKey, first: int, *scores: TokenLogprobs) -> list[m.Effect]:
+        return self.send_from_node(node, m.PromptLogprobsReport(key, first, scores))
+
+    def report_prefill_ended(self, node: Incarnation, key: AttemptKey, computed: int = 20, cached: int = 0) -> None:
+        self.send_from_node(node, m.PrefillEnded(key, computed, cached))
+
+    def report_handed_off(self, node: Incarnation, key: AttemptKey) -> list[m.Effect]:
+        return self.send_from_node(node, m.HandoffCompleted(key, HandoffReport(transport="shm", bytes=10)))
+
+    def report_failure(self, node: Incarnation, key: AttemptKey, error: BatonError) -> list[m.Effect]:
+        return self.send_from_node(node, m.AttemptFailed(key, error))
+
+    # what came of it
+
+    def messages_to(self, node: Incarnation, kind: type[Any]) -> list[Any]:
+        return [
+            effect.order
+            for effect in self.effects
+            if isinstance(effect, m.SendOrder) and effect.incarnation == node and isinstance(effect.order, kind)
+        ]
+
+    def last_attempt_key(self, node: Incarnation) -> AttemptKey:
+        """Of the last attempt placed there."""
+        placed = [
+            effect.order.work.key
+            for effect in self.effects
+            if isinstance(effect, m.SendOrder) and effect.incarnation == node and isinstance(effect.order, m.DecodeOrder | m.PrefillOrder)
+        ]
+        return placed[-1]
+
+    def emitted_tokens(self, request: RequestId) -> list[int]:
+        return [
+            token
+            for effect in self.effects
+            if isinstance(effect, m.EmitTokens) and effect.request_id == request
+            for token in effect.token_ids
+        ]
+
+    def client_events(self, request: RequestId) -> list[m.EmitTokens | m.EmitPromptLogprobs]:
+        """What its client was sent, in order."""
+        sent = [effect for effect in self.effects if isinstance(effect, m.EmitTokens | m.EmitPromptLogprobs)]
+        return [effect for effect in sent if effect.request_id == request]
+
+    def end_events(self, request: RequestId) -> list[m.EndRequest]:
+        return [effect for effect in self.effects if isinstance(effect, m.EndRequest) and effect.request_id == request]
+
+    def end_event(self, request: RequestId) -> m.EndRequest:
+        (end,) = self.end_events(request)
+        return end
+
+    def end_error(self, request: RequestId) -> BatonError:
+        result = self.end_event(request).result
+        assert isinstance(result, BatonError)
+        return result
+
+    def count_placed(self) -> int:
+        return sum(self.brain.count_attempts(node) for node in self.brain.node_registry.nodes)
+
+    def _record_effects(self, effects: list[m.Effect]) -> list[m.Effect]:
+        self.effects += effects
+        return effects
+
+
+def make_ticket(node: Incarnation, key: AttemptKey, writer: Incarnation) -> Ticket:
+    return Ticket(
+        id=TicketId(f"t-{key}"),
+        key=key,
+        decode_peer=PeerAddress(NodeName("d"), node, "h", "tcp://d"),
+        writer_incarnation=writer,
+        first_block=0,
+        block_offsets=(0,),
+        num_tokens=20,
+        ttl_seconds=10.0,
+        transport="shm",
+        segment=SegmentRef("s", node),
+        fence_byte=1,
+    )
+
+
+def stream_first_token(world: BrainHarness, prefill: Incarnation, decode: Incarnation) -> AttemptKey:
+    key = world.last_attempt_key(decode)
+    world.report_reserved(decode, key, prefill)
+    world.report_prefill_ended(prefill, key)
+    world.report_token(decode, key, 0)
+    return key

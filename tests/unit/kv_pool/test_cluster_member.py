@@ -1,0 +1,68 @@
+"""The pool tells the coordinator what it has in parts, each when the last is on its way."""
+
+import asyncio
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from baton.kv.block_hash import BlockHash
+from baton.kv.cache_journal import MAX_HASHES_PER_BATCH, CacheJournal
+from baton.process.clock import FakeClock
+from baton.config.settings import Config
+from baton.types import Incarnation
+from kv_pool import cluster_member as membership
+
+TOTAL = 2 * MAX_HASHES_PER_BATCH + 3
+
+
+class FakeCoordinatorLink:
+    """What is sent stays until the test writes it."""
+
+    is_joined = True
+
+    def __init__(self, *_: object, **__: object) -> None:
+        self.sent: list[Any] = []
+        self.asked = 0
+        self.waiting = asyncio.Semaphore(0)
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    async def wait_until_flushed(self) -> None:
+        self.asked += 1
+        await self.waiting.acquire()
+
+
+class FakeCachePoolManager:
+    def __init__(self) -> None:
+        self.cache_journal = CacheJournal()
+        self.block_pool = SimpleNamespace(memory=SimpleNamespace(total=TOTAL))
+        self.largest_request = 0
+
+    def list_block_hashes(self, first: int, last: int) -> Iterator[BlockHash]:
+        self.largest_request = max(self.largest_request, last - first)
+        return (BlockHash(block.to_bytes(8, "big") + bytes(24)) for block in range(first, min(last, TOTAL)))
+
+
+@pytest.mark.asyncio
+async def test_a_snapshot_is_made_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "CoordinatorLink", FakeCoordinatorLink)
+    host: Any = FakeCachePoolManager()
+    peers: Any = SimpleNamespace(rejoin=lambda _: None)
+    member = membership.PoolClusterMember(Config(), "pool-0", host, peers, "127.0.0.1:1", FakeClock())
+    link: Any = member._link
+    member.on_joined(Incarnation("i"))
+    told = []
+    for _ in range(3):
+        await asyncio.sleep(0)
+        told.append(len(link.sent))
+        link.waiting.release()
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert told == [1, 2, 3], "one part, and no more before it is written"
+    assert host.largest == MAX_HASHES_PER_BATCH
+    first, *others = link.sent
+    assert len(first.cache_snapshot.names) == MAX_HASHES_PER_BATCH
+    assert [len(one.cache_events.inserted) for one in others] == [MAX_HASHES_PER_BATCH, 3]

@@ -1,0 +1,48 @@
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.types import BlockIndex
+from kv_transfer.core.send_queue import ReadySlabs, split_next_write
+
+
+def _slabs(ready: ReadySlabs) -> list[tuple[int, int, int]]:
+    return [(ready.layer, ready.first_block + n, source) for n, source in enumerate(ready.source_blocks)]
+
+
+@st.composite
+def queues(draw: st.DrawFn) -> tuple[ReadySlabs, ...]:
+    """Chunks of a forward pass, layer by layer, each over its own blocks."""
+    layers, first, queue = draw(st.integers(1, 5)), 0, []
+    for size in draw(st.lists(st.integers(1, 4), min_size=1, max_size=4)):
+        source = tuple(BlockIndex(draw(st.integers(0, 99))) for _ in range(size))
+        queue += [ReadySlabs(layer, first, source) for layer in range(layers)]
+        first += size
+    return tuple(queue[draw(st.integers(0, len(queue) - 1)) :])
+
+
+@given(queues(), st.integers(1, 12), st.integers(0, 4))
+def test_every_slab_is_sent_once_within_message_bounds(queue: tuple[ReadySlabs, ...], slabs: int, layers: int) -> None:
+    expected = [slab for ready in queue for slab in _slabs(ready)]
+    sent = []
+    while queue:
+        outgoing, queue = split_next_write(queue, slabs, layers)
+        assert outgoing.slab_range.num_slabs <= slabs
+        assert outgoing.slab_range.num_layers <= (layers or slabs)
+        assert len(outgoing.source_blocks) == outgoing.slab_range.num_blocks
+        for layer in range(outgoing.slab_range.first_layer, outgoing.slab_range.end_layer):
+            sent += [(layer, outgoing.slab_range.first_block + n, source) for n, source in enumerate(outgoing.source_blocks)]
+    assert sorted(sent) == sorted(expected)
+
+
+@given(queues(), st.integers(0, 20))
+def test_blocks_held_by_decode_are_not_sent(queue: tuple[ReadySlabs, ...], first: int) -> None:
+    for ready in queue:
+        kept = [slab for piece in ready.clip_before(first) for slab in _slabs(piece)]
+        assert kept == [slab for slab in _slabs(ready) if slab[1] >= first]
+
+
+def test_layers_of_one_chunk_share_a_message_and_those_of_two_do_not() -> None:
+    source, other = (BlockIndex(1), BlockIndex(2)), (BlockIndex(3),)
+    queue = (ReadySlabs(0, 0, source), ReadySlabs(1, 0, source), ReadySlabs(0, 2, other))
+    outgoing, rest = split_next_write(queue, 100, 0)
+    assert (outgoing.slab_range.num_layers, outgoing.slab_range.num_blocks, rest) == (2, 2, queue[2:])

@@ -1,0 +1,337 @@
+"""A small world around the two machines: writers, decode's block pool, fence bytes, an ordered network, crashes. Every
+moment at which something else could happen in the real system is an action of its own, so a search over actions is a
+search over interleavings. What must never be is checked at the moment it would happen: `InvariantViolation`.
+
+Contents are modelled by tags: (writer, layer, block) in a slab means that this writer's KV of that logical slab lies
+there.
+"""
+
+from dataclasses import replace
+from typing import Self
+
+from baton.errors import Cancelled, PeerUnreachable
+from baton.types import (
+    AttemptKey,
+    BlockIndex,
+    Incarnation,
+    NodeName,
+    PeerAddress,
+    RequestId,
+    SegmentRef,
+    Ticket,
+    TicketId,
+)
+from kv_transfer.core import events, frames
+from kv_transfer.core import outbound_handoff as departure
+from kv_transfer.core import inbound_handoff as landing
+from kv_transfer.core.inbound_handoff import ArenaShape, IgnoredInput, InboundHandoff
+from kv_transfer.core.send_queue import ReadySlabs
+from tests.unit.kv_transfer.model_checking.world_actions import WorldActions
+from tests.unit.kv_transfer.model_checking.scenario import DECODE_INCARNATION, EMPTY_SLAB, GHOST_WRITER, AFTER_EVERY_LEASE, SLAB_BYTES, TORN_SLAB, FrameInFlight, Scenario, SlabTag, InvariantViolation
+from tests.unit.kv_transfer.model_checking.world_state import ModelWriterLock, checksum, outbound_state_key, inbound_state_key, intern_state
+
+
+class HandoffWorld(WorldActions):
+    __slots__ = ()
+
+    @classmethod
+    def create(cls, setting: Scenario) -> Self:
+        slabs = setting.num_layers * setting.num_blocks
+        world = cls(setting, arena=(EMPTY_SLAB,) * slabs, times_landed=(0,) * slabs)
+        world._open(0)
+        if setting.has_ghost_writer:
+            world._open(GHOST_WRITER)
+        world._grant(0)
+        return world
+
+    def _open(self, writer: int) -> None:
+        setting = self.scenario
+        attempt = self._attempt(writer)
+        self.outbound[writer] = setting.outbound_class(
+            key=AttemptKey(RequestId("r"), attempt, 0),
+            writer_incarnation=Incarnation(f"writer {writer}"),
+            shape=ArenaShape(setting.num_layers, 1, SLAB_BYTES),
+            num_blocks=setting.blocks_held_by_decode + setting.num_blocks,
+            settings=setting.send_settings,
+        )
+        self.machine_state_ids[f"departure {writer}"] = -1
+        self.announced_steps[writer] = 0
+        self.frames_to_decode[writer], self.frames_to_writer[writer], self.writes_in_flight[writer] = (), (), None
+        if attempt > 0:  # a search that also spread out the second attempt's layers would learn nothing new
+            for _ in self._announce_steps():
+                self.do_announce(writer)
+
+    def _grant(self, attempt: int) -> None:
+        setting = self.scenario
+        if self.owning_attempt is not None:
+            raise InvariantViolation("blocks were granted twice")
+        self.owning_attempt = attempt
+        ticket = Ticket(
+            id=TicketId(f"{attempt:032x}"),
+            key=AttemptKey(RequestId("r"), attempt, 0),
+            decode_peer=PeerAddress(NodeName("d"), DECODE_INCARNATION, "h", "e"),
+            writer_incarnation=Incarnation(f"writer {attempt}"),
+            first_block=setting.blocks_held_by_decode,
+            block_offsets=tuple(range(setting.num_blocks)),
+            num_tokens=setting.blocks_held_by_decode + setting.num_blocks,
+            ttl_seconds=1.0,
+            transport="shm" if setting.is_one_sided else "zmq",
+            segment=SegmentRef("s", DECODE_INCARNATION),
+            fence_byte=attempt,
+        )
+        shape = ArenaShape(setting.num_layers, 1, SLAB_BYTES)
+        self.machine_state_ids[f"landing {attempt}"] = -1
+        self.inbound[attempt] = setting.inbound_class(ticket, shape, self._fence(attempt), 1 << 20, 1.0, 1.0)
+
+    # writers
+
+    def do_announce(self, writer: int) -> None:
+        layer, first, count = self._announce_steps()[self.announced_steps[writer]]
+        self.announced_steps[writer] += 1
+        source = tuple(BlockIndex(10 * (writer + 2) + first + n) for n in range(count))
+        machine = self._own_outbound(writer)
+        self._apply_outbound_outputs(writer, machine.announce_slabs(ReadySlabs(layer, first, source), 0.0))
+        if self.announced_steps[writer] == len(self._announce_steps()):
+            self._apply_outbound_outputs(writer, machine.seal(events.SealInfo((writer + 1,)), 0.0))
+
+    def do_ticket(self, writer: int) -> None:
+        ticket = self.inbound[self._attempt(writer)].ticket
+        if writer == GHOST_WRITER:
+            ticket = replace(ticket, writer_incarnation=self.outbound[writer].writer_incarnation)
+        lock = ModelWriterLock(self, writer) if self.scenario.is_one_sided else departure.NoLock()
+        self._apply_outbound_outputs(writer, self._own_outbound(writer).set_ticket(ticket, lock, 0.0))
+
+    def do_begin_write(self, writer: int) -> None:
+        outgoing, outputs = self._own_outbound(writer).begin_write()
+        self._apply_outbound_outputs(writer, outputs)
+        self.writes_in_flight[writer] = outgoing
+
+    def do_finish_write(self, writer: int, damage: bool = False) -> None:
+        """The bytes are read and, one-sided, written: all of it between begin and here."""
+        outgoing = self.writes_in_flight[writer]
+        assert outgoing is not None
+        self.writes_in_flight[writer] = None
+        if f"departure {writer}" in self.ended_machines:
+            raise InvariantViolation("source blocks were released under a read")
+        content = self._expected_tags(writer, outgoing.slab_range)
+        arrives = (TORN_SLAB,) * len(content) if damage else content
+        if self.scenario.is_one_sided:
+            self._write_tags(writer, outgoing.slab_range, arrives)
+        outputs = self._own_outbound(writer).finish_write(outgoing, checksum(content), not self.scenario.is_one_sided, 0.0)
+        self._apply_outbound_outputs(writer, outputs, None if self.scenario.is_one_sided else arrives)
+
+    def do_abort(self, writer: int) -> None:
+        self.endings += 1
+        self._apply_outbound_outputs(writer, self._own_outbound(writer).abort(Cancelled("role")))
+
+    def do_give_up_waiting(self, writer: int) -> None:
+        self.endings += 1
+        self._apply_outbound_outputs(writer, self._own_outbound(writer).tick(AFTER_EVERY_LEASE), renewals=False)
+
+    def do_deliver_to_writer(self, writer: int) -> None:
+        frame, *rest = self.frames_to_writer[writer]
+        self.frames_to_writer[writer] = tuple(rest)
+        self._deliver_frame_to_writer(writer, frame)
+
+    def _deliver_frame_to_writer(self, writer: int, frame: frames.Frame) -> None:
+        machine = self._own_outbound(writer)
+        match frame:
+            case frames.CreditFrame():
+                outputs = machine.on_credit(frame)
+            case frames.LandedFrame():
+                outputs = machine.on_landed(frame, 0.0)
+            case frames.CommittedFrame():
+                outputs = machine.on_committed(frame, 0.0)
+            case frames.RefusedFrame():
+                outputs = machine.on_refused(frame)
+        self._apply_outbound_outputs(writer, outputs)
+
+    def do_notice_cut(self, writer: int) -> None:
+        self.cut_links -= {writer}
+        was_up = "decode" not in self.dead_processes
+        self._apply_outbound_outputs(writer, self._own_outbound(writer).on_link_lost(PeerUnreachable("link"), was_up))
+
+    def do_place_again(self, writer: int) -> None:
+        self._open(writer)
+
+    # decode
+
+    def do_grant(self, attempt: int) -> None:
+        self._grant(attempt)
+
+    def do_deliver_to_decode(self, writer: int) -> None:
+        sent, *rest = self.frames_to_decode[writer]
+        self.frames_to_decode[writer] = tuple(rest)
+        self._deliver_frame_to_decode(writer, sent)
+
+    def do_lease_passes(self, attempt: int) -> None:
+        self.endings += 1
+        self.expired_attempts |= {attempt}
+
+    def do_tick(self, attempt: int) -> None:
+        self._apply_inbound_outputs(attempt, self._own_inbound(attempt).tick(AFTER_EVERY_LEASE))
+
+    def do_retry_fence(self, attempt: int) -> None:
+        self._apply_inbound_outputs(attempt, self._own_inbound(attempt).tick(0.0))
+
+    def do_commit(self, attempt: int) -> None:
+        if self.owning_attempt != attempt:
+            raise InvariantViolation(f"ticket {attempt} commits blocks of {self.owner}")
+        self._check_arena_contents(attempt)
+        self.is_committed = True
+        self.ended_machines |= {f"landing {attempt}"}
+        self._apply_inbound_outputs(attempt, self._own_inbound(attempt).commit())
+
+    def do_revoke(self, attempt: int) -> None:
+        self.endings += 1
+        self._apply_inbound_outputs(attempt, self._own_inbound(attempt).revoke(Cancelled("role")))
+
+    # faults
+
+    def do_crash_writer(self, writer: int) -> None:
+        """Whatever it was writing is torn, and the kernel drops its locks. What it sent may still arrive."""
+        self.faults += 1
+        if (outgoing := self.writes_in_flight[writer]) is not None and self.scenario.is_one_sided:
+            self._write_tags(writer, outgoing.slab_range, (TORN_SLAB,) * outgoing.slab_range.num_slabs)
+        self.writes_in_flight[writer] = None
+        self.dead_processes |= {f"writer {writer}"}
+        self.locks = frozenset(lock for lock in self.locks if lock[1] != f"writer {writer}")
+        self.frames_to_writer[writer] = ()
+        self.machine_state_ids[f"departure {writer}"], self.announced_steps[writer] = -1, 0
+
+    def do_crash_decode(self, _: int) -> None:
+        """Its arena is nobody's any more; the writers' links are lost."""
+        self.faults += 1
+        self.dead_processes |= {"decode"}
+        self.arena, self.times_landed = (EMPTY_SLAB,) * len(self.arena), (0,) * len(self.times_landed)
+        self.owning_attempt, self.expired_attempts = None, frozenset()
+        self.locks = frozenset(lock for lock in self.locks if lock[1] != "decode")
+        for attempt in self.inbound:
+            self.machine_state_ids[f"landing {attempt}"] = -1
+        for writer, machine in self.outbound.items():
+            self.frames_to_decode[writer] = self.frames_to_writer[writer] = ()
+            if machine.ticket is not None and machine.state not in departure.TERMINAL_STATES:
+                self.cut_links |= {writer}
+
+    def do_cut_link(self, writer: int) -> None:
+        """What is still under way is lost, either way."""
+        self.faults += 1
+        self.frames_to_decode[writer] = self.frames_to_writer[writer] = ()
+        self.cut_links |= {writer}
+
+    def do_duplicate(self, writer: int) -> None:
+        self.faults += 1
+        self._deliver_frame_to_decode(writer, self.frames_to_decode[writer][0])
+
+    def do_drop(self, writer: int) -> None:
+        self.faults += 1
+        self.frames_to_decode[writer] = self.frames_to_decode[writer][1:]
+
+    def do_corrupt(self, writer: int) -> None:
+        """What lands is not what was read."""
+        self.faults += 1
+        self.do_finish_write(writer, damage=True)
+
+    # what machines say
+
+    def _deliver_frame_to_decode(self, writer: int, sent: FrameInFlight) -> None:
+        frame = sent.frame
+        attempt = int(frame.ticket_id, 16)
+        machine = self._own_inbound(attempt)
+        now = AFTER_EVERY_LEASE if attempt in self.expired_attempts else 0.0
+        match frame:
+            case frames.OpenFrame():
+                outputs = machine.on_open(frame, now)
+            case frames.WriteFrame():
+                outputs = self._deliver_write(machine, frame, sent, now)
+            case frames.SealFrame():
+                outputs = machine.on_seal(frame, now)
+            case frames.AbortFrame():
+                outputs = machine.on_abort(frame)
+            case frames.RenewFrame():
+                outputs = machine.on_renew(frame, now)
+        self._apply_inbound_outputs(attempt, outputs, reply_to=writer)
+
+    def _deliver_write(self, machine: InboundHandoff, frame: frames.WriteFrame, sent: FrameInFlight, now: float) -> list[landing.InboundOutput]:
+        admitted, outputs = machine.check_write(frame, now)
+        if not admitted:
+            return outputs
+        if now == AFTER_EVERY_LEASE:
+            raise InvariantViolation("a slab landed under an expired ticket")
+        content = sent.content
+        if content is None:
+            content = tuple(self.arena[place] for place in self._arena_positions(frame.slab_range))
+        right = checksum(content) == frame.checksum
+        if right and sent.content is not None:
+            self._write_tags(int(machine.ticket.id, 16), frame.slab_range, content)
+        if right:
+            times = list(self.times_landed)
+            for place in self._arena_positions(frame.slab_range):
+                times[place] += 1
+                if times[place] > 1:
+                    raise InvariantViolation("a slab was counted twice")
+            self.times_landed = tuple(times)
+        return machine.finish_write(frame, right, now)
+
+    def _apply_outbound_outputs(
+        self,
+        writer: int,
+        outputs: list[departure.OutboundOutput],
+        content: tuple[SlabTag, ...] | None = None,
+        renewals: bool = True,
+    ) -> None:
+        machine = self.outbound[writer]
+        over = machine.state in departure.TERMINAL_STATES
+        self.machine_state_ids[f"departure {writer}"] = intern_state(machine.state if over else outbound_state_key(machine))
+        for output in outputs:
+            match output:
+                case events.OutboundCommitted() | events.OutboundAborted():
+                    self._mark_ended(f"departure {writer}")
+                    if self.writes_in_flight[writer] is not None:
+                        raise InvariantViolation("the end was told under a read")
+                    if any(who == f"writer {writer}" for _, who in self.locks):
+                        raise InvariantViolation("the end was told under a lock")
+                case frames.Frame():
+                    if isinstance(output, frames.SealFrame) and any(w == f"writer {writer}" for _, w in self.locks):
+                        raise InvariantViolation("sealed under a lock")
+                    renewal = isinstance(output, frames.RenewFrame)
+                    if "decode" not in self.dead_processes and writer not in self.cut_links and not (renewal and not renewals):
+                        sent = FrameInFlight(output, content if isinstance(output, frames.WriteFrame) else None)
+                        if self._ticket_is_over(writer) and not self.frames_to_decode[writer]:
+                            self._deliver_frame_to_decode(writer, sent)  # when it arrives makes no difference any more
+                        else:
+                            self.frames_to_decode[writer] += (sent,)
+                case IgnoredInput() | events.LayerLanded():
+                    pass
+        if over:
+            self.announced_steps[writer] = len(self._announce_steps())
+            self.frames_to_writer[writer] = ()
+
+    def _apply_inbound_outputs(self, attempt: int, outputs: list[landing.InboundOutput], reply_to: int | None = None) -> None:
+        machine = self.inbound[attempt]
+        over = machine.state in landing.TERMINAL_STATES
+        self.machine_state_ids[f"landing {attempt}"] = intern_state(machine.state if over else inbound_state_key(machine))
+        for output in outputs:
+            match output:
+                case events.InboundSealed():
+                    if self.scenario.is_one_sided and (attempt, "decode") not in self.locks:
+                        raise InvariantViolation("sealed without the fence")
+                    self._check_arena_contents(attempt)
+                case events.InboundLost():
+                    self._release_blocks(attempt, output.is_fenced)
+                case events.InboundFenced():
+                    self._release_blocks(attempt, True)
+                case frames.Frame():
+                    to = attempt if reply_to is None else reply_to
+                    if self._is_dead(to) or to in self.cut_links or self.outbound[to].state in departure.TERMINAL_STATES:
+                        continue
+                    if isinstance(output, frames.RefusedFrame) and output in self.frames_to_writer[to]:
+                        continue
+                    if isinstance(output, frames.LandedFrame | frames.CreditFrame) and not self.scenario.has_slow_acks:
+                        self._deliver_frame_to_writer(to, output)
+                    else:
+                        self.frames_to_writer[to] += (output,)
+                case IgnoredInput() | events.InboundStarted():
+                    pass
+        if over:
+            self.expired_attempts -= {attempt}

@@ -1,0 +1,225 @@
+"""The state of the small world: the machines, decode's blocks, fence bytes, what is under way. Worlds are compared by
+`key()` and copied by `clone()`; machines are shared between copies until they change."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any, Self
+
+from kv_transfer.core import frames
+from kv_transfer.core import inbound_handoff as landing
+from kv_transfer.core.outbound_handoff import OutboundHandoff, OutboundState
+from kv_transfer.core.inbound_handoff import InboundHandoff, InboundState
+from kv_transfer.core.send_queue import OutgoingWrite
+from kv_transfer.core.slabs import SlabRange
+from tests.unit.kv_transfer.model_checking.scenario import EMPTY_SLAB, GHOST_WRITER, FrameInFlight, Scenario, SlabTag, InvariantViolation
+
+Key = tuple[Any, ...]
+
+
+_state_ids: dict[Any, int] = {}
+
+
+def intern_state(value: Any) -> int:
+    """A small number for a value, equal for equal values: states are compared by these."""
+    return _state_ids.setdefault(value, len(_state_ids))
+
+
+_FIELDS_NOT_COMPARED = {"ticket", "shape", "fence", "lock", "grid", "error", "pace", "key", "writer", "host", "credit"}
+inbound_state_key = attrgetter(*(f.name for f in fields(InboundHandoff) if f.name not in _FIELDS_NOT_COMPARED))
+outbound_state_key = attrgetter(*(f.name for f in fields(OutboundHandoff) if f.name not in _FIELDS_NOT_COMPARED))
+_ALL_INBOUND_FIELDS = tuple(f.name for f in fields(InboundHandoff))
+_ALL_OUTBOUND_FIELDS = tuple(f.name for f in fields(OutboundHandoff))
+
+
+def _clone(machine: Any, names: tuple[str, ...]) -> Any:
+    copy = object.__new__(type(machine))
+    for name in names:
+        setattr(copy, name, getattr(machine, name))
+    return copy
+
+
+@dataclass(slots=True)
+class WorldState:
+    scenario: Scenario
+    outbound: dict[int, OutboundHandoff] = field(default_factory=dict)  # by writer; shared between worlds: see `_own_outbound`
+    inbound: dict[int, InboundHandoff] = field(default_factory=dict)  # by attempt; shared likewise
+    machine_state_ids: dict[str, int] = field(default_factory=dict)  # of each machine's state
+    announced_steps: dict[int, int] = field(default_factory=dict)  # (chunk, layer) steps done by each writer
+    frames_to_decode: dict[int, tuple[FrameInFlight, ...]] = field(default_factory=dict)
+    frames_to_writer: dict[int, tuple[frames.Frame, ...]] = field(default_factory=dict)
+    writes_in_flight: dict[int, OutgoingWrite | None] = field(default_factory=dict)
+    locks: frozenset[tuple[int, str]] = frozenset()  # (fence byte, holder)
+    arena: tuple[SlabTag, ...] = ()
+    times_landed: tuple[int, ...] = ()
+    owning_attempt: int | None = None  # attempt that holds the blocks
+    is_committed: bool = False  # ... since its commit
+    expired_attempts: frozenset[int] = frozenset()  # tickets whose lease has passed
+    dead_processes: frozenset[str] = frozenset()
+    ended_machines: frozenset[str] = frozenset()  # departures and landings that told their end
+    faults: int = 0
+    endings: int = 0
+    cut_links: frozenset[int] = frozenset()  # writers that have yet to notice that their link was lost
+
+    # identity
+
+    def identity_key(self) -> Key:
+        return (
+            *self.machine_state_ids.values(),
+            *self.announced_steps.values(),
+            *map(intern_state, self.frames_to_decode.values()),
+            *map(intern_state, self.frames_to_writer.values()),
+            *self.writes_in_flight.values(),
+            self.locks,
+            intern_state(self.arena),
+            intern_state(self.times_landed),
+            self.owning_attempt,
+            self.is_committed,
+            self.expired_attempts,
+            self.dead_processes,
+            self.ended_machines,
+            self.faults,
+            self.endings,
+            self.cut_links,
+        )
+
+    def clone(self) -> Self:
+        return type(self)(
+            self.scenario,
+            dict(self.outbound),
+            dict(self.inbound),
+            dict(self.machine_state_ids),
+            dict(self.announced_steps),
+            dict(self.frames_to_decode),
+            dict(self.frames_to_writer),
+            dict(self.writes_in_flight),
+            self.locks,
+            self.arena,
+            self.times_landed,
+            self.owning_attempt,
+            self.is_committed,
+            self.expired_attempts,
+            self.dead_processes,
+            self.ended_machines,
+            self.faults,
+            self.endings,
+            self.cut_links,
+        )
+
+    def _own_outbound(self, writer: int) -> OutboundHandoff:
+        """The machine, to be changed: a copy of this world's own."""
+        machine: OutboundHandoff = _clone(self.outbound[writer], _ALL_OUTBOUND_FIELDS)
+        self.outbound[writer] = machine
+        if isinstance(machine.lock, ModelWriterLock):
+            machine.lock = ModelWriterLock(self, writer)
+        return machine
+
+    def _own_inbound(self, attempt: int) -> InboundHandoff:
+        machine: InboundHandoff = _clone(self.inbound[attempt], _ALL_INBOUND_FIELDS)
+        self.inbound[attempt] = machine
+        machine.try_fence = self._fence(attempt)
+        return machine
+
+    # what is where
+
+    def _fence(self, attempt: int) -> Callable[[], bool]:
+        if not self.scenario.is_one_sided:
+            return lambda: True
+        return lambda: self._try_lock_byte(attempt, "decode")
+
+    def _try_lock_byte(self, byte: int, holder: str) -> bool:
+        if any(held == byte and who != holder for held, who in self.locks):
+            return False
+        self.locks |= {(byte, holder)}
+        return True
+
+    def _announce_steps(self) -> list[tuple[int, int, int]]:
+        """(layer, first block, blocks) in the order in which a forward pass makes them final."""
+        setting = self.scenario
+        total = setting.blocks_held_by_decode + setting.num_blocks
+        chunks, first = [], 0
+        for size in setting.blocks_per_chunk or (total,):
+            chunks.append((first, size))
+            first += size
+        return [(layer, first, size) for first, size in chunks for layer in range(setting.num_layers)]
+
+    def _attempt(self, writer: int) -> int:
+        return 0 if writer == GHOST_WRITER else writer
+
+    def _ticket_is_over(self, writer: int) -> bool:
+        machine = self.inbound.get(self._attempt(writer))
+        return machine is not None and machine.state in landing.TERMINAL_STATES
+
+    def _is_dead(self, writer: int) -> bool:
+        return f"writer {writer}" in self.dead_processes
+
+    def _first_attempt_failed(self) -> bool:
+        if "decode" in self.dead_processes:
+            return False
+        lost = self.inbound[0].state in (InboundState.LOST, InboundState.QUARANTINED)
+        return lost or self.outbound[0].state is OutboundState.ABORTED or self._is_dead(0)
+
+    def _expected_tags(self, writer: int, area: SlabRange) -> tuple[SlabTag, ...]:
+        return tuple(
+            (writer, layer, block)
+            for layer in range(area.first_layer, area.end_layer)
+            for block in range(area.first_block, area.end_block)
+        )
+
+    def _arena_positions(self, area: SlabRange) -> list[int]:
+        setting = self.scenario
+        return [
+            layer * setting.num_blocks + block - setting.blocks_held_by_decode
+            for layer in range(area.first_layer, area.end_layer)
+            for block in range(area.first_block, area.end_block)
+        ]
+
+    def _write_tags(self, writer: int, area: SlabRange, content: tuple[SlabTag, ...]) -> None:
+        """Bytes reach the arena. They may only reach blocks that are this writer's to write."""
+        if "decode" in self.dead_processes:
+            return
+        if self.owning_attempt != self._attempt(writer) or self.is_committed:
+            raise InvariantViolation(f"writer {writer} wrote blocks of {self.owner} (in use: {self.in_use})")
+        arena = list(self.arena)
+        for place, tag in zip(self._arena_positions(area), content, strict=True):
+            arena[place] = tag
+        self.arena = tuple(arena)
+
+    def _check_arena_contents(self, attempt: int) -> None:
+        setting = self.scenario
+        wanted = self._expected_tags(attempt, SlabRange(0, setting.num_layers, setting.blocks_held_by_decode, setting.num_blocks))
+        if self.arena != wanted:
+            raise InvariantViolation(f"ticket {attempt} is sealed over {self.arena}")
+
+    def _release_blocks(self, attempt: int, fenced: bool) -> None:
+        if self.owning_attempt != attempt or self.is_committed:
+            raise InvariantViolation(f"ticket {attempt} gave back blocks of {self.owner}")
+        if fenced:
+            self._mark_ended(f"landing {attempt}")
+            self.owning_attempt = None
+            self.arena = (EMPTY_SLAB,) * len(self.arena)
+            self.times_landed = (0,) * len(self.times_landed)
+
+    def _mark_ended(self, what: str) -> None:
+        if what in self.ended_machines:
+            raise InvariantViolation(f"{what} ended twice")
+        self.ended_machines |= {what}
+
+
+class ModelWriterLock:
+    """A writer's byte of the fence file."""
+
+    def __init__(self, world: WorldState, writer: int) -> None:
+        self._world = world
+        self._writer = writer
+
+    def try_acquire(self) -> bool:
+        return self._world._try_lock_byte(self._world._attempt(self._writer), f"writer {self._writer}")
+
+    def release(self) -> None:
+        world = self._world
+        world.locks -= {(world._attempt(self._writer), f"writer {self._writer}")}
+
+
+def checksum(content: tuple[SlabTag, ...]) -> int:
+    return hash(content) & (2**63 - 1)

@@ -1,0 +1,147 @@
+"""A node without its shell: pool, scheduler and paced engine, run step by step and checked at every step."""
+
+from collections.abc import Sequence
+
+from baton.kv.block_hash import BlockHash, root_hash
+from baton.process.clock import FakeClock
+from baton.types import AttemptKey, BlockIndex, Request, RequestId, SamplingParams, TicketId, AttemptSpec
+from node_engine.core.blocks.block_pool import BlockPool
+from node_engine.core.sequences.outcomes import TokenEmitted, SequenceFailed, SequenceOutcome, PrefillCompleted
+from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
+from node_engine.core.sequences.sequence import Sequence as NodeSequence
+from node_engine.core.step.step_batch import StepBatch
+from node_engine.paced.paced_engine import ZERO_COSTS, PacedEngine, paced_reference_tokens
+
+VOCAB = 1000
+BLOCK = 16
+TICKET_ID = TicketId("t")
+PROMPT = [(7 * position) % 997 + 1 for position in range(512)]
+
+
+def unshared_prompt(length: int, salt: int) -> list[int]:
+    """A prompt that shares no beginning with any other."""
+    return [(salt * 31 + position) % 997 + 1 for position in range(length)]
+
+
+def batch_shape(batch: StepBatch | None) -> list[tuple[int, int, bool]]:
+    assert batch is not None
+    return [(piece.start, len(piece.token_ids), piece.sample_spec is not None) for piece in batch.slices]
+
+
+def make_work(
+    name: str | int,
+    prompt: Sequence[int],
+    max_tokens: int = 8,
+    *,
+    emitted: Sequence[int] = (),
+    min_tokens: int = 0,
+    stop: Sequence[int] = (),
+    ignore_eos: bool = False,
+) -> AttemptSpec:
+    key = AttemptKey(RequestId(f"r{name}"), 0, 0)
+    sampling = SamplingParams(
+        max_tokens, min_tokens=min_tokens, ignore_eos=ignore_eos, stop_token_ids=tuple(stop), temperature=0.0
+    )
+    return AttemptSpec(key, Request(key.request_id, tuple(prompt), sampling, timeout_seconds=60.0), tuple(emitted))
+
+
+def expected_tokens(job: AttemptSpec) -> list[int]:
+    """Every token that the job has still to emit."""
+    left = job.request.sampling.max_tokens - len(job.emitted_token_ids)
+    return paced_reference_tokens(job.context_token_ids, left, VOCAB)
+
+
+class SteppedNode:
+    """`step()` is one turn of a node's compute loop."""
+
+    def __init__(
+        self,
+        num_blocks: int = 64,
+        *,
+        max_num_seqs: int = 8,
+        max_batched_tokens: int = 64,
+        max_model_len: int = 4096,
+        eos_probability: float = 0.0,
+    ) -> None:
+        self.clock = FakeClock()
+        self.engine = PacedEngine(ZERO_COSTS, vocab_size=VOCAB, eos_probability=eos_probability, clock=self.clock)
+        self.arena = bytearray(num_blocks * self.engine.layout.block_bytes)
+        self.engine.bind_cache(memoryview(self.arena), num_blocks)
+        self.pool = BlockPool(num_blocks, BLOCK, self.clock)
+        limits = SchedulerLimits(max_num_seqs, max_batched_tokens, max_model_len)
+        self.scheduler = Scheduler(self.pool, limits, self.engine.eos_token_ids)
+        self.root: BlockHash = root_hash(self.engine.model_digest, self.engine.layout, b"")
+        self.outcomes: list[SequenceOutcome] = []
+        self.batches: list[StepBatch] = []
+
+    def add_work(self, job: AttemptSpec, *, hand_off: bool = False) -> NodeSequence:
+        return self.scheduler.add_sequence(job, self.root, hand_off=hand_off)
+
+    def step(self) -> StepBatch | None:
+        """Returns the batch that was run, or None if there was nothing to compute."""
+        plan = self.scheduler.schedule_step()
+        self.outcomes += plan.outcomes
+        if plan.batch is None:
+            assert not self.scheduler.schedule_step().outcomes, "a plan without a batch settles everything"
+        else:
+            self.check_batch(plan.batch)
+            self.batches.append(plan.batch)
+            self.outcomes += self.scheduler.update_from_results(plan.batch, self.engine.run(plan.batch))
+        self.pool.check_invariants()
+        return plan.batch
+
+    def run(self, max_steps: int = 5000) -> None:
+        """Until there is nothing to compute."""
+        for _ in range(max_steps):
+            if self.step() is None:
+                return
+        raise AssertionError(f"no end after {max_steps} steps: {self.scheduler.load()}")
+
+    def check_batch(self, batch: StepBatch) -> None:
+        limits = self.scheduler.limits
+        assert 0 < batch.num_tokens <= limits.max_batched_tokens
+        assert len({piece.sequence_id for piece in batch.slices}) == len(batch.slices) <= limits.max_num_seqs
+        assert len({destination for _, destination in batch.block_copies}) == len(batch.block_copies)
+        written: dict[BlockIndex, int] = {}  # and the first token of the block that is
+        copied = [each.pending_copy[0] for each in self.scheduler.list_sequences() if each.pending_copy is not None]
+        for piece in batch.slices:
+            sequence = self.scheduler.get_sequence_in_flight(piece.sequence_id)
+            end = piece.start + len(piece.token_ids)
+            assert piece.token_ids == tuple(sequence.token_ids[piece.start : end])
+            assert len(piece.block_table) * BLOCK >= end
+            assert (piece.sample_spec is None) == (end < len(sequence.token_ids))
+            assert end % BLOCK == 0 or end >= sequence.context_len, "a chunk ends inside a block"
+            for number in range(piece.start // BLOCK, -(-end // BLOCK)):
+                assert piece.block_table[number] not in written, "a block is written twice in a step"
+                written[piece.block_table[number]] = max(0, piece.start - number * BLOCK)
+        for block, first in written.items():
+            assert self.pool.get_ref_count(block) == 1 + copied.count(block), "a shared block is written"
+            found = len(self.pool.prefix_index.get_entry(block).token_ids) if block in self.pool.prefix_index else 0
+            assert found <= first, "what others can find is written"
+
+    def emitted_tokens(self, job: AttemptSpec) -> list[int]:
+        events = [each.event for each in self.outcomes if isinstance(each, TokenEmitted) and each.event.key == job.key]
+        assert [event.output_index for event in events] == list(range(len(job.emitted_token_ids), len(job.emitted_token_ids) + len(events)))
+        assert all(event.finish_reason is None for event in events[:-1])
+        return [event.token_id for event in events]
+
+    def error_codes(self) -> dict[AttemptKey, str]:
+        return {each.sequence.key: each.error.code for each in self.outcomes if isinstance(each, SequenceFailed)}
+
+
+def transfer_kv(source: SteppedNode, target: SteppedNode, key: AttemptKey, ticket: TicketId) -> None:
+    """What the transfer plane does: copy the promised blocks from arena to arena, then seal and commit."""
+    sent, awaited = source.scheduler.get_sequence(key), target.scheduler.get_sequence(key)
+    assert sent is not None
+    assert awaited is not None
+    size = source.engine.layout.block_bytes
+    first = len(awaited.block_table)
+    target.pool.mark_writing(ticket)
+    for number, destination in enumerate(awaited.reserved_blocks):
+        block = sent.block_table[first + number]
+        target.arena[destination * size : (destination + 1) * size] = source.arena[block * size : (block + 1) * size]
+    completed = next(
+        each for each in reversed(source.outcomes) if isinstance(each, PrefillCompleted) and each.event.key == key
+    )
+    target.outcomes += target.scheduler.commit_handoff(key, (completed.event.token_id,))
+    source.scheduler.finish_handoff(key)

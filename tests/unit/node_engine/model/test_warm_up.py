@@ -1,0 +1,78 @@
+"""What an engine computes before its first request stays within its cache and its lengths, and changes no answer."""
+
+from pathlib import Path
+
+import pytest
+
+from baton.types import BlockIndex, SamplingParams
+from node_engine.core.step.step_batch import SampleSpec, SequenceId, SequenceSlice, StepBatch
+from node_engine.model.model_engine import ModelEngine
+from node_engine.model.warm_up import GPU_PROMPT_LENGTHS, iter_warm_up_steps
+from tests.models import build_model
+
+
+@pytest.mark.parametrize(
+    ("block_size", "num_blocks", "max_model_len", "max_batched_tokens", "prompts"),
+    [
+        (16, 256, 4096, 2048, [4, 24, 256, 1024]),
+        (16, 256, 4096, 1025, [4, 24, 256, 1024]),
+        (16, 256, 4096, 512, [4, 24, 256, 511]),
+        (16, 256, 4096, 16, [4, 15]),
+        (16, 64, 4096, 2048, [4, 24, 256]),
+        (16, 3, 4096, 2048, [4, 24]),
+        (16, 2, 4096, 2048, [4]),
+        (16, 1, 4096, 2048, []),
+        (1, 64, 4096, 2048, [4, 24]),
+        (2, 2, 4096, 2048, []),
+        (16, 64, 26, 2048, [4, 24]),
+        (16, 64, 25, 2048, [4]),
+        (16, 64, 1, 2048, []),
+    ],
+)
+def test_warm_up_steps_stay_within_limits(
+    block_size: int, num_blocks: int, max_model_len: int, max_batched_tokens: int, prompts: list[int]
+) -> None:
+    computed: dict[int, int] = {}
+    begun: list[int] = []
+    for step in iter_warm_up_steps(GPU_PROMPT_LENGTHS, block_size, num_blocks, max_model_len, max_batched_tokens):
+        assert step.num_tokens <= max_batched_tokens
+        blocks = [block for piece in step.slices for block in piece.block_table]
+        assert all(0 <= block < num_blocks for block in (*blocks, *(place for pair in step.block_copies for place in pair)))
+        for piece in step.slices:
+            end = piece.start + len(piece.token_ids)
+            assert 0 <= piece.start <= computed.get(piece.sequence_id, 0), "nothing that was not computed is read"
+            assert end <= min(max_model_len, len(piece.block_table) * block_size)
+            assert piece.sample_spec is not None
+            assert piece.sample_spec.position == end
+            computed[piece.sequence_id] = end
+            begun += [end] if piece.sequence_id == 0 and piece.start == 0 else []
+        held = [set(piece.block_table) for piece in step.slices]
+        assert sum(map(len, held)) == len(set().union(*held)), "no two write to one block"
+    assert begun == prompts
+
+
+@pytest.mark.parametrize("num_blocks", [2, 4])
+def test_warm_up_changes_no_answer(tmp_path: Path, num_blocks: int) -> None:
+    folder = build_model("mixed", tmp_path)
+    tokens = tuple(range(3, 16))
+    spec = SampleSpec(SamplingParams(1, temperature=0.0, logprobs=3), 0, len(tokens))
+    step = StepBatch((SequenceSlice(SequenceId(1), tokens, 0, [BlockIndex(0)], spec),))
+    answers = []
+    for warm in (False, True):
+        engine = ModelEngine.load(folder, dtype="float32")
+        memory = bytearray(num_blocks * engine.layout.block_bytes)
+        engine.bind_cache(memoryview(memory), num_blocks)
+        if warm:
+            engine.warm_up(512)
+            assert any(memory), "it did compute"
+        answers.append(engine.run(step))
+    assert answers[0] == answers[1]
+
+
+def test_warm_up_stops_when_not_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ModelEngine.load(build_model("llama", tmp_path), dtype="float32")
+    engine.bind_cache(memoryview(bytearray(4 * engine.layout.block_bytes)), 4)
+    ran: list[StepBatch] = []
+    monkeypatch.setattr(engine, "run", ran.append)
+    engine.warm_up(64, lambda: len(ran) < 2)
+    assert len(ran) == 2

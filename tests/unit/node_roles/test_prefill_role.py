@@ -1,0 +1,242 @@
+"""The compute-bound role with everything real but the plane: every end of every attempt returns every block."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from baton.errors import Cancelled, NodeFailed, PeerUnreachable
+from baton.types import Incarnation, NodeName, PeerAddress, SegmentRef, Ticket, TicketId, AttemptSpec
+from kv_transfer.plane import OutboundAborted, OutboundCommitted, HandoffStats
+from node_engine.core.blocks.block_ledger import BlockState
+from node_engine.core.node_commands import CancelCommand, CoordinatorLost, TicketCommand, NodeJoined, PrefillCommand
+from node_engine.core.sequences.sequence import SequenceState
+from node_engine.paced.paced_engine import PACED_LAYOUT, paced_reference_tokens
+from prefill_node.prefill_role import PrefillRole
+from tests.unit.node_roles.role_bench import RoleBench, FakeOutbound, tokens_of, make_work
+
+REPORT = HandoffStats("memory", 1, 1, 1, 0.0, 0.0)
+LAYERS = PACED_LAYOUT.num_layers
+
+
+class PrefillBench(RoleBench):
+    def __init__(self, **sizes: int) -> None:
+        self.plane = FakeOutbound()
+        super().__init__(lambda parts: PrefillRole(parts, self.plane), **sizes)
+
+    def answer_aborts(self) -> None:
+        """The plane has let go of everything that it was told to."""
+        for key, error in tuple(self.plane.aborted.items()):
+            self.send_item(OutboundAborted(key, error))
+
+
+def make_ticket(job: AttemptSpec) -> Ticket:
+    peer = PeerAddress(NodeName("d"), Incarnation("decode"), "host", "tcp://127.0.0.1:2")
+    offsets = tuple(range(0, 8 * 64, 64))
+    return Ticket(
+        TicketId("t"),
+        job.key,
+        peer,
+        Incarnation("me"),
+        0,
+        offsets,
+        9,
+        9.0,
+        "memory",
+        SegmentRef("s", peer.incarnation),
+        1,
+    )
+
+
+def test_every_layer_of_every_block_is_announced_once_and_then_sealed() -> None:
+    node, job = PrefillBench(), make_work(range(1, 151))
+    node.send_item(PrefillCommand(job, needs_no_decode=False))
+    assert node.plane.opened == {job.key: 150}
+    while node.step():
+        pass
+    announced = [
+        (layer, block)
+        for layer, first, source in node.plane.ready[job.key]
+        for block in range(first, first + len(source))
+    ]
+    assert sorted(announced) == [(layer, block) for layer in range(LAYERS) for block in range(10)]
+    assert node.plane.sealed[job.key].emitted_token_ids == tuple(paced_reference_tokens(job.request.prompt_token_ids, 1, 1000))
+    ended = node.pop_messages("prefill_ended")[0]
+    assert (ended.computed_tokens, ended.cached_tokens, ended.compute_seconds) == (150, 0, 1.5)
+    assert node.count_held_blocks() == {BlockState.IN_USE: 10}  # pinned until the plane has committed
+    node.send_item(OutboundCommitted(job.key, REPORT))
+    assert node.count_held_blocks() == {}
+    assert node.pop_messages("handed_off")[0].report.computed_tokens == 150
+    assert node.sent_messages == []
+
+
+def test_a_cached_prefix_is_announced_whole_before_the_first_chunk() -> None:
+    node = PrefillBench()
+    first, second = make_work(range(1, 81), request="a"), make_work([*range(1, 65), 900, 901], request="b")
+    for job in (first, second):
+        node.send_item(PrefillCommand(job, needs_no_decode=False))
+        while node.step():
+            pass
+        node.send_item(OutboundCommitted(job.key, REPORT))
+    assert {
+        block for _, start, source in node.plane.ready[second.key] for block in range(start, start + len(source))
+    } == set(range(5))
+    assert node.plane.ready[second.key][0][1:][0] == 0
+    assert node.pop_messages("prefill_ended")[1].cached_tokens == 64
+
+
+def test_prefill_without_decode_answers_itself() -> None:
+    node, job = PrefillBench(), make_work(range(1, 20), max_tokens=1)
+    node.send_item(PrefillCommand(job, needs_no_decode=True))
+    node.step()
+    assert tokens_of(node.pop_messages("tokens")[0]) == [(0, paced_reference_tokens(job.request.prompt_token_ids, 1, 1000)[0])]
+    assert node.plane.opened == {}
+    assert node.count_held_blocks() == {}
+    assert node.role.num_held_attempts == 0
+
+
+def drive_waiting(node: PrefillBench, job: AttemptSpec) -> None:
+    node.send_item(PrefillCommand(job, needs_no_decode=False))
+
+
+def drive_prefilling(node: PrefillBench, job: AttemptSpec) -> None:
+    node.send_item(PrefillCommand(job, needs_no_decode=False))
+    node.step()
+
+
+def drive_handing_off(node: PrefillBench, job: AttemptSpec) -> None:
+    """Computed and sealed: the sequence itself has ended, and only the pins are left."""
+    node.send_item(PrefillCommand(job, needs_no_decode=False))
+    node.send_item(TicketCommand(make_ticket(job)))
+    while node.step():
+        pass
+
+
+DRIVERS_BY_STATE: dict[SequenceState, Callable[[PrefillBench, AttemptSpec], None] | None] = {
+    SequenceState.WAITING: drive_waiting,
+    SequenceState.PREFILLING: drive_prefilling,
+    SequenceState.HANDING_OFF: drive_handing_off,
+    SequenceState.AWAITING_KV: None,  # decode's
+    SequenceState.RUNNING: None,  # decode's
+    SequenceState.FINISHED: None,  # nothing is left to end
+}
+
+
+def test_every_state_is_covered() -> None:
+    assert set(DRIVERS_BY_STATE) == set(SequenceState)
+
+
+ENDS: dict[str, Callable[[PrefillBench, AttemptSpec], None]] = {
+    "cancel": lambda node, job: node.send_item(CancelCommand(job.key, Cancelled("client gone"))),
+    "peer gone": lambda node, job: node.send_item(OutboundAborted(job.key, PeerUnreachable("decode is gone"))),
+    "coordinator lost": lambda node, job: node.send_item(CoordinatorLost()),
+    "joined anew": lambda node, job: node.send_item(NodeJoined(Incarnation("again"))),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("state", [state for state, drive in DRIVERS_BY_STATE.items() if drive], ids=lambda state: state.value)
+def test_every_end_in_every_state_returns_every_block(state: SequenceState, end: str) -> None:
+    node, job = PrefillBench(), make_work(range(1, 151))
+    drive = DRIVERS_BY_STATE[state]
+    assert drive is not None
+    drive(node, job)
+    node.pop_messages("prefill_ended")
+    ENDS[end](node, job)
+    while node.step():
+        pass
+    if end != "peer gone":
+        node.answer_aborts()
+    assert node.count_held_blocks() == {}
+    assert node.role.num_held_attempts == 0
+    assert len(node.pop_messages("failed")) == (1 if end == "peer gone" else 0)
+    assert node.sent_messages == []
+
+
+def test_what_the_plane_may_still_read_stays_pinned_after_a_cancel() -> None:
+    node, job = PrefillBench(), make_work(range(1, 151))
+    drive_prefilling(node, job)
+    node.send_item(CancelCommand(job.key, Cancelled("client gone")))
+    assert node.count_held_blocks() == {BlockState.IN_USE: 4}
+    node.answer_aborts()
+    assert node.count_held_blocks() == {}
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_layers_are_announced_only_for_a_hand_off(alone: bool) -> None:
+    node = PrefillBench()
+    node.send_item(PrefillCommand(make_work(range(1, 151)), needs_no_decode=alone))
+    plan = node.scheduler.schedule_step()
+    assert plan.batch is not None
+    assert (node.role.before_step(plan.batch) is None) == alone
+
+
+def test_a_failed_step_ends_its_attempts() -> None:
+    node, job = PrefillBench(), make_work(range(1, 151))
+    node.send_item(PrefillCommand(job, needs_no_decode=False))
+    plan = node.scheduler.schedule_step()
+    assert plan.batch is not None
+    node.role.before_step(plan.batch)
+    node.role.on_step_failed(plan.batch, NodeFailed("the device fell off"))
+    assert node.pop_messages("failed")[0].error.code == "node_failed"
+    node.answer_aborts()
+    assert node.count_held_blocks() == {}
+
+
+def test_handoff_aborted_before_its_command() -> None:
+    node, job = PrefillBench(), make_work(range(1, 40))
+    node.role.preview_command(PrefillCommand(job, needs_no_decode=False))
+    node.role.handle_item(OutboundAborted(job.key, PeerUnreachable("decode is gone")))
+    node.role.handle_item(PrefillCommand(job, needs_no_decode=False))
+    assert node.pop_messages("failed")[0].error.code == "peer_gone"
+    assert node.count_held_blocks() == {}
+    assert not node.step()
+
+
+def test_a_token_out_of_range_is_refused() -> None:
+    node, job = PrefillBench(), make_work([1, 2, 1000])
+    node.send_item(PrefillCommand(job, needs_no_decode=False))
+    assert node.pop_messages("failed")[0].error.code == "invalid_request"
+    node.answer_aborts()
+    assert node.count_held_blocks() == {}
+
+
+@pytest.mark.parametrize("bound_to", [b"", b"x" * 32])
+def test_a_request_that_is_bound_to_another_model_is_not_computed(bound_to: bytes) -> None:
+    node, job = PrefillBench(), replace(make_work([1, 2, 3]), identity_digest=bound_to)
+    node.send_item(PrefillCommand(job, needs_no_decode=False))
+    assert node.pop_messages("failed")[0].error.code == "wrong_model"
+    node.answer_aborts()
+    assert not node.step()
+    assert node.count_held_blocks() == {}
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_context_that_is_too_long_is_refused_and_no_error(alone: bool) -> None:
+    node, job = PrefillBench(num_blocks=300), make_work([1] * 4096, max_tokens=1)
+    node.send_item(PrefillCommand(job, needs_no_decode=alone))
+    (refused,) = node.pop_messages("refused")
+    assert (refused.needed, refused.free) == (301, 300)
+    assert node.pop_messages("failed") == []
+    node.answer_aborts()
+    assert node.count_held_blocks() == {}
+
+
+def test_prefill_needs_no_room_for_the_output() -> None:
+    node = PrefillBench()
+    node.send_item(PrefillCommand(make_work([1, 2, 3], max_tokens=5000), needs_no_decode=False))
+    assert node.pop_messages("refused") == node.pop_messages("failed") == []
+
+
+def test_repeated_command_changes_nothing() -> None:
+    node, job = PrefillBench(), make_work(range(1, 151))
+    node.send_item(PrefillCommand(job, needs_no_decode=False))
+    node.step()
+    node.send_item(PrefillCommand(job, needs_no_decode=False))
+    while node.step():
+        pass
+    assert len(node.pop_messages("prefill_ended")) == 1
+    node.send_item(OutboundCommitted(job.key, REPORT))
+    node.send_item(OutboundCommitted(job.key, REPORT))
+    assert len(node.pop_messages("handed_off")) == 1
+    assert node.count_held_blocks() == {}

@@ -1,0 +1,146 @@
+"""The HTTP half of the page, from the OpenAPI document, and the admin port, which has none."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from coordinator.frontend.http.openapi import build_openapi_document
+from tools.api_reference.markdown import code, heading, link, table
+
+OpenApiObject = dict[str, Any]
+
+ADMIN_ROUTES = (
+    ("GET /livez", "The process lives"),
+    ("GET /readyz", "A warm-up token went through the whole cluster; else 503 with the reason"),
+    ("GET /metrics", "Prometheus' text format: [architecture.md](architecture.md#metrics)"),
+    ("GET /admin/status", "[StatusResponse](#message-statusresponse)"),
+    ("GET /admin/ledger", "[LedgerResponse](#message-ledgerresponse)"),
+    (
+        "GET /admin/explain/{request_id}",
+        "[ExplainResponse](#message-explainresponse); 404 if it is not kept, 400 if several had that x-request-id",
+    ),
+    (
+        "POST /admin/drain",
+        '`{"node": NAME}`, with `"timeout": SECONDS` or `"undrain": true`: [DrainResponse](#message-drainresponse)',
+    ),
+    ("GET /", "Not available: 501"),
+    ("GET /admin/ratio", "[Ratio](#message-ratio)"),
+    ("GET /admin/ratio/advice", "[RatioAdvice](#message-ratioadvice); `?slo=ttft=500ms,tpot=50ms`"),
+    (
+        "POST /admin/ratio",
+        '`{"ratio": "P:D"}`, or `{"auto": true}` with `"slo"`, or `{"auto": false}`; with `"flip_timeout": SECONDS`: '
+        "[Ratio](#message-ratio)",
+    ),
+)
+_RANGES = (
+    ("minimum", "{} or more"),
+    ("exclusiveMinimum", "above {}"),
+    ("maximum", "at most {}"),
+    ("minLength", "{} character or more"),
+    ("maxLength", "at most {} characters"),
+    ("minItems", "{} item or more"),
+    ("maxItems", "at most {} items"),
+    ("maxProperties", "at most {} entries"),
+)
+
+
+def error_table() -> list[str]:
+    """What every route may answer; raises ValueError if they differ."""
+    told = {
+        tuple((status, each["description"]) for status, each in operation["responses"].items() if status != "200")
+        for methods in build_openapi_document("")["paths"].values()
+        for operation in methods.values()
+    }
+    (rows,) = told
+    return table(("status", "when"), rows)
+
+
+def render_http_section() -> list[str]:
+    whole = build_openapi_document("")
+    lines = []
+    for path, methods in whole["paths"].items():
+        for method, operation in methods.items():
+            lines += _operation_lines(method.upper(), path, operation)
+    lines += heading(3, "The admin port")
+    lines += [
+        "Port 9000 (`--admin-port`). Answers are the messages of `baton.v1.Cluster`, below, as JSON of the same names.",
+        "",
+    ]
+    lines += table(("path", "answers"), ((code(path), what) for path, what in ADMIN_ROUTES))
+    lines += heading(3, "Bodies")
+    for name, schema in whole["components"]["schemas"].items():
+        lines += _object_lines(name, schema)
+    return lines
+
+
+def _operation_lines(method: str, path: str, operation: OpenApiObject) -> list[str]:
+    lines = heading(3, f"{method} {path}")
+    lines += [operation["summary"] + ".", ""]
+    rows = []
+    if "requestBody" in operation:
+        body = operation["requestBody"]["content"]["application/json"]["schema"]
+        rows.append(("body", _type_text(body)))
+        rows += [(f"header {code(each['name'])}, optional", each["description"]) for each in operation["parameters"]]
+    answer = operation["responses"]["200"]["content"]
+    streams = ", or server-sent events if `stream` is true" if "text/event-stream" in answer else ""
+    rows.append(("answer", _type_text(answer["application/json"]["schema"]) + streams))
+    return lines + table(("", ""), rows)
+
+
+def _object_lines(name: str, schema: OpenApiObject) -> list[str]:
+    lines = heading(4, f"object {name}")
+    if "description" in schema:
+        lines += [schema["description"], ""]
+    needed = [tuple(each["required"]) for each in schema.get("oneOf", ())] or [tuple(schema.get("required", ()))]
+    rows: list[tuple[str, ...]] = []
+    fixed: list[str] = []
+    for field, shape in schema["properties"].items():
+        if "enum" in shape and None in shape["enum"]:
+            fixed.append(f"`{field}` ({', '.join(code(json.dumps(value)) for value in shape['enum'])})")
+            continue
+        must = "required" if len(needed) == 1 and field in needed[0] and "additionalProperties" in schema else ""
+        bounds = ", ".join(filter(None, (must, _bounds_text(shape))))
+        rows.append((code(field), _type_text(shape), bounds, shape["description"]))
+    heads: tuple[str, ...] = ("field", "type", "bounds", "what it is")
+    if not any(bounds for _, _, bounds, _ in rows):
+        heads, rows = (*heads[:2], heads[3]), [(*row[:2], row[3]) for row in rows]
+    lines += table(heads, rows)
+    if fixed:
+        lines += ["Accepted with these values alone, and without effect: " + ", ".join(fixed) + ".", ""]
+    return lines
+
+
+def _type_text(shape: OpenApiObject) -> str:
+    if "$ref" in shape:
+        return link("object", shape["$ref"].rpartition("/")[2])
+    if "anyOf" in shape:
+        return " or ".join(dict.fromkeys(_type_text(each) for each in shape["anyOf"] if each != {"type": "null"}))
+    kind = shape.get("type", "any")
+    if kind == "array":
+        return f"list of {_type(shape['items'])}"
+    if kind == "object" and isinstance(shape.get("additionalProperties"), dict):
+        return f"object of {_type(shape['additionalProperties'])}"
+    return " or ".join(kind) if isinstance(kind, list) else str(kind)
+
+
+def _bounds_text(shape: OpenApiObject) -> str:
+    said = list(_range_texts(shape))
+    if "enum" in shape:
+        said.append(", ".join(code(str(value)) for value in shape["enum"]))
+    inner = [each for key in ("items", "additionalProperties") if isinstance(each := shape.get(key), dict)]
+    said += [f"each {text}" for each in inner for text in [", ".join(_range_texts(each))] if text]
+    return "; ".join(said)
+
+
+def _range_texts(shape: OpenApiObject) -> Iterator[str]:
+    low, high = shape.get("minimum"), shape.get("maximum")
+    if low is not None and high is not None:
+        yield f"{_number(low)} to {_number(high)}"
+        shape = {key: value for key, value in shape.items() if key not in ("minimum", "maximum")}
+    for key, wording in _RANGES:
+        if key in shape:
+            yield wording.format(_number(shape[key]))
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if value == int(value) else str(value)

@@ -1,0 +1,54 @@
+"""A byte-level BPE tokenizer for Python: a newline and an indentation are tokens of their own.
+
+So a prompt that ends with a line, or within an indentation, is cut where the text it was trained on is cut too.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from tools.demo_model.common.chat_format import BOS, EOS, SPECIAL_TOKENS, CHAT_TEMPLATE
+
+TOKENIZER_FILE = "tokenizer.json"
+_SPLIT_PATTERN = r"\n|(?<=\n) +| ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s"
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Tokenizer:
+    """`vocabulary` counts the 256 bytes and the special tokens too, which come first."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT_PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{BOS} $A", special_tokens=[(BOS, 0)])
+    return tokenizer
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+
+
+def tokenizer_config(context: int) -> dict[str, Any]:
+    """`tokenizer_config.json` for a model of `context` positions."""
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "extra_special_tokens": [one for one in SPECIAL_TOKENS if one not in (BOS, EOS)],
+        "model_max_length": context,
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "chat_template": CHAT_TEMPLATE,
+    }

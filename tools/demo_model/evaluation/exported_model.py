@@ -1,0 +1,56 @@
+"""The exported folder as `transformers` reads it: an independent implementation of what was trained."""
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tools.demo_model.common.chat_format import EOS, SPECIAL_TOKENS
+
+
+class ExportedModel(nn.Module):
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        super().__init__()
+        transformers = importlib.import_module("transformers")
+        transformers.utils.logging.disable_progress_bar()
+        self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(folder)
+        self.model: Any = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+        self.eval()
+
+    @property
+    def context_tokens(self) -> int:
+        return int(self.model.config.max_position_embeddings)
+
+    @property
+    def parameter_count(self) -> int:
+        return sum(one.numel() for one in self.parameters())
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Logits [batch, positions, vocabulary] for token ids [batch, positions]."""
+        logits: Tensor = self.model(tokens, use_cache=False).logits
+        return logits
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+    def complete_texts(self, texts: Sequence[str], most: int) -> list[tuple[str, bool]]:
+        """For each text at most `most` tokens, each the likeliest, and whether the model ended there."""
+        return self._generate_greedily([self._tokenizer.encode(text) for text in texts], most)
+
+    def answer_question(self, question: str, most: int) -> str:
+        asked = [{"role": "user", "content": question}]
+        ids = self._tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+        return self._generate_greedily([ids], most)[0][0]
+
+    @torch.no_grad()
+    def _generate_greedily(self, prompts: Sequence[list[int]], most: int) -> list[tuple[str, bool]]:
+        """All prompts at once, padded on the left."""
+        end = SPECIAL_TOKENS.index(EOS)
+        width = max(map(len, prompts))
+        rows = torch.tensor([[end] * (width - len(ids)) + ids for ids in prompts])
+        mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in prompts])
+        out = self.model.generate(rows, attention_mask=mask, max_new_tokens=most, do_sample=False, pad_token_id=end)
+        return [(self.decode(row), end in row) for row in out[:, width:].tolist()]

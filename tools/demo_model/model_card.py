@@ -1,0 +1,142 @@
+"""The card of the bundled model. Every figure in it comes from a stage."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tools.demo_model import train
+from tools.demo_model.evaluation.continuations import Continuation, ContinuationScores
+from tools.demo_model.common.corpus_files import HELD_OUT_PARTS, PART_SHARES, CorpusFacts
+
+_PART_NAMES = {
+    "library": "modules of the library",
+    "tests": "its tests",
+    "definitions": "functions and classes of those modules, each on its own",
+    "prose": "the language reference that `help()` shows",
+    "chat": "questions and answers made of docstrings, and small talk",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEvaluation:
+    """`held_out_bits`: bits per byte by part, over the first `held_out_tokens` of each. `chat_samples`: question and answer."""
+
+    parameter_count: int
+    max_continuation_tokens: int
+    held_out_tokens: int
+    held_out_bits: Mapping[str, float]
+    scores: ContinuationScores
+    samples: Sequence[Continuation]
+    chat_samples: Sequence[tuple[str, str]]
+    remark: str = ""
+
+
+def render_model_card(facts: CorpusFacts, training: Mapping[str, Any], best: Mapping[str, Any], evaluation: ModelEvaluation) -> str:
+    """`training` is `training.json`; `best` is the line of its log that belongs to the weights."""
+    judged = evaluation.scores
+    return f"""# demo
+
+A toy: a Llama with {evaluation.parameters / 1e6:.1f} M parameters in bfloat16, trained from scratch on the \
+standard library of
+Python {facts.python} and nothing else. It is here so that Baton has something to serve without a download. It completes
+Python in the manner of the library and answers a few questions about it. **What it says is often wrong.**
+
+## Data
+
+| part | documents | MB | tokens | share of the rows |
+|---|---|---|---|---|
+{_data(facts)}
+
+Files: {facts.files["library"]} of the library, {facts.files["tests"]} of its tests; near copies, tables, and files of
+packages of others are left out. One file in twenty is held out, chosen by a hash of its name. The tokenizer is a \
+byte-level
+BPE with {facts.vocabulary} entries, trained on the same text.
+
+The text is Python's own: Copyright (c) 2001 Python Software Foundation, all rights reserved; used under the
+[PSF License Version 2](https://docs.python.org/3.11/license.html).
+
+## Made with
+
+```
+python -m tools.train_demo_model prepare
+python -m tools.train_demo_model train {_options(training)}
+python -m tools.train_demo_model export
+python -m tools.train_demo_model evaluate
+```
+
+`train` ran for {training["seconds"]:.0f} s on one {training["device"]} that it shared with another run, with torch \
+{training["torch"]}: {training["steps"]} steps, {training["tokens"] / 1e6:.0f} M tokens.
+The other stages ran on a CPU.
+
+## Figures
+
+Held-out bits per byte, of the weights in training (all of each part) and of this folder in float32 (the first
+{evaluation.tokens} tokens of each):
+
+| part | in training | this folder |
+|---|---|---|
+{_held_out(best, evaluation)}
+
+Of {judged.count} openings of `def`, `class` and `import` that stand nowhere in the training data, continued greedily in
+bfloat16 by up to {evaluation.length} tokens and cut at the last whole line:
+
+| | |
+|---|---|
+| pass `ast.parse` | **{judged.parse:.0%}** |
+| ended by the model itself | {judged.ended:.0%} |
+| repeat a line three times or more | {judged.repeat:.0%} |
+| lines written, median | {judged.median_lines:g} |
+
+{evaluation.note}
+
+## Samples
+
+Continuations at fixed places in the list of openings, greedy, not chosen:
+
+{_continuations(evaluation.samples)}
+
+Chat, greedy:
+
+{_chat(evaluation.chat)}
+
+## Limits
+
+It knows shapes, not facts: names, arguments and meanings are made up freely, and greedy text tends to go round in
+circles. It has read no prose but documentation, no language but English and Python, and has no notion of safety. Its
+context is 2048 tokens. Use it to see a server work, for nothing else.
+"""
+
+
+def _data_table(facts: CorpusFacts) -> str:
+    return "\n".join(
+        f"| {_PART_NAMES[part]} | {facts.documents[part]} | {facts.utf8_bytes[part] / 1e6:.1f} | {facts.tokens[part]} "
+        f"| {share:.0%} |"
+        for part, share in PART_SHARES.items()
+    )
+
+
+def _training_options(training: Mapping[str, Any]) -> str:
+    """Those that were not at their default."""
+    parser = argparse.ArgumentParser()
+    train.add_arguments(parser)
+    given = {key: str(value) for key, value in training["settings"].items() if key not in ("device", "no_compile")}
+    defaults = vars(parser.parse_args([]))
+    return " ".join(
+        f"--{key.replace('_', '-')} {value}" for key, value in given.items() if value != str(defaults.get(key))
+    )
+
+
+def _held_out_table(best: Mapping[str, Any], evaluation: ModelEvaluation) -> str:
+    return "\n".join(
+        f"| {_PART_NAMES[part]} | {best[f'held_out_{part}']:.3f} | {evaluation.held_out[part]:.3f} |"
+        for part in HELD_OUT_PARTS
+    )
+
+
+def _continuation_samples(samples: Sequence[Continuation]) -> str:
+    return "\n\n".join(f"```python\n{one.whole_lines.rstrip()}\n```" for one in samples)
+
+
+def _chat_samples(chat: Sequence[tuple[str, str]]) -> str:
+    return "\n\n".join(f"> **{question}**\n>\n> " + answer.replace("\n", "\n> ") for question, answer in chat)
