@@ -32,7 +32,7 @@ from coordinator.core.membership.join_checks import JoinInfo
 from coordinator.core.placement.prefix_aware import PrefixAwarePolicy
 from coordinator.core.membership.node_registry import NodeRegistry
 from coordinator.core.common.settings import BrainSettings
-from tests.unit.coordinator_core.brain_harness import make_ticket
+from tests.unit.coordinator.core.brain_harness import make_ticket
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=1, head_dim=4, block_size=16, dtype="float32")
 HEARTBEAT = 1.0  # seconds

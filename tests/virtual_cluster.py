@@ -33,7 +33,7 @@ from node_engine.core.scheduling.scheduler import Scheduler, SchedulerLimits
 from node_engine.core.step.step_batch import SliceResult, StepBatch
 from node_engine.core.metrics.decode_step_totals import DecodeStepTotals
 from node_engine.paced.paced_engine import PACED_LAYOUT, PacedCosts
-from tests.unit.coordinator_core.brain_harness import make_ticket
+from tests.unit.coordinator.core.brain_harness import make_ticket
 
 HEARTBEAT = 0.5  # seconds
 

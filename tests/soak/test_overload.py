@@ -2,7 +2,7 @@
 at once, what is taken in is answered right and no slower than the cluster can, and afterwards all is as before.
 
 `make test` plays each storm for two seconds and judges outcomes; `make soak` for a minute, and judges time too. On the
-virtual clock the same is in tests/unit/coordinator_core/admission/test_fairness_simulated.py.
+virtual clock the same is in tests/unit/coordinator/core/admission/test_fairness_simulated.py.
 """
 
 import asyncio
